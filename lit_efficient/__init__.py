@@ -1,0 +1,66 @@
+"""Training-efficiency techniques for PyTorch Lightning: they compose, resume bit-exactly and prove what they save.
+
+``import lit_efficient`` is cheap: the names below are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# The one list of public names, each with the module that holds it (relative to this package). The command line resolves
+# short class names in YAML with it, `techniques` reads the named files, and the contract tests run over them.
+PUBLIC: dict[str, str] = {
+    # the contract
+    "Phase": "technique",
+    "Report": "technique",
+    "Technique": "technique",
+    "ConflictError": "errors",
+    "ConfigurationError": "errors",
+    "LitEfficientError": "errors",
+    "mix_in": "surgery",
+    # techniques: slot trainer.callbacks
+    "ExactResume": "callbacks.exact_resume",
+    "LowBitOptimizer": "callbacks.low_bit_optimizer",
+    "SNRWeighting": "callbacks.snr_weighting",
+    "StochasticDepth": "callbacks.stochastic_depth",
+    # other callbacks
+    "SampleImages": "callbacks.sample_images",
+    "SampleText": "callbacks.sample_text",
+    "SignalCheckpoint": "callbacks.signal_checkpoint",
+    "ThroughputBar": "callbacks.throughput_bar",
+    # slot trainer.plugins
+    "SafeCheckpointIO": "plugins.checkpoint_io",
+    # slot model
+    "LanguageModeling": "tasks.language_modeling",
+    "LatentDiffusion": "tasks.latent_diffusion",
+    # slot data
+    "LatentDigits": "data.latent_digits",
+    "PythonCorpus": "data.python_corpus",
+    # models
+    "GPT": "models.gpt",
+    "GPTConfig": "models.gpt",
+    "DiT": "models.dit",
+    "DiTConfig": "models.dit",
+    "Autoencoder": "models.autoencoder",
+    "AutoencoderConfig": "models.autoencoder",
+}
+
+__all__ = ["PUBLIC", "__version__", *PUBLIC]  # noqa: PLE0604 (names are resolved by __getattr__)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    if name not in PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PUBLIC})
+
+
+if TYPE_CHECKING:  # what an editor needs to complete the names above
+    pass

@@ -1,0 +1,1 @@
+"""Slot ``trainer.callbacks``: one file a technique."""

@@ -1,0 +1,1 @@
+"""Slot ``data``: the LightningDataModules, and the samplers and loaders under them."""

@@ -1,0 +1,1 @@
+"""Plain ``nn.Module`` s that know nothing of Lightning."""

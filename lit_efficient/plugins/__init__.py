@@ -1,0 +1,1 @@
+"""Slot ``trainer.plugins``, the part of it that is no number format: how checkpoints reach the disk."""

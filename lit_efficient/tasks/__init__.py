@@ -1,0 +1,1 @@
+"""Slot ``model``: the LightningModules."""
