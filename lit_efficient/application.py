@@ -1,0 +1,344 @@
+"""How techniques are applied: the wraps on a module's instance, the ledger of what was done, what checkpoints keep.
+
+A wrap is a bound method set on the *instance*. It captures nothing, so a deep copy of the module has wraps of its own,
+and what stood there before (the Lightning CLI and ``torch.compile`` set such attributes, too) is called inside and put
+back.
+The wrapped functions must not carry ``__wrapped__``: Lightning follows it to decide whether a hook is overridden.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.protocol import check_loss, weigh
+from lit_efficient.technique import Report, Technique, check_conflicts, in_order, overrides, techniques_of
+
+_ABSENT = "absent"  # a string, so that it survives a deep copy and a pickle
+
+
+@dataclass
+class Session:
+    """What one run has put on a module: primitives and bound methods only, so that the module can still be copied."""
+
+    trainer: int
+    previous: dict[str, Any] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+    protocol_checked: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger: a transform that a module has undergone for good."""
+
+    record: dict[str, Any]
+    report: Report
+
+
+def _ledger(module: nn.Module) -> list[Entry]:
+    return module.__dict__.get("_lit_efficient_ledger", [])
+
+
+def _session(module: nn.Module) -> Session | None:
+    return module.__dict__.get("_lit_efficient_session")
+
+
+# The network ---------------------------------------------------------------------------------------------------------
+
+
+def apply(module: nn.Module, techniques: Iterable[Technique]) -> dict[str, Report]:
+    """Transform ``module`` by all ``techniques``, in phase order, each once in the module's life.
+
+    The trainer does this by itself; call it to use techniques outside Lightning.
+
+    Returns:
+        The report of each technique by name, of earlier calls too.
+
+    Raises:
+        ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.
+    """
+    ledger: list[Entry] = module.__dict__.setdefault("_lit_efficient_ledger", [])
+    for technique in in_order(technique for technique in techniques if overrides(technique, "transform")):
+        record = technique.record()
+        earlier = next((entry.record for entry in ledger if entry.record["name"] == record["name"]), None)
+        if earlier is None:
+            _check_order(record, ledger)
+            _check_sharding(technique, module)
+            ledger.append(Entry(record, technique.transform(module)))
+        elif earlier["arguments"] != record["arguments"]:
+            changes = _differences(earlier["arguments"], record["arguments"])
+            raise ConfigurationError(
+                f"{record['name']} was applied to this module by an earlier run with other arguments ({changes}); "
+                "use the same ones, or build the module anew"
+            )
+    if ledger and "_lit_efficient_kept" not in module.__dict__:  # for good: the trainer saves after teardown, too
+        module.__dict__["_lit_efficient_kept"] = {}
+        _wrap(module, "on_save_checkpoint", _on_save_checkpoint, module.__dict__["_lit_efficient_kept"])
+    return {entry.record["name"]: entry.report for entry in ledger}
+
+
+def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Apply the transforms that ``checkpoint`` records, so that its weights fit ``module`` without a trainer.
+
+    Only techniques of this package and imported subclasses of :class:`Technique` are looked up: a checkpoint cannot
+    name code to import.
+
+    Raises:
+        ConfigurationError: If the checkpoint names a technique that is not known here.
+    """
+    import lit_efficient
+
+    known = {cls.__name__: cls for cls in _subclasses(Technique)}
+    techniques = []
+    for record in checkpoint.get("lit_efficient", {}).get("transforms", ()):
+        name = record["name"]
+        cls = getattr(lit_efficient, name) if name in lit_efficient.PUBLIC else known.get(name)
+        if cls is None:
+            raise ConfigurationError(f"the checkpoint uses the technique {name!r}: import its class first")
+        techniques.append(cls(**record["arguments"]))
+    apply(module, techniques)
+
+
+def _subclasses(cls: type[Technique]) -> Iterator[type[Technique]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _check_order(record: Mapping[str, Any], ledger: list[Entry]) -> None:
+    late = next((entry.record["name"] for entry in ledger if entry.record["phase"] > record["phase"]), None)
+    if late is not None:
+        raise ConfigurationError(
+            f"{record['name']} must act before {late}, which an earlier run applied to this module; "
+            "give both to the first Trainer, or build the module anew"
+        )
+
+
+def _check_sharding(technique: Technique, module: nn.Module) -> None:
+    if technique.after_sharding:
+        return
+    sharded = next((name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"), None)
+    if sharded is not None:
+        raise ConflictError(
+            f"{type(technique).__name__} must change the network before it is sharded, but {sharded!r} is sharded "
+            "already when configure_model returns: shard after all techniques have acted"
+        )
+
+
+# The wraps -----------------------------------------------------------------------------------------------------------
+
+
+def install(trainer: Any, module: Any) -> None:
+    """Check the trainer's techniques and wrap the module's methods; a second call in the same run does nothing."""
+    session = _session(module)
+    if session is not None and session.trainer == id(trainer):
+        return
+    uninstall(module)  # a run that died before its teardown, or a copy that was made in the middle of one
+    techniques = techniques_of(trainer)
+    _check_run(trainer, module, techniques)
+    session = module.__dict__["_lit_efficient_session"] = Session(id(trainer))
+    _wrap(module, "configure_model", _configure_model, session.previous)
+    _wrap(module, "on_load_checkpoint", _on_load_checkpoint, session.previous)
+    if any(overrides(technique, "rewrite_optimizer") for technique in techniques):
+        _wrap(module, "configure_optimizers", _configure_optimizers, session.previous)
+    if any(overrides(technique, "sample_weights") for technique in techniques):
+        _wrap(module, "training_step", _training_step_like(module.training_step), session.previous)
+
+
+def uninstall(module: Any) -> None:
+    """Take the wraps off and put back what stood there before."""
+    session = module.__dict__.pop("_lit_efficient_session", None)
+    for name, previous in session.previous.items() if session else ():
+        if previous == _ABSENT:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = previous
+
+
+def _wrap(module: Any, name: str, function: Callable[..., Any], previous: dict[str, Any]) -> None:
+    previous[name] = module.__dict__.get(name, _ABSENT)
+    module.__dict__[name] = types.MethodType(function, module)
+
+
+def _call_inner(module: Any, name: str, previous: Mapping[str, Any], *args: Any) -> Any:
+    inner = previous[name]
+    return getattr(type(module), name)(module, *args) if inner == _ABSENT else inner(*args)
+
+
+def _check_run(trainer: Any, module: Any, techniques: list[Technique]) -> None:
+    check_conflicts(trainer.callbacks)
+    surgeons = [type(technique).__name__ for technique in techniques if overrides(technique, "transform")]
+    launcher = type(getattr(trainer.strategy, "launcher", None)).__name__
+    if surgeons and launcher == "_MultiProcessingLauncher":
+        raise ConflictError(
+            f"{surgeons[0]} changes the network, and a strategy that spawns or forks its processes would lose that "
+            "change without a word: use strategy='ddp' instead of 'ddp_spawn' or 'ddp_fork'"
+        )
+    weighers = [type(technique).__name__ for technique in techniques if overrides(technique, "sample_weights")]
+    if weighers and not module.automatic_optimization:
+        raise ConflictError(
+            f"{weighers[0]} weighs the loss that training_step returns, but {type(module).__name__} optimizes manually "
+            "and has stepped by then: call the technique's pure function on your losses inside training_step instead"
+        )
+    for technique in techniques:
+        technique.check(trainer, module)
+
+
+def _configure_model(self: Any) -> None:
+    _call_inner(self, "configure_model", self.__dict__["_lit_efficient_session"].previous)
+    apply(self, techniques_of(self.trainer))
+
+
+def _configure_optimizers(self: Any) -> Any:
+    session: Session = self.__dict__["_lit_efficient_session"]
+    configured = _call_inner(self, "configure_optimizers", session.previous)
+    optimizers = list(find_optimizers(configured))
+    for technique in in_order(techniques_of(self.trainer)):
+        if not overrides(technique, "rewrite_optimizer"):
+            continue
+        name = type(technique).__name__
+        if not optimizers:
+            raise ConfigurationError(f"{name}: {type(self).__name__}.configure_optimizers returned no optimizer")
+        for i, optimizer in enumerate(optimizers):
+            key = name if len(optimizers) == 1 else f"{name}[{i}]"
+            session.reports[key] = technique.rewrite_optimizer(optimizer, self)
+    return configured
+
+
+def find_optimizers(configured: object) -> Iterator[Optimizer]:
+    """Every optimizer, once, in what ``configure_optimizers`` returned, in any of the forms that Lightning accepts."""
+    seen: set[int] = set()
+    stack = [configured]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Optimizer):
+            if id(item) not in seen:
+                seen.add(id(item))
+                yield item
+        elif isinstance(item, Mapping):
+            stack.append(item.get("optimizer"))
+        elif isinstance(item, list | tuple):
+            stack.extend(reversed(item))
+
+
+def _training_step_like(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrap whose signature asks for what ``inner`` asks for: Lightning reads it to decide what to pass."""
+    parameters = inspect.signature(inner).parameters
+    if "dataloader_iter" in parameters:
+        return _training_step_on_iterator
+    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return _training_step if several else _training_step_on_batch
+
+
+def _training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    return _weighed(self, batch, batch_idx)
+
+
+def _training_step_on_batch(self: Any, batch: Any) -> Any:
+    return _weighed(self, batch)
+
+
+def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
+    return _weighed(self, dataloader_iter)
+
+
+def _weighed(module: Any, *args: Any) -> Any:
+    session: Session = module.__dict__["_lit_efficient_session"]
+    output = _call_inner(module, "training_step", session.previous, *args)
+    techniques = in_order(t for t in techniques_of(module.trainer) if overrides(t, "sample_weights"))
+    weighers = [(type(t).__name__, lambda out, t=t: t.sample_weights(out, module)) for t in techniques]
+    weighed = weigh(output, weighers, type(module).__name__)
+    if output is not None and not session.protocol_checked:  # once: it costs a synchronisation
+        check_loss(output, module)
+        session.protocol_checked = True
+    return weighed
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+    _call_inner(self, "on_save_checkpoint", self.__dict__["_lit_efficient_kept"], checkpoint)
+    checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in _ledger(self)]
+
+
+def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+    kept = checkpoint.get("lit_efficient")
+    if kept is not None:
+        fitting = getattr(self.trainer.state.fn, "value", None) == "fit"
+        saved = [*kept.get("transforms", ()), *kept.get("techniques", ())]
+        compare_techniques(saved, [technique.record() for technique in techniques_of(self.trainer)], fitting=fitting)
+    _call_inner(self, "on_load_checkpoint", self.__dict__["_lit_efficient_session"].previous, checkpoint)
+
+
+def compare_techniques(
+    saved: Iterable[Mapping[str, Any]], current: Iterable[Mapping[str, Any]], *, fitting: bool
+) -> None:
+    """Refuse a checkpoint whose weights or optimizer states other techniques have shaped; print any other difference.
+
+    Args:
+        saved: Records of the techniques that wrote the checkpoint.
+        current: Records of the techniques that would read it.
+        fitting: Whether optimizer states are read, too.
+
+    Raises:
+        ConfigurationError: Naming the technique, and how it differs.
+    """
+    old, new = ({record["name"]: record for record in records} for records in (saved, current))
+    fatal = {"weights", "optimizer"} if fitting else {"weights"}
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if before is None:
+            difference = f"{name} is new: the checkpoint was written without it"
+        elif after is None:
+            difference = f"{name} is missing: the checkpoint was written with it"
+        elif before["arguments"] != after["arguments"]:
+            difference = f"{name} has changed: {_differences(before['arguments'], after['arguments'])}"
+        else:
+            continue
+        shaped = fatal & set((before or after or {})["alters"])
+        if shaped:
+            raise ConfigurationError(
+                f"{difference}. It shapes the {' and '.join(sorted(shaped))} in a checkpoint, which cannot be restored "
+                "across that: use the checkpoint's techniques, or load its weights without resuming"
+            )
+        rank_zero_info(f"Resuming with a difference: {difference}.")
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return ", ".join(f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in keys)
+
+
+# Reports -------------------------------------------------------------------------------------------------------------
+
+
+def reports_of(module: nn.Module, techniques: Iterable[Technique] = ()) -> dict[str, Report]:
+    """What each technique touched on ``module``, by the technique's name, in the order in which they act."""
+    session = _session(module)
+    reports = {entry.record["name"]: entry.report for entry in _ledger(module)} | (session.reports if session else {})
+    described = ((type(technique).__name__, technique.describe(module)) for technique in in_order(techniques))
+    return reports | {name: report for name, report in described if report is not None}
+
+
+def log_reports(trainer: Any, reports: Mapping[str, Report]) -> None:
+    """Print the reports once and put their figures into every logger's hyper-parameters and, for W&B, its summary."""
+    if not reports:
+        return
+    width = max(map(len, reports))
+    rank_zero_info("\n".join(["Techniques:", *(f"  {name:{width}}  {r.summary}" for name, r in reports.items())]))
+    figures = {
+        f"techniques/{name}/{key}": value for name, report in reports.items() for key, value in report.figures().items()
+    }
+    for logger in trainer.loggers:
+        logger.log_hyperparams(figures)
+        if type(logger).__name__ == "WandbLogger" and trainer.is_global_zero:
+            logger.experiment.summary.update(figures)

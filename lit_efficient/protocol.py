@@ -1,0 +1,75 @@
+"""The loss protocol: how a technique reweighs a loss that somebody else's ``training_step`` computes.
+
+    loss = mean_i(w_i * sample_loss_i) + extra_loss,    w = the product of all techniques' weights
+
+``training_step`` returns ``{"loss", "sample_loss", ...}``; the techniques see the whole dict and give weights [B];
+later hooks see the dict with the new ``loss`` and without the protocol's extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+
+PROTOCOL = """return a dict from training_step:
+  {"loss": sample_loss.mean(), "sample_loss": Tensor [B], "log_snr": Tensor [B]},
+  or "timesteps": Tensor [B] for "log_snr" where the module has alphas_cumprod or a noise_scheduler;
+  a further term of the loss goes into "extra_loss": a scalar, added to "loss", which no weight touches"""
+
+_EXTRAS = ("sample_loss", "timesteps", "log_snr", "extra_loss")
+
+
+def weigh(output: Any, weighers: Sequence[tuple[str, Callable[[Mapping[str, Any]], Tensor]]], owner: str) -> Any:
+    """Recompute ``output["loss"]`` from weighted sample losses and drop the protocol's extras.
+
+    Args:
+        output: What ``training_step`` returned; ``None`` (the step is skipped) is passed on.
+        weighers: Names and functions; each function takes the output and returns weights [B].
+        owner: Name of the module's class, for errors.
+
+    Raises:
+        ConfigurationError: If ``output`` does not follow the protocol, or its ``loss`` is not what the protocol says.
+    """
+    if output is None:
+        return None
+    sample_loss = _sample_loss(output, f"{weighers[0][0]} got no sample losses from {owner}.training_step")
+    for name, weights_of in weighers:
+        weights = weights_of(output)
+        if weights.shape != sample_loss.shape:
+            raise ConfigurationError(
+                f"{name} gave weights of the shape {list(weights.shape)} for sample losses of {list(sample_loss.shape)}"
+            )
+        sample_loss = sample_loss * weights.to(sample_loss)
+    loss = sample_loss.mean() + output["extra_loss"] if "extra_loss" in output else sample_loss.mean()
+    return {key: value for key, value in output.items() if key not in _EXTRAS} | {"loss": loss}
+
+
+def _sample_loss(output: Any, complaint: str) -> Tensor:
+    if not isinstance(output, Mapping):
+        raise ConfigurationError(f"{complaint}, but a {type(output).__name__}; {PROTOCOL}")
+    if "sample_loss" not in output:
+        raise ConfigurationError(f"{complaint}, but {sorted(output)}; {PROTOCOL}")
+    sample_loss: Tensor = output["sample_loss"]
+    if sample_loss.ndim != 1:
+        raise ConfigurationError(f'"sample_loss" must have the shape [B], got {list(sample_loss.shape)}; {PROTOCOL}')
+    return sample_loss
+
+
+def check_loss(output: Mapping[str, Any], module: nn.Module) -> None:
+    """Check, on one step, that ``loss`` is what the protocol says: anything else in it would be lost.
+
+    Raises:
+        ConfigurationError: Naming both values.
+    """
+    expected = output["sample_loss"].detach().mean() + output.get("extra_loss", 0.0)
+    loss = output["loss"].detach()
+    if not torch.allclose(loss, expected.to(loss), rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise ConfigurationError(
+            f'{type(module).__name__}.training_step: "loss" is {float(loss):.6g}, but the mean of "sample_loss" plus '
+            f'"extra_loss" is {float(expected):.6g}; {PROTOCOL}'
+        )

@@ -1,0 +1,212 @@
+"""Change a network in place and leave every parameter where it is, under the name it had.
+
+Everything here works on plain ``nn.Module`` s and optimizers and knows nothing of Lightning:
+
+* :func:`mix_in` changes a module's behaviour by putting a class in front of its own (deep copies, pickles, FSDP2 and
+  ``isinstance`` go on working, no key of ``state_dict`` changes);
+* :func:`find_blocks` and :func:`match_modules` say where to do it, and raise where there is nothing;
+* :func:`become` turns an optimizer into one of another class, with all the schedulers that point at it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_efficient.errors import ConfigurationError
+
+
+def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
+    """Put ``mixin`` in front of ``module``'s own class, in place, and set ``attributes`` on the module.
+
+    The class keeps its name, so that class-name policies (FSDP wrapping, ``_no_split_modules``) still find it. Mixing
+    the same class in a second time only updates the attributes.
+
+    Args:
+        module: Any module; parameters, buffers, hooks and training mode stay as they are.
+        mixin: A class whose methods call ``super()``; it should hold no parameters of its own.
+        **attributes: Plain values that the mix-in's methods read from ``self``.
+
+    Raises:
+        TypeError: If ``mixin`` defines ``__init__`` (it would never run).
+    """
+    if "__init__" in vars(mixin):
+        raise TypeError(f"mix_in: {mixin.__name__}.__init__ would never run; pass attributes instead")
+    if not isinstance(module, mixin):
+        cls: Any = type(module)
+        module.__class__ = _mixed(mixin, cls)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+@functools.cache
+def _mixed(mixin: type, base: type) -> type:
+    """The class ``mixin(base)``, made once a pair, so that equal modules keep equal classes."""
+    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    mixed = type(base.__name__, (mixin, base), namespace)
+    mixed.__reduce_ex__ = _reduce_mixed  # type: ignore[assignment]
+    mixed._mixed_from = (mixin, base)  # type: ignore[attr-defined]
+    return mixed
+
+
+def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:
+    """Pickle by naming the two classes: the mixed one cannot be found by import."""
+    if type(self).__dict__.get("_mixed_from") is None:  # a class made on top of ours, by FSDP2 for one
+        return object.__reduce_ex__(self, protocol)
+    return _new_mixed, type(self)._mixed_from, self.__dict__  # type: ignore[attr-defined]
+
+
+def _new_mixed(mixin: type, base: type) -> nn.Module:
+    mixed: Any = _mixed(mixin, base)
+    return mixed.__new__(mixed)
+
+
+def match_modules(
+    root: nn.Module, patterns: Sequence[str], *, who: str, kind: type | tuple[type, ...] = nn.Module
+) -> list[tuple[str, nn.Module]]:
+    """Modules whose dotted name matches any of ``patterns``, in definition order.
+
+    Args:
+        root: Where to look.
+        patterns: Regular expressions, each matched against the end of the dotted name at a dot (``"attn"`` matches
+            ``blocks.0.attn``) or against the whole name.
+        who: Name of the technique that asks, for the error.
+        kind: Only modules of these classes.
+
+    Raises:
+        ConfigurationError: If a pattern matches nothing; the message lists the nearest names that could match.
+    """
+    candidates = [(name, module) for name, module in root.named_modules() if name and isinstance(module, kind)]
+    matched: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        expression = re.compile(rf"(?:.*\.)?(?:{pattern})")
+        hits = {name: module for name, module in candidates if expression.fullmatch(name)}
+        if not hits:
+            names = [name for name, _ in candidates]
+            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
+            raise ConfigurationError(
+                f"{who}: the pattern {pattern!r} matches none of the {len(names)} modules that it could; "
+                f"for example: {', '.join(near) or 'there are none'}"
+            )
+        matched.update(hits)
+    return [(name, module) for name, module in candidates if name in matched]
+
+
+def find_blocks(root: nn.Module, patterns: str | Sequence[str] = "auto", *, who: str) -> list[tuple[str, nn.Module]]:
+    """The repeated residual blocks of a network, outermost only, in the order in which they are defined.
+
+    With ``"auto"`` the first of these that finds anything decides: the classes that a diffusers model names in
+    ``_repeated_blocks``; subclasses of transformers' ``GradientCheckpointingLayer``; the members of every
+    ``nn.ModuleList`` or ``nn.Sequential`` that holds two or more modules of one class, each with children of its own.
+
+    Args:
+        root: Any module.
+        patterns: ``"auto"``, or regular expressions for dotted names as in :func:`match_modules`.
+        who: Name of the technique that asks, for the error.
+
+    Raises:
+        ConfigurationError: If there is no such block.
+    """
+    if patterns != "auto":
+        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+        return _outermost(match_modules(root, wanted, who=who))
+    named = {name for module in root.modules() for name in getattr(module, "_repeated_blocks", None) or ()}
+    modules: list[tuple[str, nn.Module]] = list(root.named_modules())
+    found = [(name, module) for name, module in modules if type(module).__name__ in named]
+    found = found or [(name, module) for name, module in modules if _is_transformers_layer(module)]
+    found = _outermost(found or list(_homogeneous(root)))
+    if not found:
+        raise ConfigurationError(
+            f"{who}: found no repeated blocks in {type(root).__name__}; name them: blocks=['layers\\.\\d+'], "
+            f"for example. Top-level modules are: {', '.join(name for name, _ in root.named_children()) or 'none'}"
+        )
+    return found
+
+
+def _is_transformers_layer(module: nn.Module) -> bool:
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _homogeneous(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in root.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+            continue
+        kinds = {type(child) for child in module}
+        if len(kinds) == 1 and all(any(True for _ in child.children()) for child in module):
+            yield from ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    names = {name for name, _ in found}
+    return [(name, module) for name, module in found if not any(parent in names for parent in _parents(name))]
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+_DROPPED_FLAGS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "maximize"}
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> None:
+    """Turn ``optimizer`` into a fresh ``cls`` in place: same object, same groups, same hyper-parameters, same hooks.
+
+    Because the object stays the same, every scheduler that points at it (chained and sequential ones too) stays valid.
+
+    Args:
+        optimizer: An optimizer that has not stepped yet.
+        cls: The class to turn it into; arguments that both have in common keep their values, group by group.
+        **arguments: Further arguments for ``cls``.
+
+    Raises:
+        ConfigurationError: If the optimizer holds state already (it would be lost).
+    """
+    if optimizer.state:
+        raise ConfigurationError(f"{type(optimizer).__name__} has stepped already; its state would be lost")
+    own = set(inspect.signature(cls).parameters) - _DROPPED_FLAGS
+    dropped = _DROPPED_FLAGS | {name for name in optimizer.defaults if name not in own}
+    groups = [{key: value for key, value in group.items() if key not in dropped} for group in optimizer.param_groups]
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in own and name not in arguments}
+    hooks = {name: optimizer.__dict__[name] for name in _HOOKS if name in optimizer.__dict__}
+    tracked = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    optimizer.__dict__.clear()
+    optimizer.__class__ = cls
+    optimizer.__init__(groups, **defaults, **arguments)  # type: ignore[misc]
+    optimizer.__dict__.update(hooks)
+    if tracked:
+        optimizer.step = types.MethodType(_counted(cls.step), optimizer)  # type: ignore[method-assign]
+
+
+def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """What a scheduler does to its optimizer's ``step`` to learn whether it was called before its own."""
+
+    @functools.wraps(step)
+    def wrapper(self: Optimizer, *args: object, **kwargs: object) -> object:
+        self._opt_called = True  # type: ignore[attr-defined]
+        return step(self, *args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+def count(parameters: Iterable[nn.Parameter]) -> int:
+    """Number of elements, tied parameters once."""
+    return sum({id(parameter): parameter.numel() for parameter in parameters}.values())
