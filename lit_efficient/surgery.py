@@ -84,7 +84,8 @@ def match_modules(
     Raises:
         ConfigurationError: If a pattern matches nothing; the message lists the nearest names that could match.
     """
-    candidates = [(name, module) for name, module in root.named_modules() if name and isinstance(module, kind)]
+    modules: list[tuple[str, nn.Module]] = list(root.named_modules())
+    candidates = [item for item in modules if item[0] and isinstance(item[1], kind)]
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
         expression = re.compile(rf"(?:.*\.)?(?:{pattern})")

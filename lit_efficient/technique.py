@@ -115,8 +115,8 @@ class Technique(Callback):
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments by name, as primitives."""
-        names = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
-        return {name: _primitive(getattr(self, name)) for name in names}
+        parameters = inspect.signature(type(self)).parameters.values()
+        return {p.name: _primitive(getattr(self, p.name)) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps of the technique, as primitives that load with ``weights_only=True``."""

@@ -30,7 +30,7 @@ def drop_block(
     rate: float,
     *args: Any,
     parameters: Iterable[Tensor] = (),
-    generator: torch.Generator | None = None,
+    drop: bool | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Skip a residual block for the whole batch with probability ``rate``; otherwise scale its residual up.
@@ -44,24 +44,21 @@ def drop_block(
         *args: Further arguments of the block.
         parameters: The block's parameters. A skip gives them zero gradients instead of none, as a mask would, so that
             all ranks of a distributed run reduce the same gradients whatever each of them drew.
-        generator: A CPU generator to draw from; ``None`` is torch's global one.
+        drop: The draw, if it is made already; ``None`` draws from torch's global generator.
         **kwargs: Further keyword arguments of the block.
 
     Source: Huang et al. (2016), https://arxiv.org/abs/1603.09382.
     """
-    if torch.rand((), generator=generator) < rate:
+    if drop is None:
+        drop = bool(torch.rand(()) < rate)
+    if drop:
         return _ZeroGradients.apply(x, *(p for p in parameters if p.requires_grad))
     y = _same_shape(block(x, *args, **kwargs), x)
     return y if rate == 0 else x + (y - x) / (1 - rate)
 
 
 def drop_rows(
-    block: Callable[..., Tensor],
-    x: Tensor,
-    rate: float,
-    *args: Any,
-    generator: torch.Generator | None = None,
-    **kwargs: Any,
+    block: Callable[..., Tensor], x: Tensor, rate: float, *args: Any, rows: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Run a residual block on a random subset of the batch's rows; the others pass unchanged.
 
@@ -73,23 +70,27 @@ def drop_rows(
         x: Input, [B, ...].
         rate: Share of the rows that skip the block, at least 0 and below 1.
         *args: Further arguments; every tensor in them whose first size is B is cut to the same rows.
-        generator: A CPU generator to draw from; ``None`` is torch's global one.
+        rows: The draw, if it is made already (:func:`draw_rows`); ``None`` draws from torch's global generator.
         **kwargs: Further keyword arguments, treated likewise.
 
     Source: Oquab et al. (2023), https://arxiv.org/abs/2304.07193, section 5.
     """
     batch = x.shape[0]
-    keep = max(1, round(batch * (1 - rate)))
-    if keep == batch:
+    rows = (draw_rows(batch, rate) if rows is None else rows).to(x.device)
+    if len(rows) == batch:
         return _same_shape(block(x, *args, **kwargs), x)
-    rows = torch.randperm(batch, generator=generator)[:keep].to(x.device)
 
     def cut(value: Any) -> Any:
         return value[rows] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
 
     part = x[rows]
     residual = _same_shape(block(part, *tree_map(cut, args), **tree_map(cut, kwargs)), part) - part
-    return x.index_add(0, rows, residual.to(x.dtype), alpha=batch / keep)
+    return x.index_add(0, rows, residual.to(x.dtype), alpha=batch / len(rows))
+
+
+def draw_rows(batch: int, rate: float, generator: torch.Generator | None = None) -> Tensor:
+    """Which rows of a batch run: [n] indices without repetition, from a CPU generator or torch's global one."""
+    return torch.randperm(batch, generator=generator)[: max(1, round(batch * (1 - rate)))]
 
 
 def linear_rates(rate: float, blocks: int) -> list[float]:
@@ -121,21 +122,33 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 class _Droppable(nn.Module):
-    """Mix-in of a block. A batch's draw is a seed that is set before it, so that a recomputed forward repeats it."""
+    """Mix-in of a block. The draw of a batch is made before it, so that a recomputed forward repeats it.
+
+    The draw for a whole batch is a plain bool: a compiled block has two graphs and no break. Rows are drawn in a break.
+    """
 
     _drop_rate: float
     _drop_by: str
-    _drop_seed: int | None  # None outside a trainer's loop: draw from torch's global generator
+    _drop_now: bool | None  # None outside a trainer's loop: draw from torch's global generator
+    _drop_seed: int | None  # likewise
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         block = super().forward
         if not self.training or self._drop_rate == 0:
             return block(x, *args, **kwargs)
-        generator = None if self._drop_seed is None else torch.Generator().manual_seed(self._drop_seed)
         if self._drop_by == "sample":
-            return drop_rows(block, x, self._drop_rate, *args, generator=generator, **kwargs)
+            return drop_rows(block, x, self._drop_rate, *args, rows=_rows_of(self, x.shape[0]), **kwargs)
         parameters = tuple(self.parameters())
-        return drop_block(block, x, self._drop_rate, *args, parameters=parameters, generator=generator, **kwargs)
+        return drop_block(block, x, self._drop_rate, *args, parameters=parameters, drop=self._drop_now, **kwargs)
+
+
+@torch.compiler.disable
+def _rows_of(block: _Droppable, batch: int) -> Tensor:
+    return draw_rows(batch, block._drop_rate, _generator(block._drop_seed))
+
+
+def _generator(seed: int | None) -> torch.Generator | None:
+    return None if seed is None else torch.Generator().manual_seed(seed)
 
 
 class StochasticDepth(Technique):
@@ -189,7 +202,7 @@ class StochasticDepth(Technique):
         found = find_blocks(module, self.blocks, who="StochasticDepth")
         rates = linear_rates(self.rate, len(found)) if self.mode == "linear" else [self.rate] * len(found)
         for (_, block), rate in zip(found, rates, strict=True):
-            mix_in(block, _Droppable, _drop_rate=rate, _drop_by=self.skip, _drop_seed=None)
+            mix_in(block, _Droppable, _drop_rate=rate, _drop_by=self.skip, _drop_now=None, _drop_seed=None)
         kinds = ", ".join(sorted({type(block).__name__ for _, block in found}))
         return Report(
             f"{len(found)} blocks ({kinds}), dropped by {self.skip} at rates {rates[0]:.2f} to {rates[-1]:.2f}",
@@ -201,15 +214,18 @@ class StochasticDepth(Technique):
         """Set the batch's draws."""
         number = trainer.fit_loop.total_batch_idx
         rank = trainer.global_rank if self.skip == "sample" else 0
-        blocks = (module for module in pl_module.modules() if isinstance(module, _Droppable))
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(_droppable(pl_module)):
             block._drop_seed = _seed_of(self.seed, number, i, rank)
+            block._drop_now = bool(torch.rand((), generator=_generator(block._drop_seed)) < block._drop_rate)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Outside the loop draw from torch's global generator again."""
-        for block in pl_module.modules():
-            if isinstance(block, _Droppable):
-                block._drop_seed = None
+        for block in _droppable(pl_module):
+            block._drop_seed = block._drop_now = None
+
+
+def _droppable(root: nn.Module) -> list[_Droppable]:
+    return [module for module in root.modules() if isinstance(module, _Droppable)]
 
 
 def _seed_of(*numbers: int) -> int:
