@@ -50,23 +50,31 @@ def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
 @functools.cache
 def _mixed(mixin: type, base: type) -> type:
     """The class ``mixin(base)``, made once a pair, so that equal modules keep equal classes."""
-    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    mixed = type(base.__name__, (mixin, base), namespace)
-    mixed.__reduce_ex__ = _reduce_mixed  # type: ignore[assignment]
-    mixed._mixed_from = (mixin, base)  # type: ignore[attr-defined]
-    return mixed
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    namespace |= {"_mixed_from": (mixin, base), "__reduce_ex__": _reduce_mixed}
+    return type(base.__name__, (mixin, base), namespace)
 
 
 def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:
-    """Pickle by naming the two classes: the mixed one cannot be found by import."""
-    if type(self).__dict__.get("_mixed_from") is None:  # a class made on top of ours, by FSDP2 for one
+    """Pickle by naming the classes that were mixed: the mixed one cannot be found by import."""
+    mixins: list[type] = []
+    base: Any = type(self)
+    while "_mixed_from" in vars(base):
+        mixin, base = base._mixed_from
+        mixins.append(mixin)
+    if not mixins:  # a class made on top of ours, by FSDP2 for one
         return object.__reduce_ex__(self, protocol)
-    return _new_mixed, type(self)._mixed_from, self.__dict__  # type: ignore[attr-defined]
+    return _new_mixed, (base, *reversed(mixins)), self.__dict__
 
 
-def _new_mixed(mixin: type, base: type) -> nn.Module:
-    mixed: Any = _mixed(mixin, base)
-    return mixed.__new__(mixed)
+def _new_mixed(base: Any, *mixins: type) -> nn.Module:
+    for mixin in mixins:
+        base = _mixed(mixin, base)
+    return base.__new__(base)
 
 
 def match_modules(

@@ -1,0 +1,160 @@
+"""Stochastic depth: exact in expectation, blocks that are really not run, the same draw when recomputed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_efficient import ConfigurationError, StochasticDepth
+from lit_efficient.application import apply
+from lit_efficient.callbacks.stochastic_depth import drop_block, drop_rows, linear_rates
+from tests.support import Block, Net, Toy, assert_equal, data, trainer, weights
+
+
+def test_linear_rates_end_at_the_rate() -> None:
+    assert linear_rates(0.5, 4) == [0.125, 0.25, 0.375, 0.5]
+
+
+def test_dropping_a_block_is_exact_in_expectation() -> None:
+    block, x = Block(8), torch.randn(3, 8)
+    kept, dropped = (drop_block(block, x, 0.3, drop=drop) for drop in (False, True))
+    torch.testing.assert_close(0.7 * kept + 0.3 * dropped, block(x))
+    assert torch.equal(dropped, x)
+
+
+def test_dropping_rows_is_exact_in_expectation() -> None:
+    """Over all subsets of 2 of 4 rows, which are equally likely."""
+    block, x = Block(8), torch.randn(4, 8)
+    subsets = [torch.tensor(rows) for rows in itertools.combinations(range(4), 2)]
+    outputs = [drop_rows(block, x, 0.5, rows=rows) for rows in subsets]
+    torch.testing.assert_close(torch.stack(outputs).mean(0), block(x))
+    assert torch.equal(outputs[0][2:], x[2:])
+
+
+def test_rows_take_their_own_conditions_along() -> None:
+    class Conditioned(nn.Module):
+        def forward(
+            self, x: torch.Tensor, c: torch.Tensor, *, scale: torch.Tensor, table: torch.Tensor
+        ) -> torch.Tensor:
+            return x + c * scale + table.sum()
+
+    x, c, scale, table = torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 1), torch.ones(7)
+    rows = torch.tensor([2, 0])
+    y = drop_rows(Conditioned(), x, 0.5, c, rows=rows, scale=scale, table=table)
+    torch.testing.assert_close(y[[0, 2]], (x + 2 * (c * scale + 7))[[0, 2]])
+    assert torch.equal(y[[1, 3]], x[[1, 3]])
+
+
+def test_a_dropped_block_is_not_run_and_its_gradients_are_those_of_a_mask() -> None:
+    runs: list[int] = []
+    block = Block(8)
+    block.register_forward_hook(lambda *_: runs.append(1))
+    x = torch.randn(3, 8, requires_grad=True)
+    drop_block(block, x, 0.5, parameters=block.parameters(), drop=True).sum().backward()
+    assert runs == []
+    assert torch.equal(x.grad, torch.ones(3, 8))
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in block.parameters())
+
+
+def test_gradients_of_kept_blocks_equal_those_of_a_mask() -> None:
+    block, x = Block(8), torch.randn(3, 8)
+    ours = torch.autograd.grad(drop_block(block, x, 0.3, drop=False).square().sum(), list(block.parameters()))
+    mask = x + (block(x) - x) * (torch.tensor(1.0) / 0.7)
+    theirs = torch.autograd.grad(mask.square().sum(), list(block.parameters()))
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("skip", ["batch", "sample"])
+def test_in_eval_every_block_runs(skip: str) -> None:
+    plain, net = Net(), Net()
+    net.load_state_dict(plain.state_dict())
+    apply(net, [StochasticDepth(0.9, mode="uniform", skip=skip)])
+    x = torch.randn(8, 16)
+    assert torch.equal(net.eval()(x), plain.eval()(x))
+    assert not torch.equal(net.train()(x), plain(x))
+
+
+@pytest.mark.parametrize("skip", ["batch", "sample"])
+def test_recomputed_blocks_repeat_their_draw(skip: str) -> None:
+    """Outside a trainer the draw is torch's; checkpoint restores it. Inside, it is fixed for the batch."""
+    net, x = Net(), torch.randn(8, 16)
+    apply(net, [StochasticDepth(0.6, mode="uniform", skip=skip)])
+    for i, block in enumerate(net.blocks):
+        block._drop_seed, block._drop_now = i, i % 2 == 0
+    direct = torch.autograd.grad(net(x).square().sum(), net.stem.weight)[0]
+    y = net.stem(x)
+    for block in net.blocks:
+        y = checkpoint(block, y, use_reentrant=False)
+    recomputed = torch.autograd.grad(net.head(y).square().sum(), net.stem.weight)[0]
+    assert torch.equal(direct, recomputed)
+
+
+def test_training_drops_at_the_rates_that_it_reports() -> None:
+    counts = [0, 0, 0, 0]
+
+    class Counting(Toy):
+        def on_train_start(self) -> None:
+            for i, block in enumerate(self.net.blocks):
+                block.up.register_forward_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
+
+    run = trainer([StochasticDepth(0.8)], max_epochs=50, limit_val_batches=1, check_val_every_n_epoch=100)
+    run.fit(Counting(), data(), data())
+    assert run.global_step == 200
+    assert [count / 200 for count in counts] == pytest.approx([0.8, 0.6, 0.4, 0.2], abs=0.09)
+
+
+def test_the_draw_depends_on_the_seed_and_the_batch_alone() -> None:
+    states = []
+    for seed, noise in ((0, 0), (0, 99), (1, 0)):
+        torch.manual_seed(noise)
+        module = Toy("configure_model")
+        trainer([StochasticDepth(0.7, seed=seed)]).fit(module, data(), data())
+        states.append(weights(module))
+    assert_equal(states[0], states[1])
+    assert not torch.equal(states[0]["net.head.weight"], states[2]["net.head.weight"])
+
+
+def test_after_training_the_draw_is_torchs_again() -> None:
+    module = Toy("configure_model")
+    trainer([StochasticDepth(0.9, mode="uniform")]).fit(module, data(), data())
+    module.train()
+    outputs = {module.net(torch.ones(2, 16)).sum().item() for _ in range(32)}
+    assert len(outputs) > 1
+
+
+def test_blocks_that_are_not_residual_are_refused() -> None:
+    class Widening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 8))])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    net = Widening()
+    apply(net, [StochasticDepth(0.5)])
+    for layer in net.layers:
+        layer._drop_now = False
+    with pytest.raises(ConfigurationError, match=r"maps \[2, 4\] to \[2, 8\]; only residual blocks can be dropped"):
+        net(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rate": 1.0}, "rate must be at least 0 and below 1, got 1.0"),
+        ({"rate": -0.1}, "rate must be at least 0 and below 1, got -0.1"),
+        ({"mode": "cubic"}, "mode must be linear or uniform, got 'cubic'"),
+        ({"skip": "token"}, "skip must be batch or sample, got 'token'"),
+    ],
+)
+def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"StochasticDepth: {message}"):
+        StochasticDepth(**arguments)

@@ -1,0 +1,156 @@
+"""Surgery leaves names, copies, pickles and schedules as they were, and raises where it finds nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import ConfigurationError, mix_in
+from lit_efficient.surgery import become, find_blocks, match_modules
+from tests.support import Block, Net
+
+
+class Double(nn.Module):
+    factor: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+class AddOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def test_mix_in_changes_the_forward_and_no_name() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    plain, keys = layer(x), list(layer.state_dict())
+    mix_in(layer, Double, factor=2.0)
+    assert torch.equal(layer(x), plain * 2)
+    assert list(layer.state_dict()) == keys
+    assert isinstance(layer, nn.Linear)
+    assert type(layer).__name__ == "Linear"
+    mix_in(layer, AddOne)
+    assert torch.equal(layer(x), plain * 2 + 1)
+
+
+def test_mixing_in_twice_only_updates_the_attributes() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    plain = layer(x)
+    for factor in (2.0, 3.0):
+        mix_in(layer, Double, factor=factor)
+    assert torch.equal(layer(x), plain * 3)
+    other = nn.Linear(3, 3)
+    mix_in(other, Double, factor=1.0)
+    assert type(other) is type(layer)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_is_equal_and_independent(clone) -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    layer.register_forward_hook(print_nothing)
+    mix_in(layer, Double, factor=2.0)
+    mix_in(layer, AddOne)
+    twin = clone(layer)
+    assert type(twin) is type(layer)
+    assert torch.equal(twin(x), layer(x))
+    before = layer(x)
+    with torch.no_grad():
+        twin.weight.zero_()
+    twin.factor = 5.0
+    assert torch.equal(layer(x), before)
+    assert len(twin._forward_hooks) == 1
+
+
+def print_nothing(*_: object) -> None:
+    """A hook that can be pickled."""
+
+
+def test_a_mix_in_with_an_init_is_refused() -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+
+    with pytest.raises(TypeError, match=r"Wrong\.__init__ would never run"):
+        mix_in(nn.Linear(2, 2), Wrong)
+
+
+def test_match_modules_lists_what_could_match() -> None:
+    net = Net()
+    assert [name for name, _ in match_modules(net, ["up"], who="T", kind=nn.Linear)] == [
+        f"blocks.{i}.up" for i in range(4)
+    ]
+    assert [name for name, _ in match_modules(net, [r"blocks\.[02]\.(up|down)"], who="T")] == [
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.2.up",
+        "blocks.2.down",
+    ]
+    with pytest.raises(ConfigurationError, match=r"T: the pattern 'upp' matches none of the .* blocks\.\d\.up"):
+        match_modules(net, ["upp"], who="T")
+
+
+def test_find_blocks_takes_the_outermost_repeated_blocks() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Block(4), Block(4)])
+
+    nested = nn.Module()
+    nested.layers = nn.ModuleList([Outer(), Outer()])
+    assert [name for name, _ in find_blocks(nested, who="T")] == ["layers.0", "layers.1"]
+    assert [name for name, _ in find_blocks(Net(), who="T")] == [f"blocks.{i}" for i in range(4)]
+    assert [name for name, _ in find_blocks(Net(), r"blocks\.1", who="T")] == ["blocks.1"]
+    with pytest.raises(ConfigurationError, match="T: found no repeated blocks in Sequential"):
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), who="T")
+
+
+def test_find_blocks_knows_what_libraries_declare() -> None:
+    class GradientCheckpointingLayer(nn.Module):
+        """Stands for transformers' class of this name."""
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Block(4), Block(4)])
+
+    class Diffuser(nn.Module):
+        _repeated_blocks = ("Block",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = Block(4), Block(4)
+
+    wrapper = nn.Module()
+    wrapper.encoder = nn.ModuleList([Layer(), Layer()])
+    assert [name for name, _ in find_blocks(wrapper, who="T")] == ["encoder.0", "encoder.1"]
+    assert [name for name, _ in find_blocks(Diffuser(), who="T")] == ["down", "up"]
+
+
+def test_become_keeps_object_groups_hooks_and_the_scheduler_chain() -> None:
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    groups = [{"params": parameters[:1], "lr": 0.5, "name": "a"}, {"params": parameters[1:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.5, 0.6), weight_decay=0.3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
+    become(optimizer, torch.optim.NAdam)
+    assert type(optimizer) is torch.optim.NAdam
+    assert scheduler.optimizer is optimizer
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.6)] * 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert optimizer.param_groups[0]["name"] == "a"
+    assert "fused" not in optimizer.param_groups[0] or not optimizer.param_groups[0]["fused"]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    scheduler.step()  # warns, and so fails here, if it does not see that the optimizer has stepped
+    assert optimizer.param_groups[0]["lr"] > rate
+    assert calls == ["stepped"]
+    with pytest.raises(ConfigurationError, match="NAdam has stepped already"):
+        become(optimizer, torch.optim.AdamW)
