@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,13 +115,18 @@ def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list
         text = files[0].text
         cut = min(len(text) - 1, math.ceil(len(text) * (1 - fraction)))
         return [text[:cut]], [text[cut:]]
-    rank = {file.path: _unit_hash(f"{seed}:{file.path}") for file in files}
-    threshold = max(fraction, math.nextafter(min(rank.values()), 1.0))
-    held_out = {path for path, value in rank.items() if value < threshold}
-    if len(held_out) == len(rank):  # few files or a large fraction: the training side gets the last one
-        held_out.discard(max(rank, key=rank.__getitem__))
-    train = [file.text for file in files if file.path not in held_out]
-    return train, [file.text for file in files if file.path in held_out]
+    seen: Counter[str] = Counter()
+    ranks = []
+    for (
+        file
+    ) in files:  # folders named together may hold files of one relative path: the later ones get a rank of their own
+        ranks.append(_unit_hash(f"{seed}:{file.path}" + f":{seen[file.path]}" * (seen[file.path] > 0)))
+        seen[file.path] += 1
+    # Few files or an extreme fraction: each side gets at least one.
+    low, high = min(ranks), max(ranks)
+    held_out = [rank == low or (rank < fraction and rank != high) for rank in ranks]
+    train = [file.text for file, held in zip(files, held_out, strict=True) if not held]
+    return train, [file.text for file, held in zip(files, held_out, strict=True) if held]
 
 
 def _unit_hash(text: str) -> float:
