@@ -21,7 +21,8 @@ from lit_efficient.models.sampling import check_sampling
 class SampleText(Callback):
     """Print and log generated text whenever a validation ends, and print what ``predict`` generates.
 
-    Texts go to every TensorBoard and W&B logger of the trainer; without one, to ``samples/step-N.txt`` in its log folder.
+    Texts go to every TensorBoard and W&B logger of the trainer; without one, to ``samples/step-N.txt`` in its log
+    folder.
     The module needs ``generate_text(prompts, *, max_new_tokens, temperature, top_p, seed) -> list[str]``.
 
     Args:
@@ -77,7 +78,7 @@ class SampleText(Callback):
             pl_module.print(framed(f"sample at step {trainer.global_step}", texts[0]))
             self._log(trainer, texts, folder)
 
-    def on_predict_batch_end(
+    def on_predict_batch_end(  # noqa: PLR0917 (Lightning's signature)
         self,
         trainer: Trainer,
         pl_module: LightningModule,

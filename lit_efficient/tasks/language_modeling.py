@@ -223,7 +223,11 @@ class LanguageModeling(LightningModule):
         end = tokenizer.token_to_id(END_OF_TEXT)
         texts = []
         for index, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
-            ids = (tokenizer.encode(prompt).ids or [end])[-room:]
+            ids = tokenizer.encode(prompt).ids[-room:]
+            if not ids:  # an empty prompt starts a new text
+                if end is None:
+                    raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
+                ids = [end]
             output = network.generate(
                 torch.tensor([ids], device=self.device),
                 max_new_tokens,
@@ -248,12 +252,12 @@ class LanguageModeling(LightningModule):
             if self.network is None:
                 raise ConfigurationError("LanguageModeling: this checkpoint is not one of LanguageModeling.")
             return
+        if saved["tokenizer"] is not None:  # first: another tokenizer is why vocabularies differ in size
+            self._adopt_tokenizer(saved["tokenizer"], "the checkpoint")
         theirs = GPTConfig(**saved["model"])
         if self.network is None:
             self.network = GPT(replace(self.model, vocab_size=theirs.vocab_size))
         _check_same_network(self.network.config, theirs)
-        if saved["tokenizer"] is not None:
-            self._adopt_tokenizer(saved["tokenizer"], "the checkpoint")
 
     # helpers
 
