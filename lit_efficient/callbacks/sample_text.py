@@ -35,7 +35,7 @@ class SampleText(Callback):
 
     def __init__(
         self,
-        prompts: Sequence[str] = ("def", "class"),
+        prompts: Sequence[str] = ("def main(", "class Reader:"),
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.8,

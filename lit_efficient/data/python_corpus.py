@@ -69,7 +69,7 @@ class PythonCorpus(LightningDataModule):
         suffixes: Sequence[str] = (".py",),
         exclude: Sequence[str] = _EXCLUDE,
         tokenizer_file: str | None = None,
-        prompts: Sequence[str] = ("def", "class", "import"),
+        prompts: Sequence[str] = ("def main(", "class Reader:", "import"),
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:

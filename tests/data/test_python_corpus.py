@@ -309,5 +309,5 @@ def test_a_few_files_of_the_standard_library(tmp_path: Path) -> None:
     text = data.tokenizer.decode(data.train_windows[0]["input_ids"].tolist())
     assert text.isprintable() or "\n" in text
     prompts = list(data.predict_dataloader())
-    assert prompts[0] == {"prompts": ["def"]}
+    assert prompts[0] == {"prompts": ["def main("]}
     assert math.isfinite(data.bytes_per_token)

@@ -1,12 +1,16 @@
 import math
 from pathlib import Path
 
+import lightning.pytorch.callbacks
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
+from lit_efficient import PUBLIC
+from lit_efficient.callbacks.sample_text import SampleText
 from lit_efficient.data.python_corpus import PythonCorpus
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE, sample_means, token_losses
@@ -251,3 +255,15 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "hyper_parameters": {}, "pytorch-lightning_version": "2.6.0"}, path)
     with pytest.raises(ConfigurationError, match="not one of LanguageModeling"):
         LanguageModeling.load_from_checkpoint(path, weights_only=True)
+
+
+def test_the_shipped_configuration_names_what_exists_and_fits_together() -> None:
+    config = yaml.safe_load((Path(__file__).parents[2] / "configs" / "tasks" / "language_model.yaml").read_text())
+    assert (config["model"]["class_path"], config["data"]["class_path"]) == ("LanguageModeling", "PythonCorpus")
+    model = LanguageModeling(**config["model"]["init_args"])
+    data = PythonCorpus(**config["data"]["init_args"])
+    assert data.sequence_length <= model.model.max_length
+    for callback in config["trainer"]["callbacks"]:
+        assert callback["class_path"] in PUBLIC or hasattr(lightning.pytorch.callbacks, callback["class_path"])
+    sampling = next(c["init_args"] for c in config["trainer"]["callbacks"] if c["class_path"] == "SampleText")
+    assert SampleText(**sampling).max_new_tokens < model.model.max_length
