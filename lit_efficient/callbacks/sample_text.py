@@ -1,0 +1,115 @@
+"""Let the model write at each validation, print one text and log all of them.
+
+    tokens drawn one by one, each prompt with a generator of its own seed: training is not changed by sampling
+
+Costs: prompts * max_new_tokens forward passes of one token at each validation.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.modes import evaluating
+from lit_efficient.models.sampling import check_sampling
+
+
+class SampleText(Callback):
+    """Print and log generated text whenever a validation ends, and print what ``predict`` generates.
+
+    Texts go to every TensorBoard and W&B logger of the trainer; without one, to ``samples/step-N.txt`` in its log
+    folder.
+    The module needs ``generate_text(prompts, *, max_new_tokens, temperature, top_p, seed) -> list[str]``.
+
+    Args:
+        prompts: texts to continue; the first one's continuation is printed, all are logged.
+        max_new_tokens: tokens to add to each.
+        temperature: at least 0; 0 takes the likeliest token.
+        top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
+        seed: the same at each validation, so that samples differ by the model only.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str] = ("def main(", "class Reader:"),
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise ConfigurationError(f"SampleText: prompts must be a list of at least one text, got {prompts!r}.")
+        if max_new_tokens < 1:
+            raise ConfigurationError(f"SampleText: max_new_tokens must be at least 1, got {max_new_tokens}.")
+        check_sampling("SampleText", temperature, top_p)
+        self.prompts = list(prompts)
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.top_p = top_p
+        self.seed = seed
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a module that cannot write, before anything is trained."""
+        if not callable(getattr(pl_module, "generate_text", None)):
+            raise ConfigurationError(
+                f"SampleText: {type(pl_module).__name__} has no generate_text(prompts, *, max_new_tokens, temperature, "
+                "top_p, seed) -> list[str]; add one or leave this callback out."
+            )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Generate in every process (sharded weights need all of them); print and log in the first."""
+        if trainer.sanity_checking:
+            return
+        with evaluating(pl_module):
+            texts: list[str] = pl_module.generate_text(  # type: ignore[operator]
+                self.prompts,
+                max_new_tokens=self.max_new_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                seed=self.seed,
+            )
+        folder = trainer.log_dir  # asked in every process: it is broadcast
+        if trainer.is_global_zero:
+            pl_module.print(framed(f"sample at step {trainer.global_step}", texts[0]))
+            self._log(trainer, texts, folder)
+
+    def on_predict_batch_end(  # noqa: PLR0917 (Lightning's signature)
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Print predictions that are texts."""
+        for text in outputs if isinstance(outputs, list) else []:
+            if isinstance(text, str):
+                pl_module.print(framed("prediction", text))
+
+    def _log(self, trainer: Trainer, texts: list[str], folder: str | None) -> None:
+        step, logged = trainer.global_step, False
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                fenced = "\n\n".join(f"```\n{text}\n```" for text in texts)
+                logger.experiment.add_text("samples", fenced, step)
+                logged = True
+            elif isinstance(logger, WandbLogger):
+                rows = [list(row) for row in zip(self.prompts, texts, strict=True)]
+                logger.log_text("samples", columns=["prompt", "text"], data=rows, step=step)
+                logged = True
+        if not logged:
+            path = Path(folder or trainer.default_root_dir, "samples", f"step-{step}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(framed(prompt, text) for prompt, text in zip(self.prompts, texts)), "utf-8")
+
+
+def framed(title: str, text: str) -> str:
+    """Put a line with ``title`` above ``text`` and a plain one below, as wide as the terminal, at most 100 columns."""
+    width = min(100, shutil.get_terminal_size().columns)
+    return f"{f'── {title} ':─<{width}}\n{text}\n{'─' * width}"

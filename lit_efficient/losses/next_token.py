@@ -1,0 +1,40 @@
+"""Cross-entropy of the next token, kept apart for each token so that any weighting can follow.
+
+    loss[b, t] = -log softmax(logits[b, t])[labels[b, t]]
+
+Holds all logits in float32: 4 B T V bytes, and as many for their gradient.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100  # a label that counts for nothing
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of each label, in nats; 0 where the label is `IGNORE`.
+
+    Args:
+        logits: ``[B, T, V]``, any floating type; the loss is computed in float32.
+        labels: ``[B, T]``, already shifted: ``labels[b, t]`` follows what ``logits[b, t]`` has seen.
+
+    Returns:
+        ``[B, T]`` float32.
+    """
+    losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view_as(labels)
+
+
+def sample_means(losses: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of `token_losses` over the tokens that count.
+
+    Args:
+        losses: ``[B, T]``.
+        labels: ``[B, T]``.
+
+    Returns:
+        The mean over all tokens of the batch ``[]``, and over those of each sequence ``[B]`` (0 for one without any).
+    """
+    counts = (labels != IGNORE).sum(1)
+    sums = losses.sum(1)
+    return sums.sum() / counts.sum().clamp(min=1), sums / counts.clamp(min=1)

@@ -1,0 +1,307 @@
+"""A small modern GPT: decoder-only transformer with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
+
+    x = x + Attention(RMSNorm(x));    x = x + W_down(silu(W_gate h) * W_up h),  h = RMSNorm(x)
+
+Same function as a Llama with its published weights' layout of heads (rotary pairs are the two halves of a head).
+Sources: RMSNorm https://arxiv.org/abs/1910.07467, rotary https://arxiv.org/abs/2104.09864, SwiGLU
+https://arxiv.org/abs/2002.05202, grouped-query attention https://arxiv.org/abs/2305.13245, tied embeddings
+https://arxiv.org/abs/1608.05859, scaled residual initialisation: GPT-2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.modes import evaluating
+from lit_efficient.models.sampling import sample_token
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a `GPT`.
+
+    Args:
+        vocab_size: number of token ids; None takes it from the data.
+        dim: width of the residual stream; divisible by ``num_heads``.
+        depth: number of blocks.
+        num_heads: number of query heads; ``dim / num_heads`` must be even (rotary positions turn pairs).
+        num_kv_heads: number of key and value heads, a divisor of ``num_heads``; None means ``num_heads``. Fewer heads
+            make the cache of a generation smaller by ``num_heads / num_kv_heads``.
+        hidden_dim: width inside the SwiGLU; None means ``8/3 dim`` rounded up to a multiple of 32, which has as many
+            parameters as the usual two-matrix MLP of width ``4 dim``.
+        max_length: longest sequence in tokens.
+        dropout: rate on the attention's and the MLP's output, in [0, 1).
+        rope_theta: base of the rotary wavelengths.
+        tie_embeddings: share one matrix between the embedding and the head.
+        norm_eps: added to the mean square in RMSNorm.
+    """
+
+    vocab_size: int | None = None
+    dim: int = 256
+    depth: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    hidden_dim: int | None = None
+    max_length: int = 1024
+    dropout: float = 0.0
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"GPTConfig: {name} must be at least 1, got {value}.")
+        if self.dim % (2 * self.num_heads):
+            raise ConfigurationError(
+                f"GPTConfig: dim must be a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn "
+                f"pairs within a head), got {self.dim}."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ConfigurationError(
+                f"GPTConfig: num_kv_heads must divide num_heads = {self.num_heads}, got {self.num_kv_heads}."
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"GPTConfig: dropout must be in [0, 1), got {self.dropout}.")
+        for name in ("rope_theta", "norm_eps"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"GPTConfig: {name} must be above 0, got {getattr(self, name)}.")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads, with None resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width inside the SwiGLU, with None resolved."""
+        return -(-8 * self.dim // (3 * 32)) * 32 if self.hidden_dim is None else self.hidden_dim
+
+
+def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines for the positions ``start`` to ``stop - 1``.
+
+    Computed on the fly in float32: a buffer would be rounded by ``.to(bfloat16)``, which merges neighbouring positions
+    beyond 256, and would be left empty when a model built on the meta device is filled from a checkpoint.
+
+    Returns:
+        ``[2, stop - start, head_dim / 2]``, float32.
+    """
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angle = torch.outer(torch.arange(start, stop, dtype=torch.float32, device=device), frequency)
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair ``(x[i], x[i + head_dim / 2])`` by its position's angle.
+
+    Args:
+        x: queries or keys ``[B, heads, T, head_dim]``.
+        table: `rotary_table` ``[2, T, head_dim / 2]``.
+    """
+    cos, sin = table.to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class KVCache:
+    """The keys and values of one block for the tokens seen so far.
+
+    Args:
+        max_length: most tokens it will hold; memory is taken for all of them at the first `append`.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0
+        self._store: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add ``[B, heads, T, head_dim]`` of each and return all so far, ``[B, heads, length, head_dim]``."""
+        if self._store is None:
+            batch, heads, _, head_dim = key.shape
+            self._store = key.new_empty(2, batch, heads, self.max_length, head_dim)
+        stop = self.length + key.shape[2]
+        self._store[0, :, :, self.length : stop] = key
+        self._store[1, :, :, self.length : stop] = value
+        self.length = stop
+        return self._store[0, :, :, :stop], self._store[1, :, :, :stop]
+
+
+class GPTAttention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.kv_heads != config.num_heads
+        self.dropout = config.dropout
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Mix ``x`` ``[B, T, D]`` over time; the tokens in ``cache`` come before it."""
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )  # (B, heads, T, head_dim)
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        past = 0
+        if cache is not None:
+            past = cache.length
+            key, value = cache.append(key, value)
+        length = x.shape[1]
+        mask = None
+        if past and length > 1:  # is_causal aligns the corner at the first key, which is right only without a past
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=past == 0 and length > 1, enable_gqa=self.grouped
+        )
+        return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP ``W_down(silu(W_gate x) * W_up x)``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.gate = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``."""
+        return F.dropout(self.down(F.silu(self.gate(x)) * self.up(x)), self.dropout, self.training)
+
+
+class GPTBlock(nn.Module):
+    """One residual block: attention, then MLP, each behind its own RMSNorm."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = GPTAttention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Add both residuals to ``x`` ``[B, T, D]``; the shape stays."""
+        x = x + self.attention(self.attention_norm(x), rotary, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Decoder-only language model.
+
+    Args:
+        config: its shape; ``vocab_size`` must be a number here.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ConfigurationError("GPT: config.vocab_size must be a number to build the network, got None.")
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.depth))
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew: N(0, 0.02^2), the 2 * depth projections into the residual stream divided by its root.
+
+        That keeps the variance of the residual stream at the top independent of depth.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+        for block in self.blocks:
+            assert isinstance(block, GPTBlock)
+            for projection in (block.attention.out, block.mlp.down):
+                nn.init.normal_(projection.weight, std=0.02 / (2 * self.config.depth) ** 0.5)
+
+    def features(self, input_ids: Tensor, cache: list[KVCache] | None = None) -> Tensor:
+        """Hidden states before the head, for losses that never hold all logits.
+
+        Args:
+            input_ids: ``[B, T]``.
+            cache: one `KVCache` a block; ``input_ids`` continue what it holds.
+
+        Returns:
+            ``[B, T, D]``; ``head`` turns them into logits.
+        """
+        start = cache[0].length if cache else 0
+        stop = start + input_ids.shape[1]
+        if stop > self.config.max_length:
+            raise ConfigurationError(
+                f"GPT: input_ids hold at most max_length = {self.config.max_length} tokens, got {stop}."
+            )
+        rotary = rotary_table(start, stop, self.config.head_dim, self.config.rope_theta, input_ids.device)
+        x = self.embedding(input_ids)
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotary) if cache is None else block(x, rotary, cache[index])
+        return self.norm(x)
+
+    def forward(self, input_ids: Tensor, cache: list[KVCache] | None = None) -> Tensor:
+        """Logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``; ``cache`` as in `features`."""
+        return self.head(self.features(input_ids, cache))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+        use_cache: bool = True,
+    ) -> Tensor:
+        """Continue ``input_ids`` token by token; the global random state is neither read nor changed.
+
+        Args:
+            input_ids: prompts of equal length ``[B, T]``, T at least 1.
+            max_new_tokens: how many tokens to add; ``T + max_new_tokens`` is at most ``max_length``.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_p: draw only among the likeliest tokens that together have this probability, in (0, 1].
+            generator: source of randomness, on the device of the model; None is a fresh one with seed 0.
+            use_cache: keep keys and values (linear work a token) instead of recomputing them (for checks).
+
+        Returns:
+            ``[B, T + max_new_tokens]``, the prompts included.
+        """
+        limit = self.config.max_length
+        length = input_ids.shape[1]
+        if length < 1 or max_new_tokens < 0 or length + max_new_tokens > limit:
+            raise ConfigurationError(
+                f"GPT.generate: a prompt of at least 1 token and max_new_tokens together must not exceed max_length = "
+                f"{limit}, got {length} and {max_new_tokens}."
+            )
+        generator = generator or torch.Generator(input_ids.device).manual_seed(0)
+        cache = [KVCache(length + max_new_tokens) for _ in self.blocks] if use_cache else None
+        pending = input_ids  # what the cache has not seen
+        with evaluating(self):
+            for _ in range(max_new_tokens):
+                # Through __call__, so that hooks (sharded parameters are gathered by one) run.
+                logits = self(pending, cache)[:, -1]
+                token = sample_token(logits, temperature, top_p, generator)
+                input_ids = torch.cat((input_ids, token), dim=1)
+                pending = token if use_cache else input_ids
+        return input_ids

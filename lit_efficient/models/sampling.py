@@ -1,0 +1,41 @@
+"""Draw the next token: temperature, then nucleus (top-p) sampling.
+
+    p = softmax(logits / temperature), cut to the smallest set of likeliest tokens whose probability reaches top_p
+
+Source: Holtzman et al. (2020), https://arxiv.org/abs/1904.09751.
+"""
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError
+
+
+def check_sampling(owner: str, temperature: float, top_p: float) -> None:
+    """Refuse sampling arguments that mean nothing, in the name of ``owner``."""
+    if temperature < 0:
+        raise ConfigurationError(f"{owner}: temperature must be at least 0 (0: the likeliest), got {temperature}.")
+    if not 0 < top_p <= 1:
+        raise ConfigurationError(f"{owner}: top_p must be in (0, 1], got {top_p}.")
+
+
+def sample_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """Draw one token for each row.
+
+    Args:
+        logits: ``[B, V]``.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: probability kept, in (0, 1]; the likeliest token always stays.
+        generator: the only source of randomness, on the device of ``logits``.
+
+    Returns:
+        Token ids ``[B, 1]``.
+    """
+    check_sampling("sample_token", temperature, top_p)
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    probability, token = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    before = probability.cumsum(-1) - probability  # of all likelier tokens
+    # multinomial normalises what is left
+    choice = torch.multinomial(probability.masked_fill(before >= top_p, 0.0), 1, generator=generator)
+    return token.gather(-1, choice)

@@ -1,0 +1,52 @@
+"""Loss, perplexity and bits per byte of a language model, weighted by tokens over a whole epoch and all processes.
+
+    loss = sum nll / tokens;    perplexity = exp(loss);    bits per byte = sum nll / (ln 2 * bytes of text)
+
+Bits per byte does not depend on the tokenizer: use it to compare models of different vocabularies. torchmetrics'
+``Perplexity`` gives the same number but normalises all logits a second time; this one adds up losses already computed.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lit_efficient.losses.next_token import IGNORE
+
+
+class TokenMetrics(Metric):
+    """Sums over tokens; `compute` returns ``loss``, ``perplexity`` and, if bytes were counted, ``bits_per_byte``."""
+
+    full_state_update = False
+    higher_is_better = False
+    nats: Tensor
+    tokens: Tensor
+    num_bytes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("nats", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("tokens", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("num_bytes", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, losses: Tensor, labels: Tensor, num_bytes: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            losses: negative log-likelihood of each token ``[B, T]``, in nats, 0 where the label is ignored.
+            labels: ``[B, T]``.
+            num_bytes: bytes of text that the labels stand for ``[B]``; None if unknown.
+        """
+        self.nats += losses.sum()
+        self.tokens += (labels != IGNORE).sum()
+        if num_bytes is not None:
+            self.num_bytes += num_bytes.sum()
+
+    def compute(self) -> dict[str, Tensor]:
+        """The figures of all batches since the last reset."""
+        loss = self.nats / self.tokens
+        figures = {"loss": loss, "perplexity": loss.exp()}
+        if self.num_bytes > 0:
+            figures["bits_per_byte"] = self.nats / (math.log(2) * self.num_bytes)
+        return figures
