@@ -94,11 +94,11 @@ def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: tor
     beyond 256, and would be left empty when a model built on the meta device is filled from a checkpoint.
 
     Returns:
-        ``[2, stop - start, head_dim / 2]``, float32.
+        ``[1, 2, stop - start, head_dim / 2]``, float32. The leading 1 keeps it from being taken for a batch of two.
     """
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angle = torch.outer(torch.arange(start, stop, dtype=torch.float32, device=device), frequency)
-    return torch.stack((angle.cos(), angle.sin()))
+    return torch.stack((angle.cos(), angle.sin()))[None]
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
     Args:
         x: queries or keys ``[B, heads, T, head_dim]``.
-        table: `rotary_table` ``[2, T, head_dim / 2]``.
+        table: `rotary_table` ``[1, 2, T, head_dim / 2]``.
     """
-    cos, sin = table.to(x.dtype)
+    cos, sin = table.to(x.dtype).unbind(1)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lit_efficient import ConfigurationError, StochasticDepth
+from lit_efficient import GPT, ConfigurationError, GPTConfig, StochasticDepth
 from lit_efficient.application import apply
 from lit_efficient.callbacks.stochastic_depth import drop_block, drop_rows, linear_rates
 from tests.support import Block, Net, Toy, assert_equal, data, trainer, weights
@@ -158,3 +158,14 @@ def test_blocks_that_are_not_residual_are_refused() -> None:
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"StochasticDepth: {message}"):
         StochasticDepth(**arguments)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_rows_of_our_gpt_are_cut_whatever_the_batch_size(batch: int) -> None:
+    gpt = GPT(GPTConfig(vocab_size=32, dim=16, depth=2, num_heads=2, max_length=8))
+    ids = torch.randint(0, 32, (batch, 8))
+    whole = gpt(ids)
+    apply(gpt, [StochasticDepth(0.4, mode="uniform", skip="sample")])
+    outputs = torch.stack([gpt(ids) for _ in range(4)])
+    assert outputs.shape[1:] == whole.shape
+    assert torch.equal(outputs[0], whole) == (batch == 1)  # a single row always runs
