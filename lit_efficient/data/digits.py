@@ -105,7 +105,7 @@ class DigitsDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Shuffled from the global generator."""
         data = Subset(self.dataset, self.train_index)
-        return DataLoader(data, self.batch_size, shuffle=True, num_workers=self.num_workers)
+        return DataLoader(data, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """In order."""
@@ -124,7 +124,10 @@ class DigitsDataModule(LightningDataModule):
         # change the training that follows.
         generator = torch.Generator().manual_seed(self.seed)
         return DataLoader(
-            Subset(self.dataset, index), self.batch_size, num_workers=self.num_workers, generator=generator
+            Subset(self.dataset, index),
+            batch_size=self.batch_size,  # by name: Lightning's rebuilding of a loader fails otherwise
+            num_workers=self.num_workers,
+            generator=generator,
         )
 
 

@@ -59,7 +59,7 @@ class LatentDiffusion(LightningModule):
 
     Batches are dictionaries with "labels" [B] and either "latents" [B, c, h, w] or "mean" and "logvar" of a posterior
     that is sampled at each step; of mean 0 and variance 1 in each channel. The autoencoder is no submodule: it travels
-    in the checkpoint beside the weights, so a checkpoint alone samples images, and ``parameters()`` is only what trains.
+    in the checkpoint beside the weights, so it alone samples images, and ``parameters()`` is only what trains.
 
     Args:
         backbone: Shape of the diffusion transformer.
@@ -82,7 +82,7 @@ class LatentDiffusion(LightningModule):
         label_dropout: float = 0.1,
         guidance_scale: float = 2.0,
         sampling_steps: int = 20,
-        learning_rate: float = 2e-3,
+        learning_rate: float = 3e-3,
         validation_samples: int = 200,
     ) -> None:
         super().__init__()
