@@ -63,7 +63,7 @@ class LatentDiffusion(LightningModule):
 
     Args:
         backbone: Shape of the diffusion transformer.
-        prediction: What the network predicts: flow, eps, v or x0.
+        prediction: What the network predicts: flow, eps, v or x0. eps learns the classes many times slower.
         schedule: The noise schedule: flow (straight lines) or cosine (variance-preserving).
         timestep_sampling: Distribution of training times: logit_normal or uniform.
         label_dropout: Probability that a training sample's label is hidden, in [0, 1).
