@@ -33,8 +33,10 @@ PUBLIC: dict[str, str] = {
     "SafeCheckpointIO": "plugins.checkpoint_io",
     # slot model
     "LanguageModeling": "tasks.language_modeling",
+    "Autoencoding": "tasks.autoencoding",
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data
+    "DigitImages": "data.digits",
     "LatentDigits": "data.latent_digits",
     "PythonCorpus": "data.python_corpus",
     # models

@@ -35,6 +35,8 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
     """
     from filelock import FileLock
 
+    if folder.exists() and problem(folder) is None:  # a sound cache may lie on a read-only disk: no lock
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(folder.name + ".lock")):

@@ -1,0 +1,167 @@
+"""The digits as latents: stage one is trained when it is first needed, its result is cached and checked when opened.
+
+    batch: {"mean": [B, c, h, w], "logvar": [B, c, h, w], "labels": [B], "index": [B]}
+
+``mean`` and ``logvar`` are the posterior's moments in normalised units (sampled latents have mean 0 and variance 1 in
+each channel of the training part). The task draws the sample, anew at each step: it trains on the whole posterior, one
+random generator is involved whatever the number of workers, and resuming is exact.
+
+Costs: about 25 s of one CPU core once; 4 MB of disk.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lit_efficient.data import digits, stage_one
+from lit_efficient.data.cache import cache_root
+from lit_efficient.data.digits import DigitsDataModule, TensorDictDataset
+from lit_efficient.data.sealed_folder import Contents, make_once, open_checked
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models import autoencoder as autoencoder_module
+from lit_efficient.models import digit_features
+from lit_efficient.models.autoencoder import FACTOR, AutoencoderConfig, sample_posterior
+from lit_efficient.models.digit_features import DigitFeatures, judge_digits
+from lit_efficient.models.latent_codec import LatentCodec
+
+
+class LatentDigits(DigitsDataModule):
+    """scikit-learn's digits as latents of an autoencoder that is trained on them first, or taken from the cache.
+
+    Args:
+        image_size: Height and width of the images in pixels, a multiple of 4; latents are 4 times smaller.
+        batch_size: Images a batch.
+        autoencoder: Shape of the autoencoder.
+        autoencoder_steps: Its optimizer steps, 64 images each.
+        judge_steps: Optimizer steps of the classifier that judges samples.
+        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
+        seed: Seed of the split and of stage one.
+        cache_dir: Where stage one's result is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
+    """
+
+    def __init__(  # noqa: PLR0917 (a configuration)
+        self,
+        image_size: int = 32,
+        batch_size: int = 64,
+        autoencoder: AutoencoderConfig = AutoencoderConfig(),  # noqa: B008 (frozen)
+        autoencoder_steps: int = 400,
+        judge_steps: int = 400,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed)
+        self.image_size = digits.checked_image_size(type(self).__name__, image_size)
+        for name, value in (("autoencoder_steps", autoencoder_steps), ("judge_steps", judge_steps)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"LatentDigits: {name} must be an integer >= 1, not {value!r}.")
+        if autoencoder.image_channels != 1:
+            raise ConfigurationError(
+                f"LatentDigits: autoencoder.image_channels must be 1 (grey), not {autoencoder.image_channels}."
+            )
+        self.autoencoder = autoencoder
+        self.autoencoder_steps = autoencoder_steps
+        self.judge_steps = judge_steps
+        self.cache_dir = cache_dir
+        self.codec: LatentCodec
+        self.judge: DigitFeatures
+        self._reference: Tensor
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a latent."""
+        return self.autoencoder.latent_channels, self.image_size // FACTOR, self.image_size // FACTOR
+
+    def prepare_data(self) -> None:
+        """Train stage one unless it is cached. One process does it, the others wait."""
+        images, labels = digits.load_digit_images(self.image_size)
+        key = self._key(images, labels)
+        make_once(self._folder(key), key, lambda: self._stage_one(images, labels))
+
+    def setup(self, stage: str) -> None:
+        """Open and check the cache; no randomness."""
+        images, labels = digits.load_digit_images(self.image_size)
+        key = self._key(images, labels)
+        files, manifest = open_checked(self._folder(key), key)
+        statistics = [torch.tensor(manifest[name]) for name in ("latent_mean", "latent_std")]
+        state = {"config": asdict(self.autoencoder), "weights": files["autoencoder.safetensors"]}
+        self.codec = LatentCodec.from_state_dict({**state, "mean": statistics[0], "std": statistics[1]})
+        with torch.device("meta"):
+            judge = DigitFeatures()
+        judge.load_state_dict(files["judge.safetensors"], assign=True)
+        self.judge = judge.eval().requires_grad_(False)
+        latents = files["latents.safetensors"]
+        if not torch.equal(latents["labels"], labels):  # rows are dataset indices: labels must fall on the same rows
+            raise ConfigurationError(f"The latents in {self._folder(key)} carry other labels. Delete it and run again.")
+        mean, logvar = self.codec.normalize(latents["mean"], latents["logvar"])
+        self.dataset = TensorDictDataset(
+            {"mean": mean, "logvar": logvar, "labels": labels, "index": torch.arange(len(labels))}
+        )
+        self.train_index, self.val_index, self.test_index = digits.stratified_split(labels, digits.HELD_OUT, self.seed)
+        self._reference = images[self.train_index]
+
+    def score_samples(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+        """``frechet_distance`` to the training images in the judge's features, and ``sample_accuracy``.
+
+        Args:
+            images: Generated images [M, 1, H, W] in [-1, 1].
+            labels: What each was meant to be, [M].
+        """
+        return judge_digits(self.judge, self._reference, images.cpu().float(), labels.cpu())
+
+    def _folder(self, key: str) -> Path:
+        root = cache_root() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+        return root / "latent_digits" / key[:16]
+
+    def _key(self, images: Tensor, labels: Tensor) -> str:
+        """Hash of the data, the settings and the code that stage one's result depends on."""
+        sources = (autoencoder_module.__file__, digit_features.__file__, digits.__file__, stage_one.__file__, __file__)
+        code = [hashlib.sha256(Path(str(source)).read_bytes()).hexdigest() for source in sources]
+        settings = [asdict(self.autoencoder), self.autoencoder_steps, self.judge_steps, self.image_size, self.seed]
+        text = json.dumps([digits.digest(images, labels), settings, code])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _stage_one(self, images: Tensor, labels: Tensor) -> Contents:
+        """Train, encode, measure."""
+        rank_zero_info(
+            f"LatentDigits: training the autoencoder ({self.autoencoder_steps} steps) and the judge once; about 25 s."
+        )
+        train, val, _ = digits.stratified_split(labels, digits.HELD_OUT, self.seed)
+        autoencoder = stage_one.fit_autoencoder(images[train], self.autoencoder, self.autoencoder_steps, self.seed)
+        judge = stage_one.fit_judge(images[train], labels[train], self.judge_steps, self.seed)
+        with torch.no_grad():
+            moments = [autoencoder.encode(part) for part in images.split(256)]
+            mean, logvar = (torch.cat(parts) for parts in zip(*moments, strict=True))
+            decoded = autoencoder.decode(mean[val])
+        # Of sampled latents, not of posterior means: the network sees samples.
+        sampled = sample_posterior(mean[train], logvar[train], torch.Generator().manual_seed(self.seed))
+        floor = judge_digits(judge, images[train], images[val], labels[val])
+        facts: dict[str, Any] = {
+            "data": digits.digest(images, labels),
+            "transform": "bicubic enlargement, grey levels to [-1, 1]",
+            "image_size": self.image_size,
+            "autoencoder": asdict(self.autoencoder),
+            "latent_mean": sampled.mean(dim=(0, 2, 3)).tolist(),
+            "latent_std": sampled.std(dim=(0, 2, 3)).tolist(),
+            "validation_psnr_db": 10.0 * math.log10(4.0 / (decoded - images[val]).square().mean().item()),
+            "judge_accuracy": floor["sample_accuracy"],
+            "frechet_distance_of_held_out_digits": floor["frechet_distance"],
+        }
+        rank_zero_info(
+            f"LatentDigits: autoencoder {facts['validation_psnr_db']:.1f} dB; judge right on "
+            f"{100 * facts['judge_accuracy']:.1f} % of held-out digits, whose Fréchet distance is the floor: "
+            f"{facts['frechet_distance_of_held_out_digits']:.2f}."
+        )
+        files = {
+            "autoencoder.safetensors": autoencoder.state_dict(),
+            "judge.safetensors": judge.state_dict(),
+            "latents.safetensors": {"mean": mean, "logvar": logvar, "labels": labels},
+        }
+        return files, facts

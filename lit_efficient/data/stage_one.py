@@ -1,0 +1,71 @@
+"""Stage one of latent diffusion on the digits: train the autoencoder and the judge, once, in a plain loop.
+
+A plain loop, because this runs inside another run's ``prepare_data``: a nested Trainer would read the outer run's
+launcher environment (torchrun's world size, for one) and fail there. All random draws are made in a fork of the global
+state.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, autoencoder_loss
+from lit_efficient.models.digit_features import DigitFeatures
+
+KL_WEIGHT = 1e-4
+
+
+@contextmanager
+def forked_rng(seed: int) -> Iterator[None]:
+    """The CPU generator of torch: seeded inside, and as it was outside."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def fit_autoencoder(images: Tensor, config: AutoencoderConfig, steps: int, seed: int = 0) -> Autoencoder:
+    """Train an autoencoder on the CPU: about 20 s for 400 steps at 32x32.
+
+    Args:
+        images: [N, C, H, W] in [-1, 1].
+        config: The shape.
+        steps: Optimizer steps of 64 images each.
+        seed: Seed of the initial weights and of every draw.
+    """
+    with forked_rng(seed):
+        model = Autoencoder(config).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 1.5x on a CPU
+        _optimise(model, len(images), steps, lambda rows: autoencoder_loss(model, images[rows], KL_WEIGHT)[0])
+    return model.eval().requires_grad_(False)
+
+
+def fit_judge(images: Tensor, labels: Tensor, steps: int, seed: int = 0) -> DigitFeatures:
+    """Train the judge on the CPU: a few seconds for 400 steps.
+
+    Args:
+        images: [N, 1, H, W] in [-1, 1].
+        labels: [N].
+        steps: Optimizer steps of 64 images each.
+        seed: Seed of the initial weights and of every draw.
+    """
+    with forked_rng(seed):
+        judge = DigitFeatures()
+        _optimise(judge, len(images), steps, lambda rows: F.cross_entropy(judge.classify(images[rows]), labels[rows]))
+    return judge.eval().requires_grad_(False)
+
+
+def _optimise(model: nn.Module, count: int, steps: int, loss: Callable[[Tensor], Tensor], batch: int = 64) -> None:
+    """AdamW with 30 steps of warm-up, then a cosine to zero. ``loss`` maps row numbers [batch] to a scalar."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 30) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+    )
+    with torch.enable_grad():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss(torch.randint(count, (batch,))).backward()
+            optimizer.step()
+            schedule.step()

@@ -1,0 +1,65 @@
+"""A small classifier of digits to judge generated ones: features for a Fréchet distance, a verdict for accuracy.
+
+    d^2 = |m1 - m2|^2 + trace(C1 + C2 - 2 (C1 C2)^(1/2))    over the mean and covariance of 32 features
+
+This is NOT the FID: that name belongs to one particular Inception network. Values compare only with values of the same
+judge; what held-out real digits score is the floor to read them against.
+
+Source: Heusel et al. (2017), https://arxiv.org/abs/1706.08500, for the distance.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class DigitFeatures(nn.Module):
+    """Three strided convolutions, 32 features, and a linear head for ten classes."""
+
+    num_features = 32  # the name that torchmetrics asks a feature network for
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 16, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(32 * 16, self.num_features),
+            # Features of unit variance: a distance of d^2 reads as a shift of d standard deviations.
+            nn.BatchNorm1d(self.num_features, affine=False),
+        )
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(self.num_features, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, 1, H, W] in [-1, 1] to features [B, 32]."""
+        return self.body(images)
+
+    def classify(self, images: Tensor) -> Tensor:
+        """Images [B, 1, H, W] in [-1, 1] to logits [B, 10]."""
+        return self.head(self.body(images))
+
+
+@torch.no_grad()
+def judge_digits(judge: DigitFeatures, real: Tensor, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Score generated digits.
+
+    Args:
+        judge: A trained classifier, in evaluation mode.
+        real: Real images to compare with, [N, 1, H, W] in [-1, 1].
+        images: Generated images, [M, 1, H, W] in [-1, 1], M >= 2.
+        labels: What each was meant to be, [M].
+
+    Returns:
+        ``frechet_distance`` (lower is better) and ``sample_accuracy``, the share that the judge reads as meant.
+    """
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
+    distance = FrechetInceptionDistance(feature=judge, sync_on_compute=False)  # every process holds all samples
+    distance.update(real, real=True)
+    distance.update(images, real=False)
+    accuracy = (judge.classify(images).argmax(dim=1) == labels).float().mean()
+    return {"frechet_distance": float(distance.compute()), "sample_accuracy": float(accuracy)}

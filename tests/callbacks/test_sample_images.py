@@ -1,0 +1,121 @@
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_efficient import SampleImages
+from lit_efficient.callbacks.sample_images import image_grid
+from lit_efficient.errors import ConfigurationError
+
+
+class Painter(L.LightningModule):
+    """Paints image i in grey level i; trains one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.calls = []
+
+    def training_step(self, batch, batch_idx):
+        assert self.layer.training
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def sample_images(self, num, seed):
+        assert not self.layer.training
+        self.calls.append((self.trainer.global_step, num, seed))
+        return torch.arange(num, dtype=torch.uint8).view(-1, 1, 1, 1).expand(num, 1, 4, 4)
+
+
+def fit(module, tmp_path, callback, **arguments):
+    data = DataLoader(TensorDataset(torch.zeros(4, 1)), batch_size=2)
+    trainer = L.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        callbacks=[callback],
+        **arguments,
+    )
+    trainer.fit(module, data, data)
+    return trainer
+
+
+def test_grid_places_images_row_by_row():
+    grid = image_grid(torch.arange(1, 6, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 1, 2, 2), columns=3)
+    assert grid.shape == (5, 8, 1)  # 2 x 3 images of 2 pixels, a pixel between
+    assert grid[::3, ::3, 0].tolist() == [[1, 2, 3], [4, 5, 0]]
+    assert not grid[2].any()  # the border
+
+
+def test_grid_maps_floats_from_minus_one_to_one():
+    grid = image_grid(torch.tensor([-1.0, 0.0, 1.0, 7.0]).view(4, 1, 1, 1).expand(4, 3, 1, 1), columns=4, border=0)
+    assert grid[0, :, 1].tolist() == [0, 128, 255, 255]
+
+
+def test_a_png_at_every_nth_validation_not_in_the_sanity_check(tmp_path):
+    module = Painter()
+    fit(module, tmp_path, SampleImages(every_n_validations=2, columns=3, rows=2, zoom=2, seed=9), logger=False)
+    assert module.calls == [(4, 6, 9), (8, 6, 9)]
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["step_000004.png", "step_000008.png"]
+    pixels = np.asarray(Image.open(tmp_path / "samples" / "step_000004.png"))
+    assert pixels.shape == (18, 28)
+    assert pixels[::10, ::10].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module")  # it is what the test is about
+def test_every_submodule_keeps_its_mode_and_training_its_random_numbers(tmp_path):
+    def run(callback, folder):
+        torch.manual_seed(0)
+        module = Painter()
+        module.frozen_mode = nn.Dropout(0.5).eval()
+        fit(module, tmp_path / folder, callback, logger=False)
+        return module, torch.get_rng_state()
+
+    module, with_samples = run(SampleImages(), "a")
+    _, without = run(L.Callback(), "b")
+    assert torch.equal(with_samples, without)
+    assert module.layer.training
+    assert not module.frozen_mode.training
+
+
+def test_it_writes_under_the_loggers_folder_and_shows_the_grid_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = [TensorBoardLogger(tmp_path, name="tb", version="v"), CSVLogger(tmp_path)]
+    trainer = fit(Painter(), tmp_path, SampleImages(columns=3, rows=2), logger=loggers)
+    assert len(list((tmp_path / "tb" / "v" / "samples").glob("step_*.png"))) == 4
+    trainer.loggers[0].finalize("success")
+    events = EventAccumulator(str(tmp_path / "tb" / "v"), size_guidance={"images": 0}).Reload()
+    assert [event.step for event in events.Images("samples")] == [2, 4, 6, 8]
+
+
+def test_the_count_of_validations_goes_on_after_a_resume():
+    callback = SampleImages()
+    callback.load_state_dict({"validations": 3})
+    assert callback.state_dict() == {"validations": 3}
+
+
+def test_a_module_that_cannot_sample_is_refused_before_training(tmp_path):
+    class Mute(Painter):
+        sample_images = None
+
+    with pytest.raises(ConfigurationError, match=r"Mute must have a method sample_images\(num, seed\)"):
+        fit(Mute(), tmp_path, SampleImages(), logger=False)
+
+
+@pytest.mark.parametrize("name", ["every_n_validations", "columns", "rows", "zoom"])
+def test_arguments_are_checked_when_built(name):
+    with pytest.raises(ConfigurationError, match=rf"SampleImages: {name} must be an integer >= 1, not 0"):
+        SampleImages(**{name: 0})

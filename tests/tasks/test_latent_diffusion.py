@@ -1,0 +1,248 @@
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lit_efficient import AutoencoderConfig, DiTConfig, LatentDiffusion, LatentDigits
+from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.losses.diffusion import alpha_sigma
+from lit_efficient.tasks.latent_diffusion import warmup_cosine
+
+BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=1, heads=2)
+
+
+def digits(**arguments) -> LatentDigits:
+    tiny = {"image_size": 16, "autoencoder": AutoencoderConfig(latent_channels=2, width=8), "autoencoder_steps": 150}
+    return LatentDigits(**{**tiny, "judge_steps": 60, **arguments})
+
+
+def task(**arguments) -> LatentDiffusion:
+    return LatentDiffusion(**{"backbone": BACKBONE, "sampling_steps": 3, "validation_samples": 20, **arguments})
+
+
+def trainer(tmp_path, **arguments) -> L.Trainer:
+    settings = {
+        "accelerator": "cpu",
+        "max_steps": 4,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": tmp_path,
+    }
+    return L.Trainer(**{**settings, **arguments})
+
+
+def built(**arguments) -> LatentDiffusion:
+    module = task(**arguments)
+    module.configure_model()
+    return module
+
+
+def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
+    L.seed_everything(0, verbose=False)
+    module = task(learning_rate=1e-2, validation_samples=0)
+    run = trainer(tmp_path, max_steps=150, num_sanity_val_steps=0, check_val_every_n_epoch=100)
+    data = digits()
+    run.fit(module, data)
+    loss = run.validate(module, data, verbose=False)[0]["val/loss"]
+    assert loss < 0.75 * 2.0  # predicting zero costs E|eps - x0|^2 = 2
+    module.eval()
+    labels = torch.arange(200) % 10
+    images = data.codec.decode(module.sample(labels, torch.Generator().manual_seed(0), steps=10))
+    assert data.score_samples(images, labels)["sample_accuracy"] > 0.2  # chance is 0.1
+
+
+def test_validation_judges_samples_and_is_the_same_each_time(tmp_path):
+    module, data = built(), digits()
+    first, second = (trainer(tmp_path).validate(module, data, verbose=False)[0] for _ in range(2))
+    assert set(first) == {"val/loss", "val/frechet_distance", "val/sample_accuracy"}
+    assert first == second
+    assert first["val/loss"] == pytest.approx(2.0, abs=0.1)  # an untrained network predicts zero
+    test = trainer(tmp_path).test(module, data, verbose=False)[0]
+    assert set(test) == {"test/loss", "test/frechet_distance", "test/sample_accuracy"}
+
+
+def test_validating_does_not_change_training(tmp_path):
+    def weights(**arguments):
+        L.seed_everything(0, verbose=False)
+        module = task()
+        trainer(tmp_path, max_steps=30, **arguments).fit(module, digits())
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    often = weights(val_check_interval=5)
+    never = weights(limit_val_batches=0)
+    assert torch.equal(often, never)
+
+
+def test_training_step_follows_the_loss_protocol():
+    module = built(schedule="cosine")
+    batch = {"latents": torch.randn(5, 2, 4, 4), "labels": torch.arange(5)}
+    module.log = lambda *_, **__: None
+    output = module.training_step(batch, 0)
+    assert output["sample_loss"].shape == output["timesteps"].shape == output["log_snr"].shape == (5,)
+    torch.testing.assert_close(output["loss"], output["sample_loss"].mean())
+    alpha, sigma = alpha_sigma(output["timesteps"], "cosine")
+    torch.testing.assert_close(output["log_snr"].exp(), (alpha / sigma) ** 2, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_labels_are_dropped_once_per_sample_at_the_given_rate(rate):
+    module = built(label_dropout=rate, guidance_scale=1.0)
+    module.log = lambda *_, **__: None
+    seen = []
+    module.network.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[2]))
+    labels = torch.arange(2000) % 10
+    module.training_step({"latents": torch.zeros(2000, 2, 4, 4), "labels": labels}, 0)
+    (given,) = seen
+    dropped = given == 10
+    assert dropped.float().mean().item() == pytest.approx(rate, abs=0.05)
+    assert torch.equal(given[~dropped], labels[~dropped])
+
+
+def test_each_step_samples_the_posterior_anew():
+    module = built()
+    module.log = lambda *_, **__: None
+    seen = []
+    module.network.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0]))
+    batch = {"mean": torch.zeros(2, 2, 4, 4), "logvar": torch.zeros(2, 2, 4, 4), "labels": torch.arange(2)}
+    for _ in range(2):
+        module.training_step(batch, 0)
+    assert not torch.equal(*seen)
+
+
+def test_sampling_is_a_function_of_its_generator_and_leaves_the_global_one_alone():
+    module = built().eval()
+    torch.nn.init.normal_(module.network.patch_out.weight)
+    labels, before = torch.arange(4), torch.get_rng_state()
+    one, same, other = (module.sample(labels, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_guidance_of_one_is_the_conditional_prediction_alone():
+    module = built().eval()
+    torch.nn.init.normal_(module.network.patch_out.weight)
+    sizes = []
+    module.network.register_forward_pre_hook(lambda _module, arguments: sizes.append(len(arguments[0])))
+    module.sample(torch.arange(4), torch.Generator(), guidance_scale=1.0, steps=2)
+    module.sample(torch.arange(4), torch.Generator(), guidance_scale=2.0, steps=1)
+    assert sizes == [4, 4, 8]
+
+
+def test_a_checkpoint_alone_rebuilds_the_network_and_samples_images(tmp_path):
+    module, data = task(), digits()
+    run = trainer(tmp_path)
+    run.fit(module, data)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    stored = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert set(stored["state_dict"]) == {name for name, _ in module.named_parameters()}  # what trains, nothing else
+    assert stored["hyper_parameters"]["backbone"]["width"] == 32
+    loaded = LatentDiffusion.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
+    images = loaded.sample_images(12, seed=3)
+    assert images.dtype == torch.uint8
+    assert images.shape == (12, 1, 16, 16)
+    assert torch.equal(images, module.eval().sample_images(12, seed=3))
+
+
+def test_a_checkpoint_of_another_latent_space_is_refused_but_may_predict(tmp_path):
+    run = trainer(tmp_path)
+    run.fit(task(), digits())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    other = digits(autoencoder_steps=3)
+    with pytest.raises(CheckpointError, match="latents of another autoencoder"):
+        trainer(tmp_path, max_steps=8).fit(task(), other, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    images = trainer(tmp_path).predict(task(), other, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert sum(len(part) for part in images) == 180
+    assert images[0].dtype == torch.uint8
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")  # both legs write to one folder
+def test_resumed_at_an_epochs_end_equals_uninterrupted(tmp_path):
+    """All of the module's state is in the checkpoint; the random generator is set by hand here."""
+
+    class Reseed(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            torch.manual_seed(trainer.current_epoch)
+
+    def weights_after(ckpt=None):
+        L.seed_everything(0 if ckpt is None else 1, verbose=False)
+        module = task(validation_samples=0, label_dropout=0.3)
+        callbacks = [Reseed(), ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)]
+        settings = {"max_steps": 6, "limit_train_batches": 3, "num_sanity_val_steps": 0}
+        run = trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, **settings)
+        run.fit(module, digits(), ckpt_path=ckpt, weights_only=True if ckpt else None)
+        assert run.global_step == 6
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    whole = weights_after()
+    assert torch.equal(weights_after(tmp_path / "step=3.ckpt"), whole)
+
+
+def test_without_a_data_module_it_trains_on_plain_latents_and_says_what_pictures_need(tmp_path):
+    data = TensorDictDataset({"latents": torch.randn(20, 2, 4, 4), "labels": torch.arange(20) % 10})
+    loader = DataLoader(data, batch_size=5)
+    module = task()
+    trainer(tmp_path).fit(module, loader, loader)
+    assert module.sample(torch.arange(3)).shape == (3, 2, 4, 4)
+    with pytest.raises(ConfigurationError, match="no autoencoder to make images with"):
+        module.sample_images(4, seed=0)
+
+
+def test_shapes_and_classes_must_be_the_datas(tmp_path):
+    wrong_shape = task(backbone=DiTConfig(channels=4, size=4, width=16, heads=2, depth=1))
+    with pytest.raises(ConfigurationError, match=r"latents \(4, 4, 4\); the data's are \(2, 4, 4\)"):
+        trainer(tmp_path).fit(wrong_shape, digits())
+    wrong_classes = task(backbone=DiTConfig(channels=2, size=4, width=16, heads=2, depth=1, num_classes=3))
+    with pytest.raises(ConfigurationError, match="num_classes must be 10, as the data has, not 3"):
+        trainer(tmp_path).fit(wrong_classes, digits())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prediction": "epsilon"}, "prediction must be one of flow, eps, v, x0, not 'epsilon'"),
+        ({"schedule": "linear"}, "schedule must be one of flow, cosine, not 'linear'"),
+        ({"timestep_sampling": "beta"}, "timestep_sampling must be one of uniform, logit_normal, not 'beta'"),
+        ({"label_dropout": 1.0}, r"label_dropout must be in \[0, 1\), not 1.0"),
+        ({"label_dropout": 0.0}, "guidance_scale must be 1 when label_dropout is 0"),
+        ({"guidance_scale": float("nan")}, "guidance_scale must be a finite number >= 0, not nan"),
+        ({"sampling_steps": 0}, "sampling_steps must be >= 1, not 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, not 0.0"),
+        ({"validation_samples": 1}, "validation_samples must be 0 or >= 2, not 1"),
+    ],
+)
+def test_arguments_are_checked_when_built(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
+        LatentDiffusion(**wrong)
+
+
+def test_the_rate_rises_then_falls_to_zero():
+    factors = [warmup_cosine(step, 10, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.5)
+    assert factors[100] == pytest.approx(0.0)
+    assert warmup_cosine(10**6, 10, float("inf")) == 1.0
+
+
+def test_the_schedule_ends_with_the_run_and_the_optimizer_sees_only_what_trains(tmp_path):
+    module = task()
+    run = trainer(tmp_path, max_steps=12)
+    run.fit(module, digits())
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-8)
+    held = {id(p) for group in run.optimizers[0].param_groups for p in group["params"]}
+    assert held == {id(p) for p in module.network.parameters()}
+
+
+@pytest.mark.parametrize("prediction", ["flow", "eps", "v", "x0"])
+@pytest.mark.parametrize("schedule", ["flow", "cosine"])
+def test_every_target_and_schedule_trains_and_samples(tmp_path, prediction, schedule):
+    module = task(prediction=prediction, schedule=schedule)
+    run = trainer(tmp_path, max_steps=2, limit_val_batches=1)
+    run.fit(module, digits())
+    assert module.prediction == prediction
+    assert module.eval().sample(torch.arange(4), torch.Generator().manual_seed(0)).isfinite().all()
