@@ -1,0 +1,108 @@
+"""What the command line and its callbacks cost: steps a second beside the same model in a plain PyTorch loop.
+
+    python benchmarks/overhead.py [--rounds 3] [--steps 150]
+
+Both sides train the network of the language-modelling task on its own batches with the same optimizer and clipping,
+each in a process of its own, alternating; the clock runs from step 20 to the last. The command line runs the shipped
+configuration with all of its callbacks; validation is left out on both sides. The promise: a median ratio of at least 0.95.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CONFIG = Path(__file__).parent.parent / "configs" / "tasks" / "language_model.yaml"
+WARM_UP = 20
+
+
+def command_line(steps: int) -> float:
+    from lightning.pytorch import Callback
+    from lit_efficient.__main__ import main
+
+    marks: list[float] = []
+
+    class StepClock(Callback):
+        def on_train_batch_end(self, *_: object) -> None:
+            marks.append(time.perf_counter())
+
+    sys.modules["overhead"].StepClock = StepClock  # what the configuration below names
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["fit", "--config", str(CONFIG), f"--trainer.max_steps={steps}", "--trainer.limit_val_batches=0"]
+        arguments += [f"--trainer.default_root_dir={folder}", "--trainer.callbacks+=overhead.StepClock"]
+        code = main([*arguments, "--allow-import", "overhead"])
+    assert code == 0, code
+    return (len(marks) - 1 - WARM_UP) / (marks[-1] - marks[WARM_UP])
+
+
+def plain_loop(steps: int) -> float:
+    from dataclasses import replace
+    from itertools import chain, repeat
+
+    import torch
+    import yaml
+
+    from lit_efficient import GPT, GPTConfig, PythonCorpus
+    from lit_efficient.losses.next_token import sample_means, token_losses
+
+    config = yaml.safe_load(CONFIG.read_text())
+    arguments = config["model"]["init_args"]
+    torch.manual_seed(config["seed_everything"])
+    data = PythonCorpus(**config["data"]["init_args"])
+    data.prepare_data()
+    data.setup("fit")
+    network = GPT(replace(GPTConfig(**arguments["model"]), vocab_size=data.vocab_size))
+    groups = [
+        {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": arguments["weight_decay"]},
+        {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, arguments["learning_rate"], betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
+    batches = chain.from_iterable(repeat(data.train_dataloader()))
+    marks = []
+    for _, batch in zip(range(steps), batches):
+        loss, _ = sample_means(token_losses(network(batch["input_ids"]), batch["labels"]), batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), config["trainer"]["gradient_clip_val"])
+        optimizer.step()
+        scheduler.step()
+        marks.append(time.perf_counter())
+    return (len(marks) - 1 - WARM_UP) / (marks[-1] - marks[WARM_UP])
+
+
+def in_a_process(side: str, steps: int) -> float:
+    command = [sys.executable, __file__, "--side", side, "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--side", choices=["command_line", "plain_loop"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        sys.modules["overhead"] = sys.modules["__main__"]
+        rate = {"command_line": command_line, "plain_loop": plain_loop}[options.side](options.steps)
+        print(json.dumps(rate))
+        return 0
+    ratios = []
+    for number in range(options.rounds):
+        ours, plain = (in_a_process(side, options.steps) for side in ("command_line", "plain_loop"))
+        ratios.append(ours / plain)
+        print(f"round {number}: {ours:.2f} steps/s by the command line, {plain:.2f} plain, ratio {ratios[-1]:.3f}")
+    median = statistics.median(ratios)
+    print(f"median ratio {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}); at least 0.95 is the promise")
+    return 0 if median >= 0.95 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
