@@ -73,7 +73,8 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
             raise
         raise CheckpointError(_cannot_write(target, cause, writer.written if writer else 0)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            temporary.unlink()
         _in_use.discard(temporary)
 
 
@@ -166,9 +167,11 @@ class SafeCheckpointIO(CheckpointIO):
         if target.is_dir() and not target.is_symlink():
             doomed = _temporary_beside(target)
             _in_use.add(doomed)
-            os.rename(target, doomed)
-            shutil.rmtree(doomed)
-            _in_use.discard(doomed)
+            try:
+                os.rename(target, doomed)
+                shutil.rmtree(doomed)
+            finally:
+                _in_use.discard(doomed)
         else:
             target.unlink(missing_ok=True)
 

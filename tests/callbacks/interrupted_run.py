@@ -1,12 +1,7 @@
-"""A run in a process of its own, which a test interrupts: ``python -m tests.callbacks.interrupted_run FOLDER KEY=VALUE...``.
-
-It prints ``step N`` after each training batch, and with ``signal=NAME at=N`` it sends itself that signal in step N.
-"""
+"""A whole training run to be interrupted by real signals, in a process of its own (see ``tests.processes``)."""
 
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -44,37 +39,30 @@ class FinalizedLogger(pl.loggers.logger.DummyLogger):
         print("finalized", status, flush=True)
 
 
-def main(folder, signal="", at="5", hook="train", ckpt_path="", devices="1", val_check_interval="3", slow="0", workers="0"):
+def train(folder, name="", at=5, hook="train", ckpt_path=None, devices=1, num_workers=0):
+    """Two epochs of 8 batches, an optimizer step every 2, validation every 3."""
     torch.set_num_threads(1)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    pl.seed_everything(int(ckpt_path == "") + 3, verbose=False)
-
-    class Step(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            print("step", trainer.global_step, flush=True)
-            time.sleep(float(slow))
-
-    several = int(devices) > 1
+    pl.seed_everything(3 if ckpt_path is None else 4, verbose=False)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=int(devices),
-        strategy="ddp" if several else "auto",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
         max_epochs=2,
         accumulate_grad_batches=2,
-        val_check_interval=int(val_check_interval),
+        val_check_interval=3,
         num_sanity_val_steps=2 if hook == "sanity" else 0,
         default_root_dir=folder,
-        callbacks=[SignalCheckpoint(), Step(), Interrupter(signal, int(at), hook), ExactResume()],
+        callbacks=[SignalCheckpoint(), Interrupter(name, at, hook), ExactResume()],
         plugins=[SafeCheckpointIO()],
         logger=FinalizedLogger(),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Tiny(num_workers=int(workers)), ckpt_path=ckpt_path or None)
-    if trainer.is_global_zero:
-        torch.save(final_state(trainer)[:2], Path(folder) / "final.pt")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], **dict(argument.split("=", 1) for argument in sys.argv[2:]))
+    try:
+        trainer.fit(Tiny(num_workers=num_workers), ckpt_path=ckpt_path)
+    finally:
+        after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+        print("handlers restored", before == after, flush=True)
+    torch.save(final_state(trainer)[:3], Path(folder) / f"final{trainer.global_rank}.pt")
