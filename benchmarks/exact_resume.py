@@ -2,8 +2,8 @@
 
     python benchmarks/exact_resume.py
 
-A small network with dropout, shuffling, augmentation that draws from three generators, accumulation over two batches, momentum
-and a schedule is trained once whole, with a checkpoint after every batch; then once from each checkpoint, in new objects.
+A small network with dropout, shuffling, random augmentation, accumulation over two batches, momentum and a schedule is
+trained once whole, with a checkpoint after every batch; then once from each checkpoint, in new objects.
 A point counts if weights, optimizer and scheduler states at the end are equal in every bit. Takes about half a minute.
 """
 
@@ -73,7 +73,7 @@ class SaveEveryBatch(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batch_idx:03d}.ckpt")
 
 
-def final_bits(seed, callbacks, ckpt_path=None, ask=False, num_workers=0, max_epochs=3, **arguments):
+def final_bits(seed, callbacks, ckpt_path=None, *, ask=False, num_workers=0, max_epochs=3, **arguments):
     pl.seed_everything(seed, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=max_epochs, accumulate_grad_batches=2, callbacks=callbacks, logger=False,

@@ -1,4 +1,4 @@
-"""Fresh processes at the price of a fork: a server that has imported the heavy packages, and nothing else, forks them."""
+"""Fresh processes at the price of a fork: a server that has imported the heavy packages and done nothing forks them."""
 
 import multiprocessing
 import os

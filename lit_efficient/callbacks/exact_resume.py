@@ -3,12 +3,12 @@
     before batch k of epoch e:  torch, Python and NumPy are seeded by hash(seed, e, k, rank)
     order of epoch e:           a pure function of (seed, e); the loader's state is the number of batches it yielded
 
-Saves: the work since the last epoch's end, for code that knows nothing of it; stock Lightning shuffles anew and drops other units.
-Costs: 0.1 ms a step and three integers in the checkpoint; inside an accumulation window also the gradients gathered so far.
+Saves: the work since the last epoch's end, in code that knows nothing of it; stock Lightning shuffles and draws anew.
+Costs: 0.1 ms a step and five integers in the checkpoint; inside an accumulation window also the gradients so far.
 Source: Lightning's stateful-loader protocol, https://lightning.ai/docs/pytorch/stable/clouds/fault_tolerant_training_basic.html.
 
-Reseeding was chosen over storing generator states because it needs no state: it holds for every rank although rank 0 alone
-writes the checkpoint, for every device, and whatever ran in between (validation, sampling, a progress bar).
+Reseeding was chosen over storing generator states because it needs no state: it holds for every rank although rank 0
+alone writes the checkpoint, for every device, and whatever ran in between (validation, sampling, a progress bar).
 It is promised for the same machine, versions, thread count and number of processes.
 """
 
@@ -20,12 +20,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback as Technique  # swapped for lit_efficient.technique.Technique
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_efficient.data.resumable import ResumableLoader, examine, make_resumable, mix_seed, seed_all
+from lit_efficient.data.resumable import ResumableLoader, examine, make_resumable
+from lit_efficient.data.resumable_sampler import mix_seed, seed_all
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.technique import Technique
 
 
 class ExactResume(Technique):
@@ -84,7 +85,7 @@ class ExactResume(Technique):
         super().on_exception(trainer, pl_module, exception)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the loaders to where the checkpoint left them, and put back the gradients of an open accumulation window."""
+        """Set the loaders to where the checkpoint left them, and put back an open accumulation window's gradients."""
         assert self._wrap is not None
         assert self._run_seed is not None
         for loader in self._wrap.loaders:

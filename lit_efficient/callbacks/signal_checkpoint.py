@@ -3,11 +3,12 @@
     signal -> a flag -> the end of the optimizer step under way -> full checkpoint -> SystemExit(128 + n)
 
 Saves: the work since the last checkpoint when a cluster preempts the run, a container stops or somebody types Ctrl-C.
-Costs: nothing a step on one process. On several, one all-reduce of one integer between the CPUs a step (0.1 to 0.3 ms, no
-    wait for the GPU): a signal may reach one process only, or reach two of them in different steps, and all must save at the same one.
+Costs: nothing a step on one process. On several, one all-reduce of an integer between the CPUs an optimizer step.
 Source: POSIX's convention of 128 + n; Lightning's own connector knows SIGTERM only and saves nothing.
 
-Loader workers that are sent SIGTERM themselves die of it, and with them the step: signal the main process, not the group.
+The all-reduce is needed because a signal may reach one process only, or two of them in different steps, while all must
+save at the same one. It does not wait for a GPU; Lightning's own broadcast, in each batch, does.
+Loader workers that are sent SIGTERM themselves die of it, and the step with them: signal the main process, not the group.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from lit_efficient.errors import ConfigurationError
 class SignalCheckpoint(Callback):
     """On a signal: save a full checkpoint within one optimizer step, say where it lies, exit with code 128 + n.
 
-    A signal in an accumulation window is answered at the window's end, one in a validation run after its current batch
-    (after its last one if there are several processes). A validation that is due at the very step of the checkpoint is
-    skipped by Lightning when the run is resumed. Before training has begun there is nothing to save. A second SIGINT
+    A signal in an accumulation window is answered at the window's end; one in a validation run after the current batch,
+    or on several processes after the run and the next step. A validation that is due at the very step of the checkpoint
+    is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save. A second SIGINT
     exits at once. Handlers of your own are called, too; under SLURM's automatic requeueing its signals stay Lightning's.
 
     Args:
         signals: Names of the signals to answer.
-        dirpath: Folder of the checkpoint ``interrupted-step=N.ckpt``. ``None``: that of the first ``ModelCheckpoint``, else
-            ``checkpoints`` in the trainer's root folder.
+        dirpath: Folder of the checkpoint ``interrupted-step=N.ckpt``. ``None``: that of the first ``ModelCheckpoint``,
+            else ``checkpoints`` in the trainer's root folder.
 
     Raises:
         ConfigurationError: If a name is no signal that can be handled.
@@ -54,7 +55,8 @@ class SignalCheckpoint(Callback):
         for name in [signals] if isinstance(signals, str) else signals:
             if name in forbidden or (name not in signal.Signals.__members__ and os.name == "posix"):
                 raise ConfigurationError(
-                    f"SignalCheckpoint: signals must be names like SIGTERM, SIGINT, SIGUSR1 that can be handled, got {name!r}"
+                    "SignalCheckpoint: signals must be names like SIGTERM, SIGINT, SIGUSR1 of signals that can be"
+                    f" handled, got {name!r}"
                 )
         self.signals = signals
         self.dirpath = dirpath
@@ -87,7 +89,7 @@ class SignalCheckpoint(Callback):
         if not (pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()):
             self._answer(trainer)
 
-    def on_validation_batch_end(
+    def on_validation_batch_end(  # noqa: PLR0917 (Lightning's signature)
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Do not let a long validation run delay the answer, where one process can decide alone."""
@@ -152,7 +154,9 @@ class SignalCheckpoint(Callback):
         taken = _requeue_signals(trainer)
         for number in self._numbers:
             if number in taken:
-                rank_zero_info(f"SignalCheckpoint: {number.name} is left to Lightning's automatic requeueing under SLURM")
+                rank_zero_info(
+                    f"SignalCheckpoint: {number.name} is left to Lightning's automatic requeueing under SLURM"
+                )
                 continue
             previous = signal.getsignal(number)
             self._own_handlers[number] = _handlers_of_the_user(previous, trainer)
@@ -200,7 +204,7 @@ def _requeue_signals(trainer: Any) -> set[int]:
 
 
 def _is_watched_child(trainer: Any) -> bool:
-    """Whether Lightning itself launched this process: its observer kills the main process if a child ends with another code than 0."""
+    """Whether Lightning launched this process: its observer kills the main one if a child ends with a code other than 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
 

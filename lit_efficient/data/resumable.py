@@ -1,25 +1,19 @@
-"""A data order that can be picked up in the middle: a sampler, and a loader that knows how far it got.
+"""A loader that knows how far it got, and goes on there with the same batches and the same random draws.
 
-    order(epoch, round) = permutation drawn from a generator seeded by hash(seed, epoch, round)
-    batch k of it       = fetched with torch, Python and NumPy seeded by hash(seed, epoch, round, k, rank)
+    batch k of an epoch's pass = fetched with torch, Python and NumPy seeded by hash(seed, epoch, round, k, rank)
 
-So a loader's whole state is three integers: the epoch, the round (how often the loader was begun within that epoch, which
-a ``CombinedLoader`` in cycling mode does) and the number of batches that were *yielded*. What workers prefetched beyond it
-is forgotten and fetched again, with the same random draws: the seed travels to the worker together with the indices.
+Its whole state is three integers: the epoch, the round (how often the loader was begun within that epoch, which a
+``CombinedLoader`` in cycling mode does) and the number of batches that were *yielded*. What workers fetched beyond it is
+forgotten and fetched again, with the same random draws: the seed travels to the worker together with the indices.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from torch import distributed
 from torch.utils.data import (
     BatchSampler,
@@ -27,112 +21,15 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
+from lit_efficient.data.resumable_sampler import ResumableSampler, mix_seed, seed_all
 from lit_efficient.errors import ConfigurationError
 
 _REPLACEABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-_MPS = torch.backends.mps.is_available()
-
-
-def mix_seed(*parts: int) -> int:
-    """A seed of 63 bits from integers: equal parts give equal seeds on every machine, neighbours give unrelated ones."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def seed_all(seed: int) -> None:
-    """Seed the global generators of torch (all devices in use), Python and NumPy: about 15 microseconds on the CPU.
-
-    ``torch.manual_seed`` takes twenty times as long where it records a stack trace for devices that are not in use.
-    """
-    torch.default_generator.manual_seed(seed)
-    for backend in (torch.cuda, torch.xpu):
-        if backend.is_initialized():
-            backend.manual_seed_all(seed)
-    if _MPS:
-        torch.mps.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
-def epoch_order(source: Sized, shuffle: bool, seed: int, epoch: int, round: int = 0) -> list[int]:
-    """The indices of one pass: a pure function of its arguments.
-
-    Args:
-        source: A dataset, or one of torch's own samplers, whose draws are then taken from a generator made here.
-        shuffle: Whether to permute a dataset's indices. A sampler decides by itself.
-        seed: The run's seed.
-        epoch: Number of the epoch.
-        round: Number of the pass within the epoch.
-    """
-    generator = torch.Generator().manual_seed(mix_seed(seed, epoch, round))
-    if isinstance(source, Sampler):
-        if hasattr(source, "generator"):
-            source = copy.copy(source)
-            source.generator = generator  # type: ignore[attr-defined]
-        return list(source)
-    return torch.randperm(len(source), generator=generator).tolist() if shuffle else list(range(len(source)))
-
-
-def shard(indices: Sequence[int], rank: int, num_replicas: int, drop_last: bool) -> list[int]:
-    """One rank's part of the indices, of equal length on every rank: padded from the front, or cut at the end."""
-    if drop_last:
-        indices = indices[: len(indices) // num_replicas * num_replicas]
-    elif indices:
-        total = math.ceil(len(indices) / num_replicas) * num_replicas
-        indices = [indices[position % len(indices)] for position in range(total)]
-    return list(indices[rank::num_replicas])
-
-
-class ResumableSampler(DistributedSampler[int]):
-    """A sampler whose order is a pure function of ``(seed, epoch, round)``, whole or as one rank's part.
-
-    It is a ``DistributedSampler`` so that Lightning tells it the epoch and does not wrap it in another one.
-
-    Args:
-        source: The dataset, or one of torch's samplers that draws from a ``generator``.
-        shuffle: Whether to permute a dataset's indices.
-        seed: The run's seed, not negative.
-        num_replicas: Number of parts. ``None`` asks the process group, one without it.
-        rank: Which part. ``None`` asks the process group, 0 without it.
-        drop_last: Cut the indices that do not divide by ``num_replicas`` instead of padding.
-
-    Raises:
-        ConfigurationError: If the seed is negative or the rank is not in ``[0, num_replicas)``.
-    """
-
-    def __init__(
-        self,
-        source: Sized,
-        shuffle: bool = True,
-        seed: int = 0,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        drop_last: bool = False,
-    ) -> None:
-        grouped = distributed.is_available() and distributed.is_initialized()
-        num_replicas = num_replicas if num_replicas is not None else distributed.get_world_size() if grouped else 1
-        rank = rank if rank is not None else distributed.get_rank() if grouped else 0
-        if seed < 0:
-            raise ConfigurationError(f"ResumableSampler: seed must be 0 or more, got {seed}")
-        if not 0 <= rank < num_replicas:
-            raise ConfigurationError(f"ResumableSampler: rank must be in [0, {num_replicas}), got {rank}")
-        super().__init__(source, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
-        self.source = source
-        self.round = 0
-
-    def __iter__(self) -> Iterator[int]:
-        order = epoch_order(self.source, self.shuffle, self.seed, self.epoch, self.round)
-        return iter(shard(order, self.rank, self.num_replicas, self.drop_last))
-
-    def __len__(self) -> int:
-        whole, parts = len(self.source), self.num_replicas
-        return whole // parts if self.drop_last else math.ceil(whole / parts)
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -179,7 +76,7 @@ class ResumableLoader(DataLoader[Any]):
         return {"epoch": self._epoch or 0, "round": self._round, "batches": self._yielded}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on there at the next iteration, if that is one of the same epoch; a later epoch starts at its beginning."""
+        """Go on there at the next iteration if that is one of the same epoch; a later epoch is begun from its start."""
         self._pending = {key: int(state_dict[key]) for key in ("epoch", "round", "batches")}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -269,7 +166,7 @@ def examine(loader: object) -> tuple[bool, str]:
         return False, f"a {kind} without state_dict() starts anew when the run is resumed"
     if isinstance(loader.dataset, IterableDataset):
         dataset = type(loader.dataset).__name__
-        return False, f"the iterable dataset {dataset} starts anew when the run is resumed; use a loader with state_dict()"
+        return False, f"the iterable dataset {dataset} starts anew when the run is resumed; give the loader a state_dict()"
     if type(loader).__iter__ not in (DataLoader.__iter__, ResumableLoader.__iter__):
         return False, f"{kind} overrides __iter__, so its batches cannot be counted; give it state_dict()"
     samplers = [_sampler_of(loader)]
@@ -308,7 +205,7 @@ def make_resumable(
         raise ConfigurationError(f"this loader cannot be made resumable: {remark or 'it has a state of its own'}")
     resumable: Any = copy.copy(loader)
     resumable.__dict__["_iterator"] = None  # persistent workers, if any are running, stay the original's
-    resumable.__class__ = _resumable_class(type(loader))
+    resumable.__class__ = _resumable_class(type(loader))  # type: ignore[arg-type]
     _adopt(resumable, seed, rank, epoch)
     return resumable
 
@@ -352,7 +249,7 @@ def _is_known(sampler: object) -> bool:
     return type(sampler).__name__ == "DistributedSamplerWrapper" and type(wrapped) in _REPLACEABLE
 
 
-def _sampler_of(loader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any]:
+def _sampler_of(loader: DataLoader[Any]) -> Any:
     batch_sampler = loader.batch_sampler
     return loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", batch_sampler)
 

@@ -3,7 +3,7 @@
     save:  temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
     load:  CRC-32 of every record -> torch.load(weights_only=True) on the CPU -> else the newest good file beside it
 
-Saves: the run, when a process is killed while writing, a disk fills up or a bit flips. torch writes CRCs and never reads them.
+Saves: the run, when a process is killed while writing, a disk fills up or a bit flips (torch never reads its own CRCs).
 Costs: one more read of the file when loading, in pieces of 1 MB; an fsync when saving.
 Source: torch.serialization's zip format, https://docs.pytorch.org/docs/stable/notes/serialization.html.
 """
@@ -21,7 +21,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -60,7 +60,7 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
         _in_use.add(temporary)
         with open(temporary, "xb") as file, _checksums():
             writer = _Writer(file)
-            torch.save(obj, writer)
+            torch.save(obj, cast(IO[bytes], writer))
             file.flush()
             os.fsync(file.fileno())
         _warn_of_classes(temporary, target)
@@ -90,7 +90,9 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True) -> Any:
     """
     source = _local(path)
     if source.is_dir():
-        raise CheckpointError(f"{source} is a folder: a sharded checkpoint, which only the strategy that wrote it can load")
+        raise CheckpointError(
+            f"{source} is a folder: a sharded checkpoint, which only the strategy that wrote it can load"
+        )
     try:
         # One handle for check and load: what was checked is what is loaded, whatever is renamed meanwhile.
         with open(source, "rb") as file:
@@ -111,8 +113,8 @@ class SafeCheckpointIO(CheckpointIO):
 
     Args:
         verify: Check every record's checksum before loading.
-        fallback: If a checkpoint is damaged, load the newest other ``*.ckpt`` of its folder (by modification time) that is
-            whole and holds optimizer states, and warn. A missing file is always an error: a name may be mistyped.
+        fallback: If a checkpoint is damaged, load the newest other ``*.ckpt`` of its folder (by modification time) that
+            is whole and holds optimizer states, and warn. A missing file is always an error: a name may be mistyped.
 
     Raises:
         ConfigurationError: If an option is not a boolean.
@@ -141,7 +143,7 @@ class SafeCheckpointIO(CheckpointIO):
             raise ConfigurationError(f"SafeCheckpointIO: storage_options must be null, got {storage_options!r}")
         save_atomically(checkpoint, path)
 
-    def load_checkpoint(  # type: ignore[override]
+    def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True
     ) -> Any:
         """Load a checkpoint on the CPU, or the last good one beside it if it is damaged.
@@ -151,7 +153,9 @@ class SafeCheckpointIO(CheckpointIO):
             ConfigurationError: If classes are allowed (``weights_only=False``) or another location is asked for.
         """
         if weights_only is False:
-            raise ConfigurationError("SafeCheckpointIO: weights_only must be true or null, got False: loading could run code")
+            raise ConfigurationError(
+                "SafeCheckpointIO: weights_only must be true or null, got False: loading could run code"
+            )
         if map_location is not None and str(map_location) != "cpu":
             raise ConfigurationError(f"SafeCheckpointIO: map_location must be 'cpu' or null, got {map_location!r}")
         try:
@@ -318,5 +322,7 @@ def _load(file: IO[bytes], source: Path) -> Any:
         found = re.search(_REFUSAL, str(error))
         if found is not None:
             name = found.group(1).strip("`'\"")
-            raise CheckpointError(f"refused to load {source}. {_classes_message(name)} if you trust the file") from error
+            raise CheckpointError(
+                f"refused to load {source}. {_classes_message(name)} if you trust the file"
+            ) from error
         raise _DamagedError(f"the checkpoint {source} is damaged ({str(error).splitlines()[0][:200]})") from error

@@ -61,7 +61,8 @@ def train(folder, name="", at=5, hook="train", ckpt_path=None, devices=1, num_wo
         enable_model_summary=False,
     )
     try:
-        trainer.fit(Tiny(num_workers=num_workers), ckpt_path=ckpt_path)
+        context = "fork" if num_workers else None  # what a program of its own would use, unlike the tests' server
+        trainer.fit(Tiny(num_workers=num_workers, multiprocessing_context=context), ckpt_path=ckpt_path)
     finally:
         after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
         print("handlers restored", before == after, flush=True)

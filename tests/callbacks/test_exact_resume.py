@@ -1,5 +1,3 @@
-import os
-import signal
 import socket
 
 import lightning.pytorch as pl
@@ -9,7 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lit_efficient.callbacks.exact_resume import ExactResume
-from lit_efficient.data.resumable import ResumableLoader, ResumableSampler
+from lit_efficient.data.resumable import ResumableLoader
+from lit_efficient.data.resumable_sampler import ResumableSampler
 from lit_efficient.errors import ConfigurationError
 from tests import processes
 from tests.callbacks.resume_kit import Augmented, SaveEveryBatch, Tiny, count_exact, equal, final_state, fit, trainer
@@ -52,7 +51,13 @@ def test_a_fresh_process_goes_on_exactly(tmp_path):
 
 def one_of_two(rank, port, folder, checkpoint):
     torch.set_num_threads(1)
-    arguments = {"devices": 2, "strategy": "ddp", "max_epochs": 2, "limit_train_batches": 3, "use_distributed_sampler": True}
+    arguments = {
+        "devices": 2,
+        "strategy": "ddp",
+        "max_epochs": 2,
+        "limit_train_batches": 3,
+        "use_distributed_sampler": True,
+    }
     callbacks = [ExactResume(), *([] if checkpoint else [SaveEveryBatch(folder)])]
     # A window of one: gradients gathered so far belong to one process each and are in no checkpoint.
     module = Tiny()
@@ -67,7 +72,9 @@ def both_ranks(folder, checkpoint=None):
         port = str(probe.getsockname()[1])
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
     started = [
-        processes.start(one_of_two, rank, port, folder, checkpoint, log=folder / f"log{rank}", env=env | {"LOCAL_RANK": str(rank)})
+        processes.start(
+            one_of_two, rank, port, folder, checkpoint, log=folder / f"log{rank}", env=env | {"LOCAL_RANK": str(rank)}
+        )
         for rank in range(2)
     ]
     for process in started:
@@ -199,13 +206,16 @@ def test_it_says_where_a_resumed_run_differs(tmp_path):
 
 def test_its_state_is_two_integers_and_gradients_only_inside_a_window(tmp_path):
     fit(Tiny(), [ExactResume(3), SaveEveryBatch(tmp_path)], max_epochs=1)
-    inside, boundary = (torch.load(tmp_path / f"{n:03d}.ckpt", weights_only=True)["callbacks"]["ExactResume"] for n in (2, 3))
+    inside, boundary = (
+        torch.load(tmp_path / f"{n:03d}.ckpt", weights_only=True)["callbacks"]["ExactResume"] for n in (2, 3)
+    )
     assert boundary == {"seed": 3, "world_size": 1}
     assert set(inside["gradients"]) == {name for name, _ in Tiny().named_parameters()}
 
 
 def test_validation_and_lightnings_own_checkpoints(tmp_path):
     """Checkpoints as people write them: at the end of validation runs and epochs."""
+
     def saver(**when):
         return ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}-{step}", **when)
 
@@ -222,10 +232,3 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
 def test_bad_seeds_are_refused(seed):
     with pytest.raises(ConfigurationError, match="seed must be an integer of 0 or more, or null, got"):
         ExactResume(seed)
-
-
-def test_signals_are_untouched():
-    before = signal.getsignal(signal.SIGTERM)
-    fit(Tiny(), [ExactResume()], max_epochs=1)
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert os.getpid()

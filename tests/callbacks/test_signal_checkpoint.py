@@ -71,7 +71,14 @@ def test_of_two_processes_one_is_told_and_both_agree(tmp_path):
             port = str(probe.getsockname()[1])
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
         ranks = [
-            processes.start(train, tmp_path, **arguments, devices=2, log=tmp_path / f"log{rank}", env=env | {"LOCAL_RANK": str(rank)})
+            processes.start(
+                train,
+                tmp_path,
+                **arguments,
+                devices=2,
+                log=tmp_path / f"log{rank}",
+                env=env | {"LOCAL_RANK": str(rank)},
+            )
             for rank in range(2)
         ]
         for rank in ranks:

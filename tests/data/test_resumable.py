@@ -16,16 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lit_efficient.data.resumable import (
-    ResumableLoader,
-    ResumableSampler,
-    epoch_order,
-    examine,
-    make_resumable,
-    mix_seed,
-    seed_all,
-    shard,
-)
+from lit_efficient.data.resumable import ResumableLoader, examine, make_resumable
+from lit_efficient.data.resumable_sampler import ResumableSampler, epoch_order, mix_seed, seed_all, shard
 from lit_efficient.errors import ConfigurationError
 from tests.callbacks.resume_kit import Augmented
 
@@ -214,7 +206,13 @@ def test_loaders_with_a_state_are_left_alone():
         ResumableLoader(Stream())
 
 
-@pytest.mark.parametrize(("arguments", "message"), [({"seed": -1}, "seed must be 0 or more, got -1"), ({"rank": 2, "num_replicas": 2}, r"rank must be in \[0, 2\), got 2")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed must be 0 or more, got -1"),
+        ({"rank": 2, "num_replicas": 2}, r"rank must be in \[0, 2\), got 2"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         ResumableSampler(DATA, **arguments)

@@ -56,7 +56,10 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
 
 def test_temporaries_of_the_living_and_of_other_machines_stay(tmp_path):
     host = socket.gethostname()
-    alive, elsewhere = tmp_path / f".a.ckpt.{host}-{os.getppid()}-01234567.partial", tmp_path / ".a.x-1-01234567.partial"
+    alive, elsewhere = (
+        tmp_path / f".a.ckpt.{host}-{os.getppid()}-01234567.partial",
+        tmp_path / ".a.x-1-01234567.partial",
+    )
     own_past, old = tmp_path / f".a.ckpt.{host}-{os.getpid()}-01234567.partial", tmp_path / ".b.x-1-01234567.partial"
     not_ours = tmp_path / ".film.partial"
     for path in (alive, elsewhere, own_past, old, not_ours):
@@ -129,7 +132,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
 
 def test_what_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint .*: File exists after"):
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*: File exists after"):
         save_atomically(content(), tmp_path / "file" / "a.ckpt")
     (tmp_path / "folder.ckpt").mkdir()
     with pytest.raises(CheckpointError, match="Is a directory"):
@@ -163,7 +166,11 @@ class Bomb:
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(argparse.Namespace(), "argparse.Namespace"), (Bomb(), "posix.system"), (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear")],
+    [
+        (argparse.Namespace(), "argparse.Namespace"),
+        (Bomb(), "posix.system"),
+        (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+    ],
 )
 def test_classes_are_refused_by_name_and_announced_when_saving(tmp_path, monkeypatch, value, name):
     monkeypatch.chdir(tmp_path)
@@ -199,7 +206,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path):
             path.write_bytes(path.read_bytes()[:-100])
         os.utime(path, (1000 - age, 1000 - age))
     (tmp_path / "last.ckpt").symlink_to("damaged.ckpt")
-    with pytest.warns(UserWarning, match=r"damaged\.ckpt is damaged.* Going on from .*newest_good\.ckpt \(epoch 1, step 3\)"):
+    with pytest.warns(
+        UserWarning, match=r"damaged\.ckpt is damaged.* Going on from .*newest_good\.ckpt \(epoch 1, step 3\)"
+    ):
         assert SafeCheckpointIO().load_checkpoint(tmp_path / "damaged.ckpt")["global_step"] == 3
     with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged"):
         SafeCheckpointIO(fallback=False).load_checkpoint(tmp_path / "damaged.ckpt")
@@ -207,7 +216,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path):
         SafeCheckpointIO().load_checkpoint(tmp_path / "absent.ckpt")
     (tmp_path / "newest_good.ckpt").unlink()
     (tmp_path / "older_good.ckpt").unlink()
-    with pytest.raises(CheckpointError, match="No other .* is whole and resumable"):
+    with pytest.raises(CheckpointError, match=r"No other .* is whole and resumable"):
         SafeCheckpointIO().load_checkpoint(tmp_path / "damaged.ckpt")
 
 
