@@ -8,7 +8,7 @@ Source: POSIX's convention of 128 + n; Lightning's own connector knows SIGTERM o
 
 The all-reduce is needed because a signal may reach one process only, or two of them in different steps, while all must
 save at the same one. It does not wait for a GPU; Lightning's own broadcast, in each batch, does.
-Loader workers that are sent SIGTERM themselves die of it, and the step with them: signal the main process, not the group.
+Loader workers that are sent SIGTERM die of it, and the step with them: signal the main process, not its group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SignalCheckpoint(Callback):
     A signal in an accumulation window is answered at the window's end; one in a validation run after the current batch,
     or on several processes after the run and the next step. A validation that is due at the very step of the checkpoint
     is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save. A second SIGINT
-    exits at once. Handlers of your own are called, too; under SLURM's automatic requeueing its signals stay Lightning's.
+    exits at once. Handlers of your own are called too; signals of SLURM's automatic requeueing stay Lightning's.
 
     Args:
         signals: Names of the signals to answer.
@@ -204,7 +204,7 @@ def _requeue_signals(trainer: Any) -> set[int]:
 
 
 def _is_watched_child(trainer: Any) -> bool:
-    """Whether Lightning launched this process: its observer kills the main one if a child ends with a code other than 0."""
+    """Whether Lightning launched this process: it kills the main one if a child ends with a code other than 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
 

@@ -3,8 +3,8 @@
     batch k of an epoch's pass = fetched with torch, Python and NumPy seeded by hash(seed, epoch, round, k, rank)
 
 Its whole state is three integers: the epoch, the round (how often the loader was begun within that epoch, which a
-``CombinedLoader`` in cycling mode does) and the number of batches that were *yielded*. What workers fetched beyond it is
-forgotten and fetched again, with the same random draws: the seed travels to the worker together with the indices.
+``CombinedLoader`` in cycling mode does) and the number of batches that were *yielded*. What workers fetched beyond it
+is forgotten and fetched again, with the same random draws: the seed travels to the worker together with the indices.
 """
 
 from __future__ import annotations
@@ -166,7 +166,10 @@ def examine(loader: object) -> tuple[bool, str]:
         return False, f"a {kind} without state_dict() starts anew when the run is resumed"
     if isinstance(loader.dataset, IterableDataset):
         dataset = type(loader.dataset).__name__
-        return False, f"the iterable dataset {dataset} starts anew when the run is resumed; give the loader a state_dict()"
+        return (
+            False,
+            f"the iterable dataset {dataset} starts anew when the run is resumed; give the loader a state_dict()",
+        )
     if type(loader).__iter__ not in (DataLoader.__iter__, ResumableLoader.__iter__):
         return False, f"{kind} overrides __iter__, so its batches cannot be counted; give it state_dict()"
     samplers = [_sampler_of(loader)]

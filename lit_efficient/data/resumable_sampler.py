@@ -24,7 +24,7 @@ _MPS = torch.backends.mps.is_available()
 
 
 def mix_seed(*parts: int) -> int:
-    """A seed of 63 bits from integers: equal parts give equal seeds on every machine, neighbours give unrelated ones."""
+    """A seed of 63 bits from integers: equal parts give equal seeds everywhere, neighbours unrelated ones."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -13,11 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
-import socket
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +25,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.plugins.atomic_file import remove_whole, replacing
 
-_TEMPORARY = ".partial"  # a file being written, or a folder being removed
-_FOREIGN_IS_STALE_AFTER = 24 * 3600  # seconds; another machine's process cannot be asked whether it lives
 _REFUSAL = r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|Unsupported class|instantiate unsupported class) (\S+)"
-_in_use: set[Path] = set()  # temporaries of this process
 
 
 class _DamagedError(CheckpointError):
@@ -51,31 +46,19 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: If it cannot be written, naming the file and the space; the previous file is as it was.
     """
-    target = _local(path)
-    writer: _Writer | None = None
-    temporary = _temporary_beside(target)
+    target, writer = _local(path), _Writer()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(target.parent)
-        _in_use.add(temporary)
-        with open(temporary, "xb") as file, _checksums():
-            writer = _Writer(file)
+        with replacing(target) as file, _checksums():
+            writer.file = file
             torch.save(obj, cast(IO[bytes], writer))
             file.flush()
-            os.fsync(file.fileno())
-        _warn_of_classes(temporary, target)
-        os.replace(temporary, target)
-        _sync_folder(target.parent)
+            _warn_of_classes(Path(file.name), target)
     except (OSError, RuntimeError) as error:
         # torch's writer, interrupted by an OSError, raises a RuntimeError about positions instead.
-        cause = error if isinstance(error, OSError) else writer.error if writer is not None else None
+        cause = error if isinstance(error, OSError) else writer.error
         if cause is None:
             raise
-        raise CheckpointError(_cannot_write(target, cause, writer.written if writer else 0)) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            temporary.unlink()
-        _in_use.discard(temporary)
+        raise CheckpointError(_cannot_write(target, cause, writer.written)) from error
 
 
 def load_verified(path: str | os.PathLike[str], verify: bool = True) -> Any:
@@ -167,17 +150,7 @@ class SafeCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file, or a folder such that nobody ever finds half of it."""
-        target = _local(path)
-        if target.is_dir() and not target.is_symlink():
-            doomed = _temporary_beside(target)
-            _in_use.add(doomed)
-            try:
-                os.rename(target, doomed)
-                shutil.rmtree(doomed)
-            finally:
-                _in_use.discard(doomed)
-        else:
-            target.unlink(missing_ok=True)
+        remove_whole(_local(path))
 
     def _last_good(self, damaged: Path, reason: CheckpointError) -> Any:
         others = [other for other in damaged.parent.glob("*.ckpt") if other.is_file() and not other.samefile(damaged)]
@@ -196,8 +169,9 @@ class SafeCheckpointIO(CheckpointIO):
 class _Writer:
     """A file for ``torch.save`` that remembers what went wrong: torch's own writer loses it."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
+    file: IO[bytes]
+
+    def __init__(self) -> None:
         self.written = 0
         self.error: OSError | None = None
 
@@ -218,50 +192,6 @@ def _local(path: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(path):
         raise CheckpointError(f"{os.fspath(path)} is a URL; checkpoints are only written to and read from local files")
     return Path(path)
-
-
-def _temporary_beside(target: Path) -> Path:
-    """A hidden name in the same folder, thus on the same file system, that tells who is writing."""
-    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return target.with_name(f".{target.name[:100]}.{writer}{_TEMPORARY}")
-
-
-def _remove_stale(folder: Path) -> None:
-    for entry in folder.glob(f".*{_TEMPORARY}"):
-        if entry not in _in_use and _is_stale(entry):
-            with contextlib.suppress(OSError):  # somebody else may be removing it, too
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
-def _is_stale(entry: Path) -> bool:
-    """Whether the process that made a temporary is gone."""
-    parts = re.fullmatch(rf".*\.(?P<host>[^/]+)-(?P<pid>\d+)-[0-9a-f]{{8}}{re.escape(_TEMPORARY)}", entry.name)
-    if parts is None:
-        return False
-    if not entry.name.split(f"-{parts['pid']}-")[0].endswith(f".{socket.gethostname()}"):
-        with contextlib.suppress(FileNotFoundError):
-            return time.time() - entry.stat().st_mtime > _FOREIGN_IS_STALE_AFTER
-        return False
-    pid = int(parts["pid"])
-    if pid == os.getpid():
-        return True  # not in use, so an earlier process's with the same number, as in containers
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power failure. Windows cannot open folders."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextlib.contextmanager

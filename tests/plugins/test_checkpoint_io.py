@@ -80,8 +80,7 @@ def test_no_flipped_bit_changes_what_is_loaded(tmp_path):
         path.write_bytes(damaged)
         try:
             loaded = load_verified(path)
-        except CheckpointError as error:
-            assert str(path) in str(error)
+        except CheckpointError:
             detected += 1
         else:  # padding, dates and the like
             assert torch.equal(loaded.pop("state_dict")["w"], original["state_dict"]["w"])
