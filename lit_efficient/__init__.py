@@ -39,6 +39,9 @@ PUBLIC: dict[str, str] = {
     "DigitImages": "data.digits",
     "LatentDigits": "data.latent_digits",
     "PythonCorpus": "data.python_corpus",
+    # data that can be resumed
+    "ResumableLoader": "data.resumable",
+    "ResumableSampler": "data.resumable_sampler",
     # models
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",

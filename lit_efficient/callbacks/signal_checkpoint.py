@@ -1,0 +1,214 @@
+"""Signals become checkpoints: SIGTERM, SIGINT or SIGUSR1 save within one optimizer step and exit with 128 + n.
+
+    signal -> a flag -> the end of the optimizer step under way -> full checkpoint -> SystemExit(128 + n)
+
+Saves: the work since the last checkpoint when a cluster preempts the run, a container stops or somebody types Ctrl-C.
+Costs: nothing a step on one process. On several, one all-reduce of an integer between the CPUs an optimizer step.
+Source: POSIX's convention of 128 + n; Lightning's own connector knows SIGTERM only and saves nothing.
+
+The all-reduce is needed because a signal may reach one process only, or two of them in different steps, while all must
+save at the same one. It does not wait for a GPU; Lightning's own broadcast, in each batch, does.
+Loader workers that are sent SIGTERM die of it, and the step with them: signal the main process, not its group.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import distributed
+
+from lit_efficient.errors import ConfigurationError
+
+
+class SignalCheckpoint(Callback):
+    """On a signal: save a full checkpoint within one optimizer step, say where it lies, exit with code 128 + n.
+
+    A signal in an accumulation window is answered at the window's end; one in a validation run after the current batch,
+    or on several processes after the run and the next step. A validation that is due at the very step of the checkpoint
+    is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save. A second SIGINT
+    exits at once. Handlers of your own are called too; signals of SLURM's automatic requeueing stay Lightning's.
+
+    Args:
+        signals: Names of the signals to answer.
+        dirpath: Folder of the checkpoint ``interrupted-step=N.ckpt``. ``None``: that of the first ``ModelCheckpoint``,
+            else ``checkpoints`` in the trainer's root folder.
+
+    Raises:
+        ConfigurationError: If a name is no signal that can be handled.
+    """
+
+    def __init__(
+        self, signals: Sequence[str] = ("SIGTERM", "SIGINT", "SIGUSR1"), dirpath: str | os.PathLike[str] | None = None
+    ) -> None:
+        forbidden = {"SIGKILL", "SIGSTOP"}
+        for name in [signals] if isinstance(signals, str) else signals:
+            if name in forbidden or (name not in signal.Signals.__members__ and os.name == "posix"):
+                raise ConfigurationError(
+                    "SignalCheckpoint: signals must be names like SIGTERM, SIGINT, SIGUSR1 of signals that can be"
+                    f" handled, got {name!r}"
+                )
+        self.signals = signals
+        self.dirpath = dirpath
+        self._numbers = [signal.Signals[name] for name in self._names() if name in signal.Signals.__members__]
+        self._received: int | None = None
+        self._repeated = 0
+        self._process = os.getpid()
+        self._previous: dict[int, Any] = {}  # handlers to put back; empty while none of ours is installed
+        self._own_handlers: dict[int, list[Callable[[int, FrameType | None], Any]]] = {}
+        self._group: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Become the last callback: a checkpoint holds what all others have done in the step."""
+        if stage == "fit":
+            # A new list, because the trainer is iterating over the old one.
+            trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start to listen; Lightning has installed its own handlers by now."""
+        self._install(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start to listen, and give the processes a way to agree."""
+        self._install(trainer)
+        if trainer.world_size > 1 and self._group is None:
+            self._group = distributed.new_group(backend="gloo")  # between CPUs: nobody waits for a GPU
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save and exit if a signal has come and the optimizer has just stepped."""
+        if not (pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()):
+            self._answer(trainer)
+
+    def on_validation_batch_end(  # noqa: PLR0917 (Lightning's signature)
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Do not let a long validation run delay the answer, where one process can decide alone."""
+        if self._previous and trainer.world_size == 1:
+            self._answer(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Answer a signal that came after the last step, then stop to listen."""
+        self._answer(trainer)
+        self._uninstall()
+        if self._group is not None:
+            distributed.destroy_process_group(self._group)
+            self._group = None
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop to listen."""
+        self._uninstall()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop to listen."""
+        self._uninstall()
+        self._group = None
+
+    def _names(self) -> list[str]:
+        return [self.signals] if isinstance(self.signals, str) else list(self.signals)
+
+    def _answer(self, trainer: Any) -> None:
+        number = self._agreed()
+        if not number:
+            return
+        name = signal.Signals(number).name
+        if trainer.sanity_checking:
+            _print(trainer, f"Interrupted by {name} before training began: there is nothing to save.")
+        else:
+            path = self._folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)  # all processes together; returns when the file is there
+            _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")
+            _print(trainer, f"Resume with: --ckpt_path {shlex.quote(str(path))}")
+        raise SystemExit(0 if _is_watched_child(trainer) else 128 + number)
+
+    def _agreed(self) -> int:
+        """The signal that any process has received, or 0."""
+        received = self._received or 0
+        if self._group is None:
+            return received
+        flag = torch.tensor([received])
+        distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self._group)
+        return int(flag.item())
+
+    def _folder(self, trainer: Any) -> Path:
+        folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        folder = self.dirpath or next(filter(None, folders), None) or Path(trainer.default_root_dir) / "checkpoints"
+        return Path(trainer.strategy.broadcast(str(folder)))
+
+    def _install(self, trainer: Any) -> None:
+        if self._previous:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            rank_zero_warn("SignalCheckpoint: signals can only be handled in the main thread; this run ignores them")
+            return
+        self._received, self._repeated, self._process = None, 0, os.getpid()
+        taken = _requeue_signals(trainer)
+        for number in self._numbers:
+            if number in taken:
+                rank_zero_info(
+                    f"SignalCheckpoint: {number.name} is left to Lightning's automatic requeueing under SLURM"
+                )
+                continue
+            previous = signal.getsignal(number)
+            self._own_handlers[number] = _handlers_of_the_user(previous, trainer)
+            self._previous[number] = signal.SIG_DFL if previous is None else previous
+            signal.signal(number, self._on_signal)
+
+    def _uninstall(self) -> None:
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous)
+        self._previous, self._own_handlers = {}, {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a forked loader worker: Ctrl-C reaches the whole group, and the step still needs its data
+        for handler in self._own_handlers.get(number, []):
+            handler(number, frame)
+        if self._received == number == signal.SIGINT:
+            self._repeated += 1
+            if self._repeated > 1:
+                os._exit(128 + number)
+            raise SystemExit(128 + number)
+        self._received = self._received or number
+
+
+def _handlers_of_the_user(handler: Any, trainer: Any) -> list[Callable[[int, FrameType | None], Any]]:
+    """What somebody installed on purpose; neither Python's defaults nor Lightning's notifier.
+
+    The notifier broadcasts from inside the signal handler, which hangs processes that are in another collective.
+    """
+    handlers = getattr(handler, "signal_handlers", [handler])
+    connector = trainer._signal_connector
+    return [
+        one
+        for one in handlers
+        if callable(one) and one is not signal.default_int_handler and getattr(one, "__self__", None) is not connector
+    ]
+
+
+def _requeue_signals(trainer: Any) -> set[int]:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return {signal.SIGTERM, environment.requeue_signal or signal.SIGUSR1}
+    return set()
+
+
+def _is_watched_child(trainer: Any) -> bool:
+    """Whether Lightning launched this process: it kills the main one if a child ends with a code other than 0."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
+
+
+def _print(trainer: Any, text: str) -> None:
+    if trainer.is_global_zero:
+        print(text, flush=True)

@@ -1,0 +1,119 @@
+"""A data order that is a pure function of ``(seed, epoch, round)``, and the seeds that everything else is drawn from.
+
+    order(epoch, round) = permutation drawn from a generator seeded by hash(seed, epoch, round)
+
+A hash, because ``seed + epoch`` gives the second epoch of one run the order of the first epoch of the next.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+from collections.abc import Iterator, Sequence, Sized
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.utils.data import DistributedSampler, Sampler
+
+from lit_efficient.errors import ConfigurationError
+
+_MPS = torch.backends.mps.is_available()
+
+
+def mix_seed(*parts: int) -> int:
+    """A seed of 63 bits from integers: equal parts give equal seeds everywhere, neighbours unrelated ones."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch (all devices in use), Python and NumPy: about 15 microseconds on the CPU.
+
+    ``torch.manual_seed`` takes twenty times as long where it records a stack trace for devices that are not in use.
+    """
+    torch.default_generator.manual_seed(seed)
+    for backend in (torch.cuda, torch.xpu):
+        if backend.is_initialized():
+            backend.manual_seed_all(seed)
+    if _MPS:
+        torch.mps.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def epoch_order(source: Sized, shuffle: bool, seed: int, epoch: int, round: int = 0) -> list[int]:
+    """The indices of one pass: a pure function of its arguments.
+
+    Args:
+        source: A dataset, or one of torch's own samplers, whose draws are then taken from a generator made here.
+        shuffle: Whether to permute a dataset's indices. A sampler decides by itself.
+        seed: The run's seed.
+        epoch: Number of the epoch.
+        round: Number of the pass within the epoch.
+    """
+    generator = torch.Generator().manual_seed(mix_seed(seed, epoch, round))
+    if isinstance(source, Sampler):
+        if hasattr(source, "generator"):
+            source = copy.copy(source)
+            source.generator = generator
+        return list(source)
+    return torch.randperm(len(source), generator=generator).tolist() if shuffle else list(range(len(source)))
+
+
+def shard(indices: Sequence[int], rank: int, num_replicas: int, drop_last: bool) -> list[int]:
+    """One rank's part of the indices, of equal length on every rank: padded from the front, or cut at the end."""
+    if drop_last:
+        indices = indices[: len(indices) // num_replicas * num_replicas]
+    elif indices:
+        total = math.ceil(len(indices) / num_replicas) * num_replicas
+        indices = [indices[position % len(indices)] for position in range(total)]
+    return list(indices[rank::num_replicas])
+
+
+class ResumableSampler(DistributedSampler[int]):
+    """A sampler whose order is a pure function of ``(seed, epoch, round)``, whole or as one rank's part.
+
+    It is a ``DistributedSampler`` so that Lightning tells it the epoch and does not wrap it in another one.
+
+    Args:
+        source: The dataset, or one of torch's samplers that draws from a ``generator``.
+        shuffle: Whether to permute a dataset's indices.
+        seed: The run's seed, not negative.
+        num_replicas: Number of parts. ``None`` asks the process group, one without it.
+        rank: Which part. ``None`` asks the process group, 0 without it.
+        drop_last: Cut the indices that do not divide by ``num_replicas`` instead of padding.
+
+    Raises:
+        ConfigurationError: If the seed is negative or the rank is not in ``[0, num_replicas)``.
+    """
+
+    def __init__(  # noqa: PLR0917 (DistributedSampler's own order)
+        self,
+        source: Sized,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        grouped = distributed.is_available() and distributed.is_initialized()
+        num_replicas = num_replicas if num_replicas is not None else distributed.get_world_size() if grouped else 1
+        rank = rank if rank is not None else distributed.get_rank() if grouped else 0
+        if seed < 0:
+            raise ConfigurationError(f"ResumableSampler: seed must be 0 or more, got {seed}")
+        if not 0 <= rank < num_replicas:
+            raise ConfigurationError(f"ResumableSampler: rank must be in [0, {num_replicas}), got {rank}")
+        super().__init__(source, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+        self.source = source
+        self.round = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = epoch_order(self.source, self.shuffle, self.seed, self.epoch, self.round)
+        return iter(shard(order, self.rank, self.num_replicas, self.drop_last))
+
+    def __len__(self) -> int:
+        whole, parts = len(self.source), self.num_replicas
+        return whole // parts if self.drop_last else math.ceil(whole / parts)

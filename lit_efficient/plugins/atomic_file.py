@@ -1,0 +1,108 @@
+"""Files that are replaced whole or not at all, and folders that vanish whole.
+
+    temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
+
+The temporary must lie in the same folder: ``os.replace`` is atomic within one file system only. Its hidden name tells
+machine and process, so that whoever writes there next can remove what killed processes left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_SUFFIX = ".partial"  # a file being written, or a folder being removed
+_FOREIGN_IS_STALE_AFTER = 24 * 3600  # seconds; another machine's process cannot be asked whether it lives
+_in_use: set[Path] = set()  # temporaries of this process
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[IO[bytes]]:
+    """A new file to write in binary, which takes the target's place when the block ends without an exception.
+
+    Args:
+        target: The file to make or replace. Missing folders are made.
+
+    Raises:
+        OSError: If it cannot be written; the target is as it was, and nothing is left behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    temporary = _temporary_beside(target)
+    _in_use.add(temporary)
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+        _in_use.discard(temporary)
+
+
+def remove_whole(target: Path) -> None:
+    """Remove a file, or a folder such that nobody ever finds half of it; nothing if it is gone already."""
+    if not target.is_dir() or target.is_symlink():
+        target.unlink(missing_ok=True)
+        return
+    doomed = _temporary_beside(target)
+    _in_use.add(doomed)
+    try:
+        os.rename(target, doomed)
+        shutil.rmtree(doomed)
+    finally:
+        _in_use.discard(doomed)
+
+
+def _temporary_beside(target: Path) -> Path:
+    """A hidden name in the same folder, thus on the same file system, that tells who is writing."""
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return target.with_name(f".{target.name[:100]}.{writer}{_SUFFIX}")
+
+
+def _remove_stale(folder: Path) -> None:
+    for entry in folder.glob(f".*{_SUFFIX}"):
+        if entry not in _in_use and _is_stale(entry):
+            with contextlib.suppress(OSError):  # somebody else may be removing it, too
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _is_stale(entry: Path) -> bool:
+    """Whether the process that made a temporary is gone."""
+    parts = re.fullmatch(rf".*\.(?P<host>[^/]+)-(?P<pid>\d+)-[0-9a-f]{{8}}{re.escape(_SUFFIX)}", entry.name)
+    if parts is None:
+        return False
+    if not entry.name.split(f"-{parts['pid']}-")[0].endswith(f".{socket.gethostname()}"):
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - entry.stat().st_mtime > _FOREIGN_IS_STALE_AFTER
+        return False
+    pid = int(parts["pid"])
+    if pid == os.getpid():
+        return True  # not in use, so an earlier process's with the same number, as in containers
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power failure. Windows cannot open folders."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

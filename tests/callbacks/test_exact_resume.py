@@ -1,0 +1,234 @@
+import socket
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lit_efficient.callbacks.exact_resume import ExactResume
+from lit_efficient.data.resumable import ResumableLoader
+from lit_efficient.data.resumable_sampler import ResumableSampler
+from lit_efficient.errors import ConfigurationError
+from tests import processes
+from tests.callbacks.resume_kit import Augmented, SaveEveryBatch, Tiny, count_exact, equal, final_state, fit, trainer
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ({}, {}),  # 3 epochs of 8 batches, an optimizer step every 2
+        ({}, {"max_epochs": 2, "val_check_interval": 3}),
+        ({"ask_length": True}, {"max_epochs": 2}),
+        ({}, {"max_epochs": -1, "max_steps": 7, "accumulate_grad_batches": 1}),
+        ({}, {"limit_train_batches": 5, "accumulate_grad_batches": 3, "reload_dataloaders_every_n_epochs": 1}),
+        ({"num_workers": 2, "persistent_workers": True}, {"max_epochs": 2, "limit_train_batches": 3}),
+    ],
+    ids=["plain", "validation", "schedule that asks for the length", "by steps", "short epochs", "workers"],
+)
+def test_interrupted_after_any_batch_and_resumed_equals_uninterrupted(tmp_path, module, arguments):
+    number, wrong = count_exact(tmp_path, lambda: Tiny(**module), **arguments)
+    assert number >= 6
+    assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_stock_lightning_does_not(tmp_path):
+    number, wrong = count_exact(tmp_path, Tiny, callback=None, max_epochs=1)
+    assert len(wrong) == number - 1  # all but the checkpoint after the last batch
+
+
+def in_a_fresh_process(checkpoint, result):
+    torch.set_num_threads(1)
+    torch.save(final_state(fit(Tiny(), [ExactResume()], checkpoint, seed=77, max_epochs=2))[:2], result)
+
+
+def test_a_fresh_process_goes_on_exactly(tmp_path):
+    expected = final_state(fit(Tiny(), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=2))
+    assert processes.run(in_a_fresh_process, tmp_path / "004.ckpt", tmp_path / "result.pt", log=tmp_path / "log") == 0
+    assert equal(expected[:2], torch.load(tmp_path / "result.pt", weights_only=True))
+
+
+def one_of_two(rank, port, folder, checkpoint):
+    torch.set_num_threads(1)
+    arguments = {
+        "devices": 2,
+        "strategy": "ddp",
+        "max_epochs": 2,
+        "limit_train_batches": 3,
+        "use_distributed_sampler": True,
+    }
+    callbacks = [ExactResume(), *([] if checkpoint else [SaveEveryBatch(folder)])]
+    # A window of one: gradients gathered so far belong to one process each and are in no checkpoint.
+    module = Tiny()
+    run = fit(module, callbacks, checkpoint, seed=5, accumulate_grad_batches=1, **arguments)
+    name = "resumed" if checkpoint else "whole"
+    torch.save([final_state(run)[:2], module.seen], folder / f"{name}{rank}.pt")
+
+
+def both_ranks(folder, checkpoint=None):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    started = [
+        processes.start(
+            one_of_two, rank, port, folder, checkpoint, log=folder / f"log{rank}", env=env | {"LOCAL_RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        process.join(120)
+    assert [process.exitcode for process in started] == [0, 0], (folder / "log0").read_text()
+
+
+def test_two_processes(tmp_path):
+    both_ranks(tmp_path)
+    both_ranks(tmp_path, tmp_path / "001.ckpt")
+    seen = []
+    for rank in range(2):
+        whole, resumed = (torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for name in ("whole", "resumed"))
+        assert equal(whole[0], resumed[0])
+        assert whole[1][2:] == resumed[1]
+        seen.append(whole[1])
+    assert seen[0] != seen[1]  # each rank has data and draws of its own
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but")
+def test_loaders_may_come_from_anywhere_and_fit_may_be_called_again(tmp_path):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return loader()
+
+    def loader():
+        return DataLoader(Augmented(), batch_size=3, shuffle=True)
+
+    def seen_by(callback, **given):
+        module = Tiny()
+        fit(module, [callback], max_epochs=1, **given)
+        return module.seen
+
+    callback, passed = ExactResume(), loader()
+    runs = [seen_by(callback), seen_by(callback, loaders=passed), seen_by(callback, datamodule=Data())]
+    runs.append(seen_by(ExactResume(), loaders=passed))
+    assert all(run == runs[0] for run in runs)
+    assert type(passed) is DataLoader  # the user's object is not touched
+
+
+def test_several_loaders_at_once(tmp_path):
+    class Two(Tiny):
+        def train_dataloader(self):
+            return {"a": super().train_dataloader(), "b": DataLoader(Augmented(5), batch_size=3, shuffle=True)}
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return torch.cat([batch["a"], batch["b"]]) if isinstance(batch, dict) else batch
+
+    number, wrong = count_exact(tmp_path, Two, max_epochs=2)
+    assert number == 16
+    assert wrong == []
+
+
+class Watch(pl.Callback):
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def on_train_batch_start(self, trainer, *args):
+        self.loader, self.validation = trainer.train_dataloader, trainer.val_dataloaders
+        self.patched = "process_dataloader" in vars(trainer.strategy)
+        self.order = [type(callback).__name__ for callback in trainer.callbacks]
+        if self.fails:
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("patched_before", [False, True])
+def test_the_strategy_is_left_as_it_was(fails, patched_before):
+    watch, calls = Watch(fails), []
+    run = trainer([watch, ExactResume()], max_epochs=1)
+    original = run.strategy.process_dataloader
+    if patched_before:
+        run.strategy.process_dataloader = earlier = lambda loader: calls.append(loader) or original(loader)
+    if fails:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            run.fit(Tiny())
+    else:
+        run.fit(Tiny())
+    assert watch.patched
+    assert isinstance(watch.loader, ResumableLoader)
+    assert isinstance(watch.loader.sampler, ResumableSampler)
+    assert type(watch.validation) is DataLoader  # only training is changed
+    assert watch.order[0] == "ExactResume"  # whatever the list's order
+    assert vars(run.strategy).get("process_dataloader") is (earlier if patched_before else None)
+    assert (watch.loader in calls) is patched_before
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Augmented(6).x)
+
+
+class Own(Sampler):
+    def __iter__(self):
+        return iter(range(6))
+
+    def __len__(self):
+        return 6
+
+
+class Batches:
+    def __iter__(self):
+        return iter([torch.ones(3, 4)])
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (DataLoader(Stream(), batch_size=3), "the iterable dataset Stream starts anew"),
+        (DataLoader(Augmented(), sampler=Own()), "the order of Own is not replaced, only fast-forwarded"),
+        (Batches(), "a Batches without state_dict"),
+    ],
+)
+def test_it_says_what_it_cannot_cover(loader, message):
+    with pytest.warns(UserWarning, match=f"resuming will not be bit-exact: {message}"):
+        fit(Tiny(), [ExactResume()], max_epochs=1, loaders=loader, reload_dataloaders_every_n_epochs=1)
+
+
+def test_it_says_where_a_resumed_run_differs(tmp_path):
+    fit(Tiny(), [ExactResume(3), SaveEveryBatch(tmp_path)], max_epochs=1)
+    with pytest.warns(UserWarning, match="seed=4, but the checkpoint's run used 3"):
+        fit(Tiny(), [ExactResume(4)], tmp_path / "002.ckpt", max_epochs=1)
+    fit(Tiny(), [SaveEveryBatch(tmp_path)], max_epochs=1)
+    with pytest.warns(UserWarning, match="written without ExactResume"):
+        fit(Tiny(), [ExactResume()], tmp_path / "007.ckpt", max_epochs=1)
+    state = torch.load(tmp_path / "002.ckpt", weights_only=True)["callbacks"]
+    assert "ExactResume" not in state
+
+
+def test_its_state_is_two_integers_and_gradients_only_inside_a_window(tmp_path):
+    fit(Tiny(), [ExactResume(3), SaveEveryBatch(tmp_path)], max_epochs=1)
+    inside, boundary = (
+        torch.load(tmp_path / f"{n:03d}.ckpt", weights_only=True)["callbacks"]["ExactResume"] for n in (2, 3)
+    )
+    assert boundary == {"seed": 3, "world_size": 1}
+    assert set(inside["gradients"]) == {name for name, _ in Tiny().named_parameters()}
+
+
+def test_validation_and_lightnings_own_checkpoints(tmp_path):
+    """Checkpoints as people write them: at the end of validation runs and epochs."""
+
+    def saver(**when):
+        return ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}-{step}", **when)
+
+    expected = final_state(fit(Tiny(), [ExactResume(), saver()], max_epochs=3, val_check_interval=4))
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    assert len(paths) >= 3
+    for path in paths:
+        with pytest.warns(UserWarning, match="exists and is not empty"):
+            run = fit(Tiny(), [ExactResume(), saver()], path, seed=8, max_epochs=3, val_check_interval=4)
+        assert equal(expected[:3], final_state(run)[:3]), path.name
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, "1"])
+def test_bad_seeds_are_refused(seed):
+    with pytest.raises(ConfigurationError, match="seed must be an integer of 0 or more, or null, got"):
+        ExactResume(seed)

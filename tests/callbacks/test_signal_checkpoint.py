@@ -1,0 +1,173 @@
+import os
+import signal
+import socket
+import threading
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.plugins.checkpoint_io import load_verified
+from tests import processes
+from tests.callbacks.interrupted_run import train
+from tests.callbacks.resume_kit import Tiny, equal, trainer
+
+NUMBERS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert processes.run(train, folder, log=folder / "log") == 0
+    assert "handlers restored True" in (folder / "log").read_text()
+    return torch.load(folder / "final0.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "hook", "step", "workers"),
+    [
+        ("SIGTERM", 4, "train", 3, 0),  # inside an accumulation window: answered at its end
+        ("SIGINT", 5, "train", 3, 2),  # a validation run is due, and loader workers are running
+        ("SIGUSR1", 7, "train", 4, 0),  # the last batch of an epoch
+        ("SIGTERM", 15, "train", 8, 0),  # the last batch of all
+        ("SIGINT", 2, "validation", 1, 0),  # validation inside an accumulation window
+        ("SIGUSR1", 5, "validation", 3, 0),
+    ],
+)
+def test_a_signal_saves_exits_and_resumes_exactly(tmp_path, expected, name, at, hook, step, workers):
+    log, path = tmp_path / "log", tmp_path / "checkpoints" / f"interrupted-step={step}.ckpt"
+    assert processes.run(train, tmp_path, name, at, hook, num_workers=workers, log=log) == NUMBERS[name]
+    said = log.read_text()
+    assert f"Interrupted by {name}: the checkpoint is {path}" in said
+    assert f"--ckpt_path {path}" in said
+    assert "finalized failed" in said
+    assert "handlers restored True" in said
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert load_verified(path)["global_step"] == step
+    assert processes.run(train, tmp_path, ckpt_path=path, log=log) == 0, log.read_text()
+    assert equal(expected, torch.load(tmp_path / "final0.pt", weights_only=True))
+
+
+def test_before_training_there_is_nothing_to_save(tmp_path):
+    assert processes.run(train, tmp_path, "SIGTERM", hook="sanity", log=tmp_path / "log") == 143
+    assert "before training began: there is nothing to save" in (tmp_path / "log").read_text()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_second_interrupt_exits_at_once(tmp_path):
+    assert processes.run(train, tmp_path, "SIGINT", 5, "twice", log=tmp_path / "log") == 130
+    assert "the checkpoint is" not in (tmp_path / "log").read_text()
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_of_two_processes_one_is_told_and_both_agree(tmp_path):
+    def both(**arguments):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
+        ranks = [
+            processes.start(
+                train,
+                tmp_path,
+                **arguments,
+                devices=2,
+                log=tmp_path / f"log{rank}",
+                env=env | {"LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.join(120)
+        return [rank.exitcode for rank in ranks]
+
+    # The second process alone is told (see Interrupter); it ends with 0, or Lightning's observer would kill the first.
+    assert both(name="SIGTERM", at=2) == [143, 0], (tmp_path / "log0").read_text() + (tmp_path / "log1").read_text()
+    path = tmp_path / "checkpoints" / "interrupted-step=2.ckpt"
+    assert f"the checkpoint is {path}" in (tmp_path / "log0").read_text()
+    assert "the checkpoint is" not in (tmp_path / "log1").read_text()
+    assert both(ckpt_path=path) == [0, 0]
+    resumed = torch.load(tmp_path / "final0.pt", weights_only=True)
+    assert both() == [0, 0]
+    assert equal(resumed, torch.load(tmp_path / "final0.pt", weights_only=True))
+
+
+class Signal(pl.Callback):
+    def __init__(self, number=signal.SIGUSR1, error=None):
+        self.number, self.error = number, error
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.order = [type(callback).__name__ for callback in trainer.callbacks]
+        if self.error:
+            raise self.error
+        if batch_idx == 3:
+            os.kill(os.getpid(), self.number)
+
+
+def test_it_lies_beside_the_other_checkpoints_and_handlers_of_the_user_are_called(tmp_path):
+    called = []
+    before = signal.signal(signal.SIGUSR1, mine := lambda number, frame: called.append(number))
+    try:
+        sender, saver = Signal(), ModelCheckpoint(tmp_path / "mine")
+        with pytest.raises(SystemExit) as exit_:
+            trainer([SignalCheckpoint(), sender, saver], accumulate_grad_batches=1).fit(Tiny())
+        assert exit_.value.code == 138
+        assert (tmp_path / "mine" / "interrupted-step=4.ckpt").exists()
+        assert called == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert sender.order[-1] == "SignalCheckpoint"  # after ModelCheckpoint, too
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("on purpose"), KeyboardInterrupt()])
+def test_handlers_are_put_back_whatever_happens(tmp_path, error):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    run = trainer([SignalCheckpoint(dirpath=tmp_path), Signal(signal.SIGCONT, error)], max_epochs=1)
+    if error is None:
+        run.fit(Tiny())
+    else:
+        with pytest.raises((RuntimeError, SystemExit)):
+            run.fit(Tiny())
+        signal.signal(signal.SIGINT, before[signal.SIGINT])  # Lightning leaves it ignored after Ctrl-C
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_slurm_keeps_its_signals(tmp_path):
+    environment = SLURMEnvironment(auto_requeue=True)
+    callback, seen = SignalCheckpoint(dirpath=tmp_path), {}
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, *args):
+            trainer.strategy.cluster_environment = environment
+            callback._uninstall()
+            callback._install(trainer)
+            seen.update({number: callback._on_signal == signal.getsignal(number) for number in callback._numbers})
+            trainer.should_stop = True
+
+    trainer([callback, Look()], max_epochs=1, limit_train_batches=1).fit(Tiny())
+    assert seen == {signal.SIGTERM: False, signal.SIGINT: True, signal.SIGUSR1: False}
+
+
+def test_outside_the_main_thread_it_says_that_it_cannot(tmp_path):
+    caught = []
+
+    def work():
+        with pytest.warns(UserWarning, match="only be handled in the main thread"):
+            trainer([SignalCheckpoint(dirpath=tmp_path)], max_epochs=1, limit_train_batches=1).fit(Tiny())
+        caught.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert caught == [True]
+
+
+@pytest.mark.parametrize("signals", [["SIGKILL"], ["SIGTERM", "TERM"], "SIGNAL", [15]])
+def test_names_that_are_no_signals_are_refused(signals):
+    with pytest.raises(ConfigurationError, match="SignalCheckpoint: signals must be names"):
+        SignalCheckpoint(signals)
