@@ -1,4 +1,4 @@
-"""``python -m lit_efficient``: help, version and the catalogue answer before torch is imported; the rest is the Lightning CLI."""
+"""``python -m lit_efficient``: help, version and the catalogue answer before torch is imported."""
 
 import sys
 from collections.abc import Sequence
@@ -64,6 +64,6 @@ if __name__ == "__main__":
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:  # `... | head` has read enough
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         code = 0
     sys.exit(code)

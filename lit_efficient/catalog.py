@@ -1,7 +1,8 @@
 """The list of techniques, read from the source files without importing them.
 
-``python -m lit_efficient techniques`` must answer in a blink, so this module parses the files that ``lit_efficient.PUBLIC``
-names with :mod:`ast`: no torch, no Lightning. What a card says is what the file says; there is no second list to keep up.
+``python -m lit_efficient techniques`` must answer in a blink, so this module parses the files that
+``lit_efficient.PUBLIC`` names with :mod:`ast`: no torch, no Lightning. What a card says is what the file says; there is
+no second list to keep up.
 """
 
 import ast
@@ -88,7 +89,7 @@ def _read_card(name: str, module: str, tree: ast.Module) -> Card | None:
     node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
     if node is None:
         return None
-    folder = module.split(".")[0]
+    folder = module.split(".", maxsplit=1)[0]
     bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
     is_scheduler = any(base.endswith("LRScheduler") for base in bases)
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
@@ -142,9 +143,8 @@ def _labelled(docstring: str, label: str) -> str:
         starts = next((other for other in _LABELS if line.startswith(f"{other}:")), None)
         if starts or not line.strip():
             inside = starts == label
-            line = line.partition(":")[2]
         if inside:
-            words += line.split()
+            words += line.removeprefix(f"{label}:").split()
     return " ".join(words)
 
 

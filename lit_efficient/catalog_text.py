@@ -58,7 +58,10 @@ def table(cards: Sequence[Card], width: int | None) -> str:
         width: Columns of the terminal: cells are wrapped to it. ``None`` puts each technique on one line, for ``grep``.
     """
     header = ("name", "slot", "saves", "costs", "source")
-    rows = [header, *((c.name, c.slot, c.saves or "-", c.costs or "-", c.source or "-") for c in cards if c.is_technique)]
+    rows: list[tuple[str, ...]] = [
+        header,
+        *((c.name, c.slot, c.saves or "-", c.costs or "-", c.source or "-") for c in cards if c.is_technique),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     if width is not None:
         rows = [(name, slot.removeprefix("trainer."), *rest) for name, slot, *rest in rows]

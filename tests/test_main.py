@@ -44,7 +44,10 @@ def test_unknown_command_names_the_nearest(capsys):
 
 def test_a_wrong_config_is_one_sentence_and_exit_code_2(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "lit_efficient", "fit", "-c", "missing.yaml"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "lit_efficient", "fit", "-c", "missing.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stdout == ""

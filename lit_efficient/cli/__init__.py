@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lit_efficient.cli import checkpoint, optimizers, preflight
-from lit_efficient.cli.errors import explain, origin
+from lit_efficient.cli.errors import constructor_error, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
 from lit_efficient.cli.run import SaveRunConfig, add_default_parts, last_word, quiet
-from lit_efficient.errors import ConfigurationError, LitEfficientError
+from lit_efficient.errors import ConfigurationError
 
 
 class LitEfficientCLI(LightningCLI):
@@ -80,30 +80,31 @@ class LitEfficientCLI(LightningCLI):
         """Build data, model and trainer; a ``ValueError`` of a constructor is bad input."""
         try:
             super().instantiate_classes()
-        except LitEfficientError:
-            raise
         except ValueError as error:
-            raise ConfigurationError(f"{error}\n  raised by {origin(error)}") from error
-        techniques = [c for c in self.trainer.callbacks if getattr(c, "phase", None) is not None]
+            raise constructor_error(error) from error
+        trainer: Any = self.trainer
+        techniques = [c for c in trainer.callbacks if getattr(c, "phase", None) is not None]
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
             checkpoint.check_shapes(self.model, self.checkpoint)
         self.checkpoint = {}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with the parts that every run gets."""
+        quiet(evaluating=self.subcommand != "fit")
         add_default_parts(self._get(self.config_init, "trainer", default={}), self.subcommand)
         return super().instantiate_trainer(**kwargs)
 
     @staticmethod
-    def configure_optimizers(
-        lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None
-    ) -> Any:
+    def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """Arrange optimizer and scheduler for Lightning; override it as in the stock command line."""
         return optimizers.arrange(lightning_module, optimizer, lr_scheduler)
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         parser = self._parser(subcommand)
-        if not self.auto_configure_optimizers or {*parser._optimizers, *parser._lr_schedulers} != {"optimizer", "lr_scheduler"}:
+        if not self.auto_configure_optimizers or {*parser._optimizers, *parser._lr_schedulers} != {
+            "optimizer",
+            "lr_scheduler",
+        }:
             super()._add_configure_optimizers_method_to_model(subcommand)
             return
         optimizer, scheduler = (self._get(self.config_init, key) for key in ("optimizer", "lr_scheduler"))
@@ -137,7 +138,6 @@ def run(argv: Sequence[str]) -> int:
     """
     arguments = [argument for argument in argv if argument != "--debug"]
     debug = len(arguments) < len(argv) or os.environ.get("LIT_EFFICIENT_DEBUG", "") not in ("", "0")
-    quiet()
     try:
         LitEfficientCLI(args=arguments)
     except SystemExit as exit_request:

@@ -76,7 +76,11 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     lines = []
     for section, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
         ours = config.get(section) or {}
-        given = {"_class_path": ours.get("class_path"), **(ours.get("init_args") or {}), **(ours.get("dict_kwargs") or {})}
+        given = {
+            "_class_path": ours.get("class_path"),
+            **(ours.get("init_args") or {}),
+            **(ours.get("dict_kwargs") or {}),
+        }
         now, then = _flat(given), _flat(checkpoint.get(key) or {})
         for name in then:
             if name in now and then[name] != now[name]:
@@ -106,7 +110,9 @@ def check_shapes(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     saved, ours = checkpoint["state_dict"], module.state_dict()
     wrong = [name for name, tensor in ours.items() if name in saved and saved[name].shape != tensor.shape]
     if wrong:
-        shown = [f"  {n}: {list(saved[n].shape)} in the checkpoint, {list(ours[n].shape)} in the model" for n in wrong[:3]]
+        shown = [
+            f"  {n}: {list(saved[n].shape)} in the checkpoint, {list(ours[n].shape)} in the model" for n in wrong[:3]
+        ]
         raise CheckpointError("\n".join([f"the checkpoint is of another architecture ({len(wrong)} tensors):", *shown]))
     if ours and not any(name in saved for name in ours):
         raise CheckpointError(

@@ -17,12 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.cli.parsing import did_you_mean
-from lit_efficient.errors import LitEfficientError
+from lit_efficient.errors import ConfigurationError, LitEfficientError
 
 MAX_LINES = 10
 _MAX_WIDTH = 400
 _BASES = (Callback, LightningDataModule, LightningModule, Logger, Strategy, Optimizer, LRScheduler)
-_CONTEXT = re.compile(r"^\s*(?:- )?(?:Parser key \"(?P<key>[^\"]+)\":?|Problem with given class_path '(?P<path>[^']+)':)")
+_CONTEXT = re.compile(
+    r"^\s*(?:- )?(?:Parser key \"(?P<key>[^\"]+)\":?|Problem with given class_path '(?P<path>[^']+)':)"
+)
 
 
 def explain(error: BaseException, argv: Sequence[str]) -> str | None:
@@ -51,10 +53,23 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
     return "\n".join(lines[:MAX_LINES])
 
 
-def origin(error: BaseException) -> str:
-    """Return the function, file and line that raised an error."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.name} in {frame.filename}, line {frame.lineno}"
+def constructor_error(error: ValueError) -> Exception:
+    """Return what a constructor raised: jsonargparse wraps it into a report on all types that a value could have.
+
+    A ``ValueError`` becomes a :class:`ConfigurationError` that says where it comes from; other errors are themselves.
+    """
+    root: BaseException = error
+    while not isinstance(root, LitEfficientError) and root.__cause__ is not None:
+        root = root.__cause__
+    if isinstance(root, LitEfficientError) or not isinstance(root, ValueError):
+        return root if isinstance(root, Exception) else error
+    tried = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("- ")]
+    telling = [
+        line for line in tried if not line.startswith(("Expected a", "Not a valid subclass", "a class path", "a dict"))
+    ]
+    message = telling[0] if telling and str(root).startswith("Not a valid subclass") else str(root)
+    frame = traceback.extract_tb(root.__traceback__)[-1]
+    return ConfigurationError(f"{message}\n  raised by {frame.name} in {frame.filename}, line {frame.lineno}")
 
 
 def _explain_parsing(message: str, argv: Sequence[str]) -> list[str]:
@@ -69,7 +84,9 @@ def _explain_parsing(message: str, argv: Sequence[str]) -> list[str]:
     _, _, place, cause, leaf = max(causes, key=lambda entry: entry[:2])
     lines = [f"{place}: {cause}" if place else cause]
     head, _, accepted = lines[0].partition(" (accepted: ")
-    where = _line_of(leaf or place.split(":")[0], [file] if file else _config_files(argv))
+    name = leaf or place.split(":")[0]
+    typed = any(name.split(".")[-1] in token for token in argv)  # then no file is to blame
+    where = _line_of(name, [file] if file else [] if typed else _config_files(argv))
     return [head, *([f"  {where}"] if where else []), *([f"  accepted: {accepted.rstrip(')')}"] if accepted else [])]
 
 
@@ -113,10 +130,11 @@ def _place(keys: list[str], classes: list[str]) -> str:
 
 
 def _cause(line: str, allowed: str, given: str) -> tuple[int, str, str] | None:
-    """Translate one line of jsonargparse: (how telling it is, the sentence, the last part of the key if it is named)."""
+    """Translate one line of jsonargparse: (how telling it is, the sentence, the last part of the key if named)."""
     if match := re.search(r"Importing '([^']+)' is not allowed", line):
         package = match[1].split(".")[0]
-        return 9, f"importing {match[1]!r} is refused: a config may name classes of trusted packages only.\n  If you trust it: --allow-import {package}", ""
+        refusal = f"importing {match[1]!r} is refused: a config may name classes of trusted packages only"
+        return 9, f"{refusal}.\n  If you trust it: --allow-import {package}", ""
     if match := re.search(r"no option '([^']+)'", line):
         return 8, line, match[1].split(".")[-1]
     if match := re.search(r"arguments are required: (.+)", line):
@@ -153,7 +171,9 @@ def _wrong_type(allowed: str, value: str) -> str:
     value = "null" if value.strip("'") == "None" else value.strip("'")
     choices = re.findall(r"[\w.-]+", allowed)
     hint = did_you_mean(value, choices) if "one of" in allowed else ""
-    return f"{value} is not allowed{hint or ','} expected {allowed}".replace("?,", "?").replace("? expected", "? Expected")
+    return f"{value} is not allowed{hint or ','} expected {allowed}".replace("?,", "?").replace(
+        "? expected", "? Expected"
+    )
 
 
 def _readable_types(text: str) -> str:
@@ -169,7 +189,7 @@ def _known_classes() -> list[str]:
     found = list(PUBLIC)
     stack: list[type] = list(_BASES)
     while stack:
-        below = stack.pop().__subclasses__()
+        below: list[type] = stack.pop().__subclasses__()
         found += [cls.__name__ for cls in below if not cls.__name__.startswith("_")]
         stack += below
     return found
@@ -183,13 +203,17 @@ def _names_in(module: str) -> list[str]:
 
 def _config_files(argv: Sequence[str]) -> list[str]:
     pairs = zip(argv, [*argv[1:], ""])
-    given = [value if flag in ("-c", "--config") else flag.partition("=")[2] for flag, value in pairs if flag.split("=")[0] in ("-c", "--config")]
+    given = [
+        value if flag in ("-c", "--config") else flag.partition("=")[2]
+        for flag, value in pairs
+        if flag.split("=")[0] in ("-c", "--config")
+    ]
     return [path for path in given if os.path.isfile(path)]
 
 
 def _line_of(key: str, files: Sequence[str]) -> str:
     """Return "in FILE, line N" if one line of the files mentions the key or value, "in FILE" if several do."""
-    pattern = re.compile(rf"(?<![\w.]){re.escape(key.split('.')[-1])}(?![\w.])")
+    pattern = re.compile(rf"(?<![\w.]){re.escape(key.rsplit('.', maxsplit=1)[-1])}(?![\w.])")
     for file in files:
         text = Path(file).read_text(encoding="utf-8", errors="replace") if os.path.isfile(file) else ""
         numbers = [i for i, line in enumerate(text.splitlines(), 1) if pattern.search(line.partition("#")[0])]

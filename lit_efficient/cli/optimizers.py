@@ -47,7 +47,7 @@ class OptimizerPlan:
         """
         optimizer = _build("optimizer", self.optimizer, [nn.Parameter(torch.zeros(2, 2))])
         if self.scheduler:
-            _build("lr_scheduler", _with_horizon(self.scheduler, 1000), optimizer)
+            _monitored(_build("lr_scheduler", _with_horizon(self.scheduler, 1000), optimizer))
 
     def build(self, module: LightningModule) -> Any:
         """Build both over the parameters that train.
@@ -96,15 +96,22 @@ def arrange(module: LightningModule, optimizer: Optimizer, scheduler: LRSchedule
     """
     if scheduler is None:
         return optimizer
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        monitor = getattr(scheduler, "monitor", None)
-        if monitor is None:
-            raise ConfigurationError(
-                "lr_scheduler: torch's ReduceLROnPlateau does not know what to monitor; write "
-                "`class_path: ReduceLROnPlateau` with `monitor: val/loss` in its init_args"
-            )
+    if monitor := _monitored(scheduler):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _monitored(scheduler: LRScheduler) -> str | None:
+    """Name of the metric that the scheduler follows; ``None`` for one that follows the step."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return None
+    monitor: str | None = getattr(scheduler, "monitor", None)
+    if monitor is None:
+        raise ConfigurationError(
+            "lr_scheduler: torch's ReduceLROnPlateau does not know what to monitor; write "
+            "`class_path: ReduceLROnPlateau` with `monitor: val/loss` in its init_args"
+        )
+    return monitor
 
 
 def _name(spec: Spec) -> str:

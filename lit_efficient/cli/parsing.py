@@ -4,6 +4,7 @@ Everything here is decided before a class is imported, because importing what a 
 """
 
 import difflib
+import os
 import re
 import types
 import typing
@@ -41,6 +42,7 @@ _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
 
 _granted: set[str] = set()
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning makes the calls, no user can mend them
 
 
 def set_import_policy(extra: Sequence[str] = ()) -> None:
@@ -183,7 +185,9 @@ class Parser(LightningArgumentParser):
         if unknown and "(accepted" not in message:
             parser = getattr(ex, "subcommand_parser", None) or self
             names = [action.dest for action in parser._actions if action.dest not in _UNLISTED]
-            message = f"no option {unknown['name']!r}{did_you_mean(unknown['name'], names)} (accepted: {', '.join(names)})"
+            message = (
+                f"no option {unknown['name']!r}{did_you_mean(unknown['name'], names)} (accepted: {', '.join(names)})"
+            )
         super().error(message, ex)
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:

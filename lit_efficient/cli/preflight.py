@@ -74,7 +74,11 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
         ConfigurationError: Naming what was asked for and what there is.
     """
     gpus = torch.cuda.device_count()
-    if accelerator in ("gpu", "cuda") and gpus == 0 and not (accelerator == "gpu" and torch.backends.mps.is_available()):
+    if (
+        accelerator in ("gpu", "cuda")
+        and gpus == 0
+        and not (accelerator == "gpu" and torch.backends.mps.is_available())
+    ):
         raise ConfigurationError(f"trainer.accelerator: {accelerator}, but torch finds no GPU here; allowed: auto, cpu")
     if accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available()):
         count, kind = os.cpu_count() or 1, "CPU cores"

@@ -1,10 +1,10 @@
-"""What every run of the command line gets: safe checkpoints, its config beside them, and a last word on what to type next."""
+"""What every run of the command line gets: safe checkpoints, its config beside them, a last word."""
 
 import logging
 import os
 import shlex
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,9 @@ def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
     monitor = callbacks[0].monitor  # type: ignore[attr-defined]
     lines = ["", "Done."]
     if last != best:
-        lines.append(f"  best checkpoint  {_short(best)}" + (f"  ({monitor} {float(score):.4g})" if score is not None else ""))
+        lines.append(
+            f"  best checkpoint  {_short(best)}" + (f"  ({monitor} {float(score):.4g})" if score is not None else "")
+        )
     lines += [f"  last checkpoint  {_short(last)}", "Next:"]
     config = run_folder(trainer) / "config.yaml"
     given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {_short(config)}"
@@ -119,7 +121,11 @@ def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
 def _evaluations(trainer: Trainer) -> list[str]:
     """Subcommands for which the module and its data have something to run."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    hooks = {"validate": ("validation_step", "val"), "test": ("test_step", "test"), "predict": ("predict_step", "predict")}
+    hooks = {
+        "validate": ("validation_step", "val"),
+        "test": ("test_step", "test"),
+        "predict": ("predict_step", "predict"),
+    }
     sources = [source for source in (module, data) if source is not None]
     return [
         verb
@@ -149,15 +155,14 @@ class _NoAdvertising(logging.Filter):
         return not record.getMessage().startswith(_CHATTER)
 
 
-def quiet() -> None:
-    """Silence advertisements and warnings that ask for nothing; everything else is printed."""
+def quiet(evaluating: bool = False) -> None:
+    """Silence advertisements and warnings that ask for nothing; everything else is printed.
+
+    Args:
+        evaluating: Whether the run writes no checkpoints, so that it does not matter where an earlier run put its own.
+    """
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if not any(isinstance(existing, _NoAdvertising) for existing in logger.filters):
         logger.addFilter(_NoAdvertising())
-    for pattern in _NOISE:
+    for pattern in (*_NOISE, *(["The dirpath has changed from"] if evaluating else [])):
         warnings.filterwarnings("ignore", f".*{pattern}.*")
-
-
-def plain(config: Any) -> Mapping[str, Any]:
-    """Return a parsed config as plain dicts and lists."""
-    return config if isinstance(config, Mapping) else config.as_dict()
