@@ -372,6 +372,9 @@ WRONG_YAML = {
     "empty": ("", ["bad.yaml", "mapping"]),
     "unknown key": ("trainer:\n  max_epoch: 1\n", ["did you mean 'trainer.max_epochs'", "bad.yaml, line 2"]),
     "unknown top key": ("modle: ToyModel\n", ["did you mean 'model'", "bad.yaml, line 1"]),
+    "unknown empty key": ("modle: {}\n", ["did you mean 'model'", "bad.yaml, line 1"]),
+    "unknown empty branch": ("optimzer:\n  foo: {}\n", ["optimzer", "accepted: "]),
+    "nothing below a key": ("seed_everything: 1\ntrainer:\n", ["trainer"]),
     "null": ("model:\n  init_args:\n    hidden: null\n", ["ToyModel.hidden", "null", "bad.yaml, line 3"]),
     "in a list": (
         "trainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: x\n",
@@ -462,6 +465,19 @@ def test_permission_lasts_for_one_run(capsys):
 def test_a_script_of_the_users_allows_its_own_classes():
     cli = LitEfficientCLI(args=["fit", "-c", "base.yaml"], allow_imports=["tests"])
     assert cli.trainer.global_step == STEPS
+
+
+class WithExtras(LitEfficientCLI):
+    def add_arguments_to_parser(self, parser):
+        parser.add_argument("--rows", type=int, default=8)
+        parser.add_argument("--loud", action="store_true")
+        parser.link_arguments("rows", "data.init_args.rows")
+
+
+def test_a_script_may_add_and_link_arguments(tmp_path):
+    (tmp_path / "more.yaml").write_text("rows: 4\nloud: true\nmodel.init_args.scale: 2\ntrainer.max_epochs: 1\n")
+    cli = WithExtras(args=["fit", *ALLOW, "-c", "base.yaml", "-c", "more.yaml"])
+    assert (cli.trainer.global_step, cli.model.scale, cli.config.fit.loud) == (2, 2.0, True)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.errors import constructor_error, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
-from lit_efficient.cli.run import SaveRunConfig, add_default_parts, last_word, quiet
+from lit_efficient.cli.run import SaveRunConfig, add_default_parts, callbacks_of, last_word, quiet
 from lit_efficient.errors import ConfigurationError
 
 
@@ -82,8 +82,12 @@ class LitEfficientCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise constructor_error(error) from error
-        trainer: Any = self.trainer
-        techniques = [c for c in trainer.callbacks if getattr(c, "phase", None) is not None]
+        callbacks = callbacks_of(self.trainer)
+        techniques = [c for c in callbacks if getattr(c, "phase", None) is not None]
+        if techniques:
+            from lit_efficient.technique import check_conflicts
+
+            check_conflicts(callbacks)  # a fit does so as well, but after it has prepared the data
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
             checkpoint.check_shapes(self.model, self.checkpoint)
         self.checkpoint = {}

@@ -3,6 +3,7 @@
 Everything here is decided before a class is imported, because importing what a config names is running what it names.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -154,7 +155,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 _UNKNOWN_OPTION = re.compile(
     r"(?:does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
 )
-_UNLISTED = {"help", "config", "print_config", "==SUPPRESS==", "subcommand"}
+_UNLISTED = {"help", "config", "print_config", "print_shtab", "==SUPPRESS==", "subcommand"}
 
 set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError,))
 
@@ -179,15 +180,40 @@ class Parser(LightningArgumentParser):
         except ArgumentError as error:
             raise ArgumentError(None, f"In file {path}:\n{error.message}") from error
 
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
+        """Parse a config; its keys are checked first, because jsonargparse drops those that hold nothing."""
+        with contextlib.suppress(yaml.YAMLError):  # which the parsing itself will report
+            self._check_keys(load_yaml(content))
+        return super().parse_string(content, *args, **kwargs)
+
+    def _check_keys(self, tree: Any, prefix: str = "") -> None:
+        if not isinstance(tree, dict):
+            return
+        # `trainer` alone is an option as well, which takes a file; it is no value.
+        values = {action.dest for action in self._actions if type(action).__name__ != "_ActionConfigLoad"}
+        for name, value in tree.items():
+            key = f"{prefix}{name}".rstrip("+")
+            if any(f"{key}.".startswith(f"{dest}.") for dest in values | {*_UNLISTED, "$schema"}):
+                continue
+            if self._subcommands_action and key in self._subcommands_action.choices:
+                self._subcommands_action.choices[key]._check_keys(value)
+            elif not any(dest.startswith(f"{key}.") for dest in values):
+                self.error(f"Option '{key}' is not accepted")
+            elif value is None:
+                self.error(f'Parser key "{key}":\n  Expected a mapping. Got value: null')
+            else:
+                self._check_keys(value, f"{key}.")
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise what is wrong; for an unknown option, add what was probably meant and what there is."""
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown and "(accepted" not in message:
             parser = getattr(ex, "subcommand_parser", None) or self
-            names = [action.dest for action in parser._actions if action.dest not in _UNLISTED]
-            message = (
-                f"no option {unknown['name']!r}{did_you_mean(unknown['name'], names)} (accepted: {', '.join(names)})"
-            )
+            dests = [a.dest for a in parser._actions if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
+            level = unknown["name"].rpartition(".")[0]
+            below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
+            accepted = ", ".join(dict.fromkeys(filter(None, below)))
+            message = f"no option {unknown['name']!r}{did_you_mean(unknown['name'], dests)} (accepted: {accepted})"
         super().error(message, ex)
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:

@@ -60,6 +60,8 @@ class SaveRunConfig(SaveConfigCallback):
     A run in a folder that has a config already (a resumed one, say) keeps the old one as ``config_1.yaml`` and so on.
     """
 
+    saved: Path | None = None  # where it was written
+
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Save once, before data is loaded."""
         if self.already_saved:
@@ -73,7 +75,8 @@ class SaveRunConfig(SaveConfigCallback):
             if not isinstance(logger, TensorBoardLogger | CSVLogger):
                 logger.log_hyperparams(yaml.safe_load(text))
         if stage == "fit":
-            write_config(folder / self.config_filename, text)
+            self.saved = folder / self.config_filename
+            write_config(self.saved, text)
 
 
 def write_config(path: Path, text: str) -> None:
@@ -98,24 +101,28 @@ def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
         trainer: The trainer after ``fit``.
         allowed: What the user gave as ``--allow-import``; the commands need it again.
     """
-    callbacks = [c for c in trainer.checkpoint_callbacks if getattr(c, "best_model_path", "")]
+    sync = [f"  wandb sync {_short(folder)}" for folder in _offline_runs(trainer)]
+    callbacks: list[Any] = [c for c in trainer.checkpoint_callbacks if getattr(c, "best_model_path", "")]
     if not callbacks:
-        return "Done. No checkpoint was written."
-    best, score = callbacks[0].best_model_path, callbacks[0].best_model_score  # type: ignore[attr-defined]
-    last = callbacks[0].last_model_path or best  # type: ignore[attr-defined]
-    monitor = callbacks[0].monitor  # type: ignore[attr-defined]
+        return "\n".join(["", "Done. No checkpoint was written.", *sync])
+    best, score = callbacks[0].best_model_path, callbacks[0].best_model_score
+    last = callbacks[0].last_model_path or best
     lines = ["", "Done."]
     if last != best:
-        lines.append(
-            f"  best checkpoint  {_short(best)}" + (f"  ({monitor} {float(score):.4g})" if score is not None else "")
-        )
+        value = f"  ({callbacks[0].monitor} {float(score):.4g})" if score is not None else ""
+        lines.append(f"  best checkpoint  {_short(best)}{value}")
     lines += [f"  last checkpoint  {_short(last)}", "Next:"]
-    config = run_folder(trainer) / "config.yaml"
-    given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {_short(config)}"
+    saver: Any = next((c for c in callbacks_of(trainer) if isinstance(c, SaveRunConfig)), None)
+    config = _short(saver.saved) if saver and saver.saved else "CONFIG"
+    given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"
     lines += [f"  {COMMAND} {verb}{given} --ckpt_path {_short(best)}" for verb in _evaluations(trainer)]
-    lines.append(f"  {COMMAND} fit{given} --ckpt_path {_short(last)} {_twice_as_long(trainer)}")
-    lines += [f"  wandb sync {_short(folder)}" for folder in _offline_runs(trainer)]
-    return "\n".join(lines)
+    lines.append(f"  {COMMAND} fit{given} --ckpt_path {_short(last)}{_twice_as_long(trainer)}")
+    return "\n".join([*lines, *sync])
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    """Return the trainer's callbacks, which its type does not declare."""
+    return list(trainer.callbacks)
 
 
 def _evaluations(trainer: Trainer) -> list[str]:
@@ -135,9 +142,11 @@ def _evaluations(trainer: Trainer) -> list[str]:
 
 
 def _twice_as_long(trainer: Trainer) -> str:
+    """The option that lets a finished run go on; a run without an end needs none."""
     if trainer.max_steps > 0:
-        return f"--trainer.max_steps {2 * trainer.max_steps}"
-    return f"--trainer.max_epochs {2 * max(1, trainer.max_epochs or trainer.current_epoch)}"
+        return f" --trainer.max_steps {2 * trainer.max_steps}"
+    epochs = trainer.max_epochs or -1
+    return f" --trainer.max_epochs {2 * epochs}" if epochs > 0 else ""
 
 
 def _offline_runs(trainer: Trainer) -> list[Path]:
