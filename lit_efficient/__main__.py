@@ -1,0 +1,69 @@
+"""``python -m lit_efficient``: help, version and the catalogue answer before torch is imported."""
+
+import sys
+from collections.abc import Sequence
+
+from lit_efficient import __version__
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques")
+
+HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
+resume bit-exactly and prove what they save.
+
+usage: python -m lit_efficient COMMAND ...
+
+  fit         train:    -c CONFIG.yaml [-c OVERLAY.yaml ...] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
+  validate    evaluate a checkpoint on the validation data:    -c CONFIG.yaml --ckpt_path FILE
+  test        evaluate a checkpoint on the test data
+  predict     run a checkpoint's predictions
+  techniques  list all techniques; `techniques NAME` prints a card, `techniques --matrix` what goes with what
+
+  COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own
+  needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
+
+examples:
+  python -m lit_efficient fit -c configs/tasks/language_model.yaml
+  python -m lit_efficient fit -c configs/tasks/language_model.yaml -c configs/techniques/stochastic_depth.yaml"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments, without the program's name. ``None`` takes them from ``sys.argv``.
+
+    Returns:
+        Exit code: 0, 1 for a bug, 2 for what the user can mend, 128+n after signal n.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help", "help"):
+        print(HELP)
+        return 0
+    if command == "--version":
+        print(f"lit_efficient {__version__}")
+        return 0
+    if command == "techniques":
+        from lit_efficient.catalog_text import main as answer
+
+        return answer(arguments[1:])
+    if command not in SUBCOMMANDS and not command.startswith("-"):
+        import difflib
+
+        near = difflib.get_close_matches(command, SUBCOMMANDS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        print(f"error: there is no command {command!r}.{hint} Commands: {', '.join(SUBCOMMANDS)}.", file=sys.stderr)
+        return 2
+    from lit_efficient.cli import run
+
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head` has read enough
+        sys.stdout = None
+        code = 0
+    sys.exit(code)

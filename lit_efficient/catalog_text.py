@@ -1,0 +1,137 @@
+"""How the catalogue looks: a table, one card, who goes with whom, and the README's table. Standard library only."""
+
+import difflib
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from lit_efficient.catalog import Card, pairs, read_cards
+
+USAGE = """usage: python -m lit_efficient techniques [NAME | --matrix | --markdown]
+
+  (nothing)    all techniques: slot in the YAML, what it saves, what it costs, where it comes from
+  NAME         the card of one technique, task or data module
+  --matrix     what goes with what
+  --markdown   the table as Markdown"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answer ``techniques ...``.
+
+    Args:
+        arguments: What follows the word ``techniques`` on the command line.
+
+    Returns:
+        Exit code: 0, or 2 for a name that does not exist.
+    """
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(USAGE)
+        return 0
+    cards = read_cards()
+    if not arguments:
+        print(table(cards, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        return 0
+    renderers = {"--matrix": matrix, "--markdown": markdown}
+    wanted = arguments[0]
+    if len(arguments) > 1 or (wanted.startswith("-") and wanted not in renderers):
+        print(f"error: techniques takes a name, --matrix or --markdown, got: {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    if wanted in renderers:
+        print(renderers[wanted](cards))
+        return 0
+    known = {card.name.lower(): card for card in cards}
+    if wanted.lower() not in known:
+        near = difflib.get_close_matches(wanted.lower(), known, n=1)
+        hint = f" Did you mean {known[near[0]].name}?" if near else " `techniques` alone lists all names."
+        print(f"error: there is no technique named {wanted!r}.{hint}", file=sys.stderr)
+        return 2
+    print(card_text(known[wanted.lower()]))
+    return 0
+
+
+def table(cards: Sequence[Card], width: int | None) -> str:
+    """Render the techniques as a table.
+
+    Args:
+        cards: What to show; tasks and data modules are named below the table.
+        width: Columns of the terminal: cells are wrapped to it. ``None`` puts each technique on one line, for ``grep``.
+    """
+    header = ("name", "slot", "saves", "costs", "source")
+    rows: list[tuple[str, ...]] = [
+        header,
+        *((c.name, c.slot, c.saves or "-", c.costs or "-", c.source or "-") for c in cards if c.is_technique),
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    if width is not None:
+        rows = [(name, slot.removeprefix("trainer."), *rest) for name, slot, *rest in rows]
+        fixed = [max(len(row[i]) for row in rows) for i in range(2)]
+        room = max(30, width - sum(fixed) - 2 * (len(header) - 1))
+        widths = [*fixed, *(min(w, room // 3) for w in widths[2:])]
+    lines = [line for row in rows for line in _wrapped_row(row, widths)]
+    others = [f"{c.name} ({c.slot})" for c in cards if not c.is_technique]
+    footer = ["", "tasks and data: " + ", ".join(others)] if others else []
+    return "\n".join([*lines, *footer, "", "python -m lit_efficient techniques NAME prints a card."])
+
+
+def _wrapped_row(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    cells = [textwrap.wrap(cell, size) or [""] for cell, size in zip(row, widths)]
+    height = max(len(cell) for cell in cells)
+    padded = [cell + [""] * (height - len(cell)) for cell in cells]
+    return ["  ".join(part.ljust(size) for part, size in zip(line, widths)).rstrip() for line in zip(*padded)]
+
+
+def card_text(card: Card) -> str:
+    """Render everything that a card knows, with the lines of YAML that use it."""
+    lines = [f"{card.name}   (slot {card.slot})", "", card.summary, ""]
+    facts = {"saves": card.saves, "costs": card.costs, "source": card.source, "phase": card.phase, "file": card.module}
+    lines += [f"{label:<8}{text}" for label, text in facts.items() if text]
+    lines += [f"{'not with':<8} {name}: {reason}" for name, reason in card.conflicts.items()]
+    lines += [f"{'needs':<8}{name}: {reason}" for name, reason in card.requires.items()]
+    lines += ["", f"{card.name}({card.signature})"]
+    if card.arguments:
+        lines += ["", textwrap.indent(card.arguments, "  ")]
+    return "\n".join([*lines, "", "In YAML:", *textwrap.indent(_yaml(card), "  ").splitlines()])
+
+
+def _yaml(card: Card) -> str:
+    *parents, key = card.slot.split(".")
+    lines = [f"{'  ' * depth}{parent}:" for depth, parent in enumerate(parents)]
+    indent = "  " * len(parents)
+    if key in ("callbacks", "plugins"):  # lists: the plus sign appends to what earlier files gave
+        return "\n".join([*lines, f"{indent}{key}+:", f"{indent}  - class_path: {card.name}"])
+    return "\n".join([*lines, f"{indent}{key}:", f"{indent}  class_path: {card.name}"])
+
+
+def matrix(cards: Sequence[Card]) -> str:
+    """Render which techniques go together: a grid, and below it each exception with its reason."""
+    techniques = [card for card in cards if card.is_technique]
+    names = [card.name for card in techniques]
+    known = pairs(techniques)
+    width = max(map(len, names), default=0)
+    lines = [" " * (width + 4) + " ".join(f"{i + 1:>2}" for i in range(len(names)))]
+    for i, row in enumerate(names):
+        marks = " ".join(f"{_mark(row, column, known):>2}" for column in names)
+        lines.append(f"{i + 1:>2}  {row:<{width}}{marks}".rstrip())
+    lines += ["", "+ go together   x exclude each other   > the row needs the column   . itself"]
+    reasons = [f"{a} and {b}: {text}" for (a, b), text in known.items()]
+    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+
+
+def _mark(row: str, column: str, known: dict[tuple[str, str], str]) -> str:
+    if row == column:
+        return "."
+    either = (known.get((row, column), ""), known.get((column, row), ""))
+    if any(text.startswith("conflicts") for text in either):
+        return "x"
+    return ">" if either[0] else "+"
+
+
+def markdown(cards: Sequence[Card]) -> str:
+    """Render the table of techniques as Markdown: the README holds it, and a test compares the two."""
+    rows = [("Technique", "Slot", "Saves", "Costs", "Source"), ("---",) * 5]
+    for card in cards:
+        if card.is_technique:
+            path = card.module.replace(".", "/") + ".py"
+            rows.append((f"[`{card.name}`]({path})", f"`{card.slot}`", card.saves, card.costs, card.source))
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows)

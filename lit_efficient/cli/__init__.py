@@ -1,0 +1,157 @@
+"""The command line: Lightning's own, made safe, with errors that can be read and optimizers that see what trains.
+
+What differs from ``lightning.pytorch.cli.LightningCLI``:
+
+* classes outside an allow-list are not imported (:mod:`~lit_efficient.cli.parsing`);
+* ours have short names, in YAML and on the command line;
+* ``optimizer`` and ``lr_scheduler`` are built inside ``configure_optimizers`` (:mod:`~lit_efficient.cli.optimizers`);
+* a checkpoint given as ``--ckpt_path`` is checked first, and never overrides the config;
+* errors are a few lines that say what to do (:mod:`~lit_efficient.cli.errors`).
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lit_efficient.cli import checkpoint, optimizers, preflight
+from lit_efficient.cli.errors import constructor_error, explain
+from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
+from lit_efficient.cli.run import SaveRunConfig, add_default_parts, callbacks_of, last_word, quiet
+from lit_efficient.errors import ConfigurationError
+
+
+class LitEfficientCLI(LightningCLI):
+    """Lightning's command line for any LightningModule and LightningDataModule. Use it in a script of your own, too.
+
+    Args:
+        allow_imports: Packages whose classes configs may name, beside the trusted ones and ``--allow-import``.
+        kwargs: As for :class:`~lightning.pytorch.cli.LightningCLI`.
+
+    Raises:
+        LitEfficientError: For bad input, before data is touched.
+        argparse.ArgumentError: For a config or command line that does not fit the classes.
+    """
+
+    def __init__(self, *args: Any, allow_imports: Sequence[str] = (), **kwargs: Any) -> None:
+        self.allowed = list(allow_imports)
+        kwargs.setdefault("save_config_callback", SaveRunConfig)
+        kwargs.setdefault("parser_class", Parser)
+        kwargs.setdefault("seed_everything_default", 0)
+        kwargs["trainer_defaults"] = {"default_root_dir": "runs", **kwargs.get("trainer_defaults", {})}
+        parser = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": PARSER_MODE}
+        kwargs["parser_kwargs"] = {**parser, **kwargs.get("parser_kwargs", {})}
+        super().__init__(*args, **kwargs)
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse the command line after the import policy is in force."""
+        if isinstance(args, dict | Namespace):
+            set_import_policy(self.allowed)
+            self.config = parser.parse_object(args)
+            return
+        arguments, allowed = split_arguments(sys.argv[1:] if args is None else args)
+        self.allowed += allowed
+        set_import_policy(self.allowed)
+        self.config = parser.parse_args(arguments)
+
+    def _parse_ckpt_path(self) -> None:
+        """Do not let the checkpoint override the config, as the stock command line does."""
+
+    def before_instantiate_classes(self) -> None:
+        """Check what can be checked before anything is built."""
+        self._dump_config()
+        preflight.check_config(self.config_dump)
+        if preflight.go_offline_without_key(self.config_dump):
+            rank_zero_info("W&B: no API key, so this run is recorded offline; `wandb sync` uploads it later.")
+        path = self.config_dump.get("ckpt_path")
+        self.checkpoint = checkpoint.read(path, str(self.subcommand)) if path else {}
+        changed = checkpoint.differences(self.checkpoint, self.config_dump)
+        if changed:
+            rank_zero_info("\n  ".join([f"{path} was trained with other arguments; the config wins:", *changed]))
+
+    def instantiate_classes(self) -> None:
+        """Build data, model and trainer; a ``ValueError`` of a constructor is bad input."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise constructor_error(error) from error
+        callbacks = callbacks_of(self.trainer)
+        techniques = [c for c in callbacks if getattr(c, "phase", None) is not None]
+        if techniques:
+            from lit_efficient.technique import check_conflicts
+
+            check_conflicts(callbacks)  # a fit does so as well, but after it has prepared the data
+        if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
+            checkpoint.check_shapes(self.model, self.checkpoint)
+        self.checkpoint = {}
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer with the parts that every run gets."""
+        quiet(evaluating=self.subcommand != "fit")
+        add_default_parts(self._get(self.config_init, "trainer", default={}), self.subcommand)
+        return super().instantiate_trainer(**kwargs)
+
+    @staticmethod
+    def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+        """Arrange optimizer and scheduler for Lightning; override it as in the stock command line."""
+        return optimizers.arrange(lightning_module, optimizer, lr_scheduler)
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        parser = self._parser(subcommand)
+        if not self.auto_configure_optimizers or {*parser._optimizers, *parser._lr_schedulers} != {
+            "optimizer",
+            "lr_scheduler",
+        }:
+            super()._add_configure_optimizers_method_to_model(subcommand)
+            return
+        optimizer, scheduler = (self._get(self.config_init, key) for key in ("optimizer", "lr_scheduler"))
+        if not optimizer:
+            if scheduler:
+                raise ConfigurationError("lr_scheduler: it needs an `optimizer` in the config to act on")
+            return
+        plan = optimizers.OptimizerPlan(
+            optimizer.as_dict(), scheduler.as_dict() if scheduler else None, type(self).configure_optimizers
+        )
+        plan.check()
+        if subcommand == "fit" and is_overridden("configure_optimizers", self.model):
+            rank_zero_info(f"optimizer: the config's replaces {type(self.model).__name__}.configure_optimizers")
+        optimizers.attach(self.model, plan)
+
+    def after_fit(self) -> None:
+        """Say where the checkpoints lie and what to type next."""
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            print(last_word(self.trainer, self.allowed))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line and turn what goes wrong into a sentence.
+
+    Args:
+        argv: The arguments, without the program's name. ``--debug``, or ``LIT_EFFICIENT_DEBUG=1``, lets errors through
+            with their traceback.
+
+    Returns:
+        Exit code: 0, or 2 for what the user can mend. Bugs raise.
+    """
+    arguments = [argument for argument in argv if argument != "--debug"]
+    debug = len(arguments) < len(argv) or os.environ.get("LIT_EFFICIENT_DEBUG", "") not in ("", "0")
+    try:
+        LitEfficientCLI(args=arguments)
+    except SystemExit as exit_request:
+        if exit_request.code is None or isinstance(exit_request.code, int):
+            return exit_request.code or 0
+        raise
+    except Exception as error:
+        message = None if debug else explain(error, arguments)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,243 @@
+"""An error as a sentence: which key, which value, what is allowed, what was probably meant. Ten lines at most."""
+
+import ast
+import os
+import re
+import traceback
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_efficient import PUBLIC
+from lit_efficient.cli.parsing import did_you_mean
+from lit_efficient.errors import ConfigurationError, LitEfficientError
+
+MAX_LINES = 10
+_MAX_WIDTH = 400
+_BASES = (Callback, LightningDataModule, LightningModule, Logger, Strategy, Optimizer, LRScheduler)
+_CONTEXT = re.compile(
+    r"^\s*(?:- )?(?:Parser key \"(?P<key>[^\"]+)\":?|Problem with given class_path '(?P<path>[^']+)':)"
+)
+
+
+def explain(error: BaseException, argv: Sequence[str]) -> str | None:
+    """Say what the user can do about an error.
+
+    Args:
+        error: What was raised.
+        argv: The command line, to find the files and lines that are meant.
+
+    Returns:
+        At most ten lines without a traceback, or ``None`` if the error is a bug whose traceback is the best answer.
+    """
+    if isinstance(error, ArgumentError):
+        lines = _explain_parsing(error.message, argv)
+    elif isinstance(error, (LitEfficientError, MisconfigurationException)):
+        lines = str(error).strip().splitlines()
+    elif isinstance(error, ModuleNotFoundError):
+        lines = _explain_missing_module(error)
+    elif isinstance(error, OSError) and error.filename is not None:
+        lines = [f"{error.filename}: {error.strerror}"]
+    elif isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+        lines = _explain_state_dict(str(error))
+    else:
+        return None
+    lines = [line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..." for line in lines if line.strip()]
+    return "\n".join(lines[:MAX_LINES])
+
+
+def constructor_error(error: ValueError) -> Exception:
+    """Return what a constructor raised: jsonargparse wraps it into a report on all types that a value could have.
+
+    A ``ValueError`` becomes a :class:`ConfigurationError` that says where it comes from; other errors are themselves.
+    """
+    root: BaseException = error
+    while not isinstance(root, LitEfficientError) and root.__cause__ is not None:
+        root = root.__cause__
+    if isinstance(root, LitEfficientError) or not isinstance(root, ValueError):
+        return root if isinstance(root, Exception) else error
+    tried = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("- ")]
+    telling = [
+        line for line in tried if not line.startswith(("Expected a", "Not a valid subclass", "a class path", "a dict"))
+    ]
+    message = telling[0] if telling and str(root).startswith("Not a valid subclass") else str(root)
+    frame = traceback.extract_tb(root.__traceback__)[-1]
+    return ConfigurationError(f"{message}\n  raised by {frame.name} in {frame.filename}, line {frame.lineno}")
+
+
+def _explain_parsing(message: str, argv: Sequence[str]) -> list[str]:
+    """Pick the one cause out of jsonargparse's report on all the alternatives that it tried."""
+    file = ""
+    if match := re.match(r"In file (.+):\n", message):
+        file, message = match[1], message[match.end() :]
+    causes = list(_causes(message))
+    if not causes:
+        lines = re.sub(r'^Problems parsing config: |"<unicode string>", ', "", message).splitlines()
+        return [f"{file}: {lines[0]}" if file else lines[0], *lines[1:]]
+    _, _, place, cause, leaf = max(causes, key=lambda entry: entry[:2])
+    lines = [f"{place}: {cause}" if place else cause]
+    head, _, accepted = lines[0].partition(" (accepted: ")
+    name = leaf or place.split(":")[0]
+    typed = any(name.split(".")[-1] in token for token in argv)  # then no file is to blame
+    where = _line_of(name, [file] if file else [] if typed else _config_files(argv))
+    return [head, *([f"  {where}"] if where else []), *([f"  accepted: {accepted.rstrip(')')}"] if accepted else [])]
+
+
+def _causes(message: str) -> Iterator[tuple[int, int, str, str, str]]:
+    """Yield (how telling, how deep, place, cause, last part of the key) for each line that names a cause."""
+    lines = re.sub(r'^( *)((?:- )?Parser key "[^"\n]+":) +', r"\1\2\n\1    ", message, flags=re.MULTILINE).splitlines()
+    stack: list[tuple[int, str, str]] = []  # indentation, kind, name
+    subtypes: dict[int, str] = {}  # depth of the stack -> what is allowed there
+    for line in lines:
+        indent = len(line) - len(line.lstrip(" -"))
+        if context := _CONTEXT.match(line):
+            stack = [entry for entry in stack if entry[0] < indent]
+            stack.append((indent, "key", context["key"]) if context["key"] else (indent, "class", context["path"]))
+        elif "Subtypes: " in line:
+            subtypes[len(stack)] = line.partition("Subtypes: ")[2]
+        elif line.strip():
+            here = [entry for entry in stack if entry[0] <= indent]
+            keys = [name for _, kind, name in here if kind == "key"]
+            classes = [name.split(".")[-1] for _, kind, name in here if kind == "class"]
+            allowed = _readable_types(subtypes.get(len(here), ""))
+            found = _cause(line.strip(" -"), allowed, _given(lines, here))
+            if found:
+                priority, cause, leaf = found
+                place = _place(keys, classes)
+                yield priority, len(here), place, cause, leaf or (keys[-1] if keys else "")
+
+
+def _given(lines: list[str], here: list[tuple[int, str, str]]) -> str:
+    indent = here[-1][0] if here else 0
+    values = [line for line in lines if line.strip().startswith("Given value: ")]
+    near = [v for v in values if len(v) - len(v.lstrip()) >= indent]
+    return near[0].partition("Given value: ")[2] if near else ""
+
+
+def _place(keys: list[str], classes: list[str]) -> str:
+    if not keys:
+        return ""
+    inner = ".".join(keys[1:])
+    owner = f": {classes[-1]}" if classes else ""
+    return f"{keys[0]}{owner}{f'.{inner}' if owner and inner else ''}"
+
+
+def _cause(line: str, allowed: str, given: str) -> tuple[int, str, str] | None:
+    """Translate one line of jsonargparse: (how telling it is, the sentence, the last part of the key if named)."""
+    if match := re.search(r"Importing '([^']+)' is not allowed", line):
+        package = match[1].split(".")[0]
+        refusal = f"importing {match[1]!r} is refused: a config may name classes of trusted packages only"
+        return 9, f"{refusal}.\n  If you trust it: --allow-import {package}", ""
+    if match := re.search(r"no option '([^']+)'", line):
+        return 8, line, match[1].split(".")[-1]
+    if match := re.search(r"arguments are required: (.+)", line):
+        names = re.sub(r"\b(fit|validate|test|predict)\.", "", match[1])
+        return 8, f"required and missing: {names}", ""
+    if match := re.search(r"Multiple subclasses with name (\w+)\..*ambiguity: (.+?)\.?$", line):
+        return 8, f"two classes are named {match[1]!r}; write one of them in full: {match[2]}", ""
+    if match := re.search(r"Expected a dot import path string: (\S+)", line):
+        if any(basic in allowed.split(", ") for basic in ("int", "float", "bool", "str")):
+            return 5, _wrong_type(allowed, match[1]), ""
+        return 7, f"there is no class {match[1]!r}{did_you_mean(match[1], _known_classes())}", match[1]
+    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
+        return 7, f"there is no {match[2]!r} in {match[1]}{did_you_mean(match[2], _names_in(match[1]))}", ""
+    if match := re.search(r"No module named '([\w.]+)'", line):
+        return 7, f"there is no module {match[1]!r}", ""
+    if match := re.search(r"[Ii]mport path (\S* ?)does not correspond to a subclass of (\w+)", line):
+        return 7, f"{match[1].strip() or given or 'the class'} is not a {match[2]}", ""
+    if match := re.search(r"File does not exist: '?([^']+)'?", line):
+        return 7, f"there is no file {match[1]!r}", ""
+    if match := re.search(r"Expected an? (.+?)\.? Got value: (.*)", line):
+        return 6, _wrong_type(_readable_types(match[1]), match[2]), ""
+    if re.match(r"Expected an? ", line):
+        return (5, _wrong_type(allowed, given), "") if allowed else None
+    if line.startswith("Not a valid subclass of"):
+        return 3, f"not a class that fits here. Got: {line.partition('Got value: ')[2] or given}", ""
+    if line.startswith("Unexpected config"):
+        return 5, "this is no mapping of keys to values", ""
+    return None
+
+
+def _wrong_type(allowed: str, value: str) -> str:
+    if value.startswith("NestedArg("):
+        value = value.partition("val=")[2].rstrip(")")
+    value = "null" if value.strip("'") == "None" else value.strip("'")
+    choices = re.findall(r"[\w.-]+", allowed)
+    hint = did_you_mean(value, choices) if "one of" in allowed else ""
+    return f"{value} is not allowed{hint or ','} expected {allowed}".replace("?,", "?").replace(
+        "? expected", "? Expected"
+    )
+
+
+def _readable_types(text: str) -> str:
+    """Turn ``[<class 'int'>, typing.Literal['a'], <class 'NoneType'>]`` into ``int, one of 'a', null``."""
+    text = re.sub(r"<class '(?:[\w]+\.)*(\w+)'>", r"\1", text)
+    text = re.sub(r"typing\.Literal\[(.*?)\]", r"one of \1", text)
+    text = re.sub(r"\b(?:typing|collections|lightning|torch)[\w.]*\.(\w+)", r"\1", text)
+    text = text.replace("NoneType", "null").strip()
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
+def _known_classes() -> list[str]:
+    found = list(PUBLIC)
+    stack: list[type] = list(_BASES)
+    while stack:
+        below: list[type] = stack.pop().__subclasses__()
+        found += [cls.__name__ for cls in below if not cls.__name__.startswith("_")]
+        stack += below
+    return found
+
+
+def _names_in(module: str) -> list[str]:
+    import sys
+
+    return list(PUBLIC) if module == "lit_efficient" else dir(sys.modules.get(module))
+
+
+def _config_files(argv: Sequence[str]) -> list[str]:
+    pairs = zip(argv, [*argv[1:], ""])
+    given = [
+        value if flag in ("-c", "--config") else flag.partition("=")[2]
+        for flag, value in pairs
+        if flag.split("=")[0] in ("-c", "--config")
+    ]
+    return [path for path in given if os.path.isfile(path)]
+
+
+def _line_of(key: str, files: Sequence[str]) -> str:
+    """Return "in FILE, line N" if one line of the files mentions the key or value, "in FILE" if several do."""
+    pattern = re.compile(rf"(?<![\w.]){re.escape(key.rsplit('.', maxsplit=1)[-1])}(?![\w.])")
+    for file in files:
+        text = Path(file).read_text(encoding="utf-8", errors="replace") if os.path.isfile(file) else ""
+        numbers = [i for i, line in enumerate(text.splitlines(), 1) if pattern.search(line.partition("#")[0])]
+        if len(numbers) == 1:
+            return f"in {file}, line {numbers[0]}"
+        if numbers or len(files) == 1:
+            return f"in {file}"
+    return ""
+
+
+def _explain_missing_module(error: ModuleNotFoundError) -> list[str]:
+    name = error.name or (re.search(r"Requirement '([\w-]+)", str(error)) or ["", str(error)])[1]
+    extra = "'lit-efficient[wandb]'" if name == "wandb" else name
+    return [f"the package {name!r} is not installed: pip install {extra}"]
+
+
+def _explain_state_dict(message: str) -> list[str]:
+    """Summarise torch's list of every key that does not fit."""
+    owner = re.search(r"for (\w+):", message)
+    lines = [f"the checkpoint is of another architecture than {owner[1] if owner else 'the model'}:"]
+    for label, title in (("Missing", "only in the model"), ("Unexpected", "only in the checkpoint")):
+        if match := re.search(rf"{label} key\(s\) in state_dict: (.+?)\. ", message.replace("\n", " ") + " "):
+            names = ast.literal_eval(f"[{match[1]}]")
+            lines.append(f"  {len(names)} {title}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
+    shapes = re.findall(r"size mismatch for ([\w.]+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", message)
+    lines += [f"  {name}: {saved} in the checkpoint, {ours} in the model" for name, saved, ours in shapes[:3]]
+    return [*lines, f"  and {len(shapes) - 3} more of another shape"] if len(shapes) > 3 else lines

@@ -1,0 +1,240 @@
+"""What may stand in a config: safe imports, short class names, no duplicate keys, no null where none is allowed.
+
+Everything here is decided before a class is imported, because importing what a config names is running what it names.
+"""
+
+import contextlib
+import difflib
+import os
+import re
+import types
+import typing
+from argparse import ArgumentError
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import get_loader, set_loader, set_parsing_settings
+from lightning.pytorch.cli import LightningArgumentParser
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_efficient import PUBLIC
+from lit_efficient.errors import ConfigurationError
+
+# Packages whose classes a config may name. Where an object is defined counts as well as where it was found, so
+# `lightning.pytorch.cli.os.system` is refused as `os.system` is.
+ALLOWED_IMPORTS = (
+    "lit_efficient",
+    "lightning.pytorch",
+    "lightning.fabric.plugins",  # where Lightning defines the environments and checkpoint IOs that it re-exports
+    "pytorch_lightning",
+    "torch.optim",
+    "torch.nn",
+    "torch._C._nn",  # where torch defines `torch.nn.functional.gelu` and its kin
+    "torchmetrics",
+)
+PARSER_MODE = "lit_efficient"
+
+# Keys whose value, or the items of whose value, may be a class name alone.
+_SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
+# torch has a class of the same name, without the `monitor` that Lightning needs.
+_ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
+# Arguments by which schedulers call the length of the run. Left unset they are the run's number of optimizer steps.
+HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
+
+_granted: set[str] = set()
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning makes the calls, no user can mend them
+
+
+def set_import_policy(extra: Sequence[str] = ()) -> None:
+    """Refuse to import what a config names, except from :data:`ALLOWED_IMPORTS` and ``extra``.
+
+    Args:
+        extra: Packages that the user allows. What an earlier call in this process allowed is taken back.
+
+    Raises:
+        ConfigurationError: If an entry is no dotted name, or cannot be allowed at all.
+    """
+    try:
+        set_parsing_settings(
+            config_read_mode_fsspec_enabled=False,  # no configs from URLs
+            config_read_mode_urls_enabled=False,
+            validate_subclass_spec_in_any=True,  # a class in an untyped argument is checked like any other
+            instantiate_subclass_spec_in_any=False,
+            import_path_denylist=["*", *_granted],
+            import_path_allowlist=[*ALLOWED_IMPORTS, *extra],
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"--allow-import: {error}") from error
+    _granted.update(set(extra) - set(ALLOWED_IMPORTS))
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take ``--allow-import PKG`` out of a command line, wherever it stands, and write short class names in full.
+
+    Returns:
+        The remaining arguments, and the packages.
+
+    Raises:
+        ConfigurationError: If ``--allow-import`` stands without a package.
+    """
+    arguments: list[str] = []
+    allowed: list[str] = []
+    tokens = iter(argv)
+    names_class = False
+    for token in tokens:
+        key, equals, value = token.partition("=")
+        if key == "--allow-import":
+            package = value or next(tokens, "")
+            if not package or package.startswith("-"):
+                raise ConfigurationError("--allow-import needs the name of a package, as in --allow-import my_project")
+            allowed.append(package)
+            continue
+        leaf = _leaf(key[2:]) if key.startswith("--") else ""
+        is_slot = leaf in _SLOTS or leaf in ("class_path", "help")
+        if is_slot and equals:
+            arguments.append(f"{key}={full_name(value)}")
+        else:
+            arguments.append(full_name(token) if names_class else token)
+        names_class = is_slot and not equals
+    return arguments, allowed
+
+
+def full_name(name: str) -> str:
+    """Return the import path of a short class name of ours; any other string as it is."""
+    return f"lit_efficient.{name}" if name in PUBLIC else _ALIASES.get(name, name)
+
+
+def expand_short_names(tree: Any, key: str = "") -> Any:
+    """Write the short class names in a loaded config in full: those in ``class_path`` and in the slots."""
+    if isinstance(tree, dict):
+        return {k: expand_short_names(value, str(k)) for k, value in tree.items()}
+    if isinstance(tree, list):
+        return [expand_short_names(item, key) for item in tree]
+    if isinstance(tree, str) and (_leaf(key) in _SLOTS or _leaf(key) == "class_path"):
+        return full_name(tree)
+    return tree
+
+
+def _leaf(key: str) -> str:
+    return key.rstrip("+").split(".")[-1]
+
+
+def load_yaml(text: str) -> Any:
+    """Load YAML as jsonargparse does, but refuse duplicate keys and know our short class names.
+
+    Raises:
+        yaml.YAMLError: If the text is no YAML, or a mapping has a key twice. The message names the lines.
+    """
+    _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), set())
+    return expand_short_names(get_loader("yaml")(text))
+
+
+def _refuse_duplicates(node: yaml.Node | None, seen: set[int]) -> None:
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    lines: dict[str, int] = {}
+    for item in node.value:
+        key, value = item if isinstance(node, yaml.MappingNode) else (None, item)
+        if isinstance(key, yaml.ScalarNode):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.YAMLError(f"the key {key.value!r} stands twice: in line {lines[key.value]} and line {line}")
+            lines[key.value] = line
+        _refuse_duplicates(value, seen)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+# The ways in which jsonargparse says that an option does not exist.
+_UNKNOWN_OPTION = re.compile(
+    r"(?:does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
+)
+_UNLISTED = {"help", "config", "print_config", "print_shtab", "==SUPPRESS==", "subcommand"}
+
+set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError,))
+
+
+class Parser(LightningArgumentParser):
+    """The parser of the command line, of each subcommand and of each class that a config names."""
+
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
+        """Add a class's arguments; the length of a scheduler may be left unset, also where torch wants it."""
+        added = super().add_class_arguments(theclass, *args, **kwargs)
+        if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
+            for action in self._actions:
+                if action.dest in HORIZONS:
+                    action.required = False
+                    action.default = None
+        return added
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Parse a config file; its name goes in front of what is wrong with it."""
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        except ArgumentError as error:
+            raise ArgumentError(None, f"In file {path}:\n{error.message}") from error
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
+        """Parse a config; its keys are checked first, because jsonargparse drops those that hold nothing."""
+        with contextlib.suppress(yaml.YAMLError):  # which the parsing itself will report
+            self._check_keys(load_yaml(content))
+        return super().parse_string(content, *args, **kwargs)
+
+    def _check_keys(self, tree: Any, prefix: str = "") -> None:
+        if not isinstance(tree, dict):
+            return
+        # `trainer` alone is an option as well, which takes a file; it is no value.
+        values = {action.dest for action in self._actions if type(action).__name__ != "_ActionConfigLoad"}
+        for name, value in tree.items():
+            key = f"{prefix}{name}".rstrip("+")
+            if any(f"{key}.".startswith(f"{dest}.") for dest in values | {*_UNLISTED, "$schema"}):
+                continue
+            if self._subcommands_action and key in self._subcommands_action.choices:
+                self._subcommands_action.choices[key]._check_keys(value)
+            elif not any(dest.startswith(f"{key}.") for dest in values):
+                self.error(f"Option '{key}' is not accepted")
+            elif value is None:
+                self.error(f'Parser key "{key}":\n  Expected a mapping. Got value: null')
+            else:
+                self._check_keys(value, f"{key}.")
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise what is wrong; for an unknown option, add what was probably meant and what there is."""
+        unknown = _UNKNOWN_OPTION.search(message)
+        if unknown and "(accepted" not in message:
+            parser = getattr(ex, "subcommand_parser", None) or self
+            dests = [a.dest for a in parser._actions if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
+            level = unknown["name"].rpartition(".")[0]
+            below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
+            accepted = ", ".join(dict.fromkeys(filter(None, below)))
+            message = f"no option {unknown['name']!r}{did_you_mean(unknown['name'], dests)} (accepted: {accepted})"
+        super().error(message, ex)
+
+    def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:
+        """Check a value; null is checked too, which jsonargparse takes for "not given"."""
+        if value is None and getattr(action, "default", None) is not None and not _accepts_null(action):
+            raise TypeError(f'Parser key "{key}":\n  Expected a {action._typehint}. Got value: null')
+        return super()._check_value_key(action, value, key, cfg, append=append)
+
+
+def _accepts_null(action: Any) -> bool:
+    def accepts(hint: Any) -> bool:
+        if hint in (None, Any, object, type(None)):
+            return True
+        return any(accepts(part) for part in typing.get_args(hint)) if _is_union(hint) else _is_opaque(hint)
+
+    return not hasattr(action, "_typehint") or accepts(action._typehint)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal)
+
+
+def _is_opaque(hint: Any) -> bool:
+    return type(hint).__module__.startswith("jsonargparse")

@@ -1,0 +1,131 @@
+"""What can be known to fail before anything is built: folders, devices, secrets in the config, W&B without a key."""
+
+import netrc
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+
+from lit_efficient.errors import ConfigurationError
+
+_FOLDERS = {"default_root_dir", "save_dir", "dirpath"}
+_SECRET = re.compile(r"(^|_)(api_?key|passw(or)?d|secret|credentials?|(access|auth|hf|bearer)_token)$", re.IGNORECASE)
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse a config that cannot work on this machine, or should not be written to disk.
+
+    Args:
+        config: The config of a subcommand, as plain data.
+
+    Raises:
+        ConfigurationError: Naming key, value and what is allowed.
+    """
+    for key, value in leaves(config):
+        name = key.split(".")[-1]
+        if _SECRET.search(name) and isinstance(value, str) and value:
+            raise ConfigurationError(
+                f"{key}: secrets do not belong in a config, which is saved and logged with the run; "
+                "give it in the environment variable that its library reads"
+            )
+        if name in _FOLDERS and key.startswith("trainer.") and isinstance(value, str):
+            check_writable(key, Path(value))
+    trainer = config.get("trainer") or {}
+    check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"))
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested dicts and lists with its dotted key."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{prefix}.{index}")
+    else:
+        yield prefix, tree
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Try to write into a folder, or into what will be its parent, and leave nothing behind.
+
+    Raises:
+        ConfigurationError: Naming the folder and what the system says.
+    """
+    if "://" in str(folder):
+        return
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"{key}: cannot write to {folder} ({existing}: {error.strerror})") from error
+
+
+def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
+    """Refuse more devices than there are. Accelerators other than CPU and CUDA are left to Lightning.
+
+    Raises:
+        ConfigurationError: Naming what was asked for and what there is.
+    """
+    gpus = torch.cuda.device_count()
+    if (
+        accelerator in ("gpu", "cuda")
+        and gpus == 0
+        and not (accelerator == "gpu" and torch.backends.mps.is_available())
+    ):
+        raise ConfigurationError(f"trainer.accelerator: {accelerator}, but torch finds no GPU here; allowed: auto, cpu")
+    if accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available()):
+        count, kind = os.cpu_count() or 1, "CPU cores"
+    elif accelerator in ("gpu", "cuda", "auto") and gpus:
+        count, kind = gpus, "GPUs"
+    else:
+        return
+    wanted = _requested(devices)
+    if wanted is not None and wanted > count:
+        raise ConfigurationError(f"trainer.devices: {devices} asks for {wanted}, but there are {count} {kind}")
+
+
+def _requested(devices: int | str | list[int]) -> int | None:
+    """How many devices must exist; ``None`` for "auto", -1 and what Lightning will refuse by itself."""
+    if isinstance(devices, str):
+        numbers = [int(part) for part in devices.split(",") if part.strip().isdigit()]
+        if not numbers:
+            return None
+        return max(numbers) + 1 if "," in devices else numbers[0]
+    if isinstance(devices, list):
+        return max(devices, default=-1) + 1
+    return devices if devices >= 0 else None
+
+
+def go_offline_without_key(config: Mapping[str, Any], environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Run W&B offline if nobody said how and there is no key: it would stop and ask for one.
+
+    Returns:
+        Whether the environment was changed.
+    """
+    classes = [value for key, value in leaves(config.get("trainer") or {}) if key.endswith("class_path")]
+    uses_wandb = any(str(name).endswith("WandbLogger") for name in classes)
+    if not uses_wandb or "WANDB_MODE" in environment or _has_wandb_key(environment):
+        return False
+    environment["WANDB_MODE"] = "offline"
+    return True
+
+
+def _has_wandb_key(environment: Mapping[str, str]) -> bool:
+    if environment.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    files = [environment.get("NETRC"), os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc")]
+    for file in filter(None, files):
+        try:
+            if netrc.netrc(file).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

@@ -1,0 +1,177 @@
+"""What every run of the command line gets: safe checkpoints, its config beside them, a last word."""
+
+import logging
+import os
+import shlex
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+# Beginnings of messages that advertise something, or tell what is not there.
+_CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")
+COMMAND = "python -m lit_efficient"
+_NOISE = ("does not have many workers", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None) -> None:
+    """Give a run the CheckpointIO that can be trusted and, for ``fit``, the answer to signals, unless it has its own.
+
+    Args:
+        trainer_config: Arguments of the trainer, instantiated; changed in place.
+        subcommand: Which subcommand runs.
+    """
+    from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
+    from lit_efficient.plugins.checkpoint_io import SafeCheckpointIO
+
+    plugins = _as_list(trainer_config.get("plugins"))
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        trainer_config["plugins"] = [*plugins, SafeCheckpointIO()]
+    callbacks = _as_list(trainer_config.get("callbacks"))
+    if subcommand == "fit" and not any(isinstance(callback, SignalCheckpoint) for callback in callbacks):
+        trainer_config["callbacks"] = [*callbacks, SignalCheckpoint()]
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def run_folder(trainer: Trainer) -> Path:
+    """Return the folder that holds a run's checkpoints. Call it on all ranks: the logger's folder is broadcast."""
+    log_dir, logger = trainer.log_dir, trainer.logger
+    if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
+        return Path(log_dir or trainer.default_root_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Write the config of a fit beside its checkpoints, and log it where the logger shows configs.
+
+    A run in a folder that has a config already (a resumed one, say) keeps the old one as ``config_1.yaml`` and so on.
+    """
+
+    saved: Path | None = None  # where it was written
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Save once, before data is loaded."""
+        if self.already_saved:
+            return
+        self.already_saved = True
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        text = self.parser.dump(self.config, skip_none=False)
+        for logger in trainer.loggers:
+            if not isinstance(logger, TensorBoardLogger | CSVLogger):
+                logger.log_hyperparams(yaml.safe_load(text))
+        if stage == "fit":
+            self.saved = folder / self.config_filename
+            write_config(self.saved, text)
+
+
+def write_config(path: Path, text: str) -> None:
+    """Write a config in one piece; one that is there and differs is kept under the next free number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        if path.read_text(encoding="utf-8") == text:
+            return
+        number = 1
+        while (kept := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(kept)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
+    """Say where the checkpoints of a finished fit lie and what to type next.
+
+    Args:
+        trainer: The trainer after ``fit``.
+        allowed: What the user gave as ``--allow-import``; the commands need it again.
+    """
+    sync = [f"  wandb sync {_short(folder)}" for folder in _offline_runs(trainer)]
+    callbacks: list[Any] = [c for c in trainer.checkpoint_callbacks if getattr(c, "best_model_path", "")]
+    if not callbacks:
+        return "\n".join(["", "Done. No checkpoint was written.", *sync])
+    best, score = callbacks[0].best_model_path, callbacks[0].best_model_score
+    last = callbacks[0].last_model_path or best
+    lines = ["", "Done."]
+    if last != best:
+        value = f"  ({callbacks[0].monitor} {float(score):.4g})" if score is not None else ""
+        lines.append(f"  best checkpoint  {_short(best)}{value}")
+    lines += [f"  last checkpoint  {_short(last)}", "Next:"]
+    saver: Any = next((c for c in callbacks_of(trainer) if isinstance(c, SaveRunConfig)), None)
+    config = _short(saver.saved) if saver and saver.saved else "CONFIG"
+    given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"
+    lines += [f"  {COMMAND} {verb}{given} --ckpt_path {_short(best)}" for verb in _evaluations(trainer)]
+    lines.append(f"  {COMMAND} fit{given} --ckpt_path {_short(last)}{_twice_as_long(trainer)}")
+    return "\n".join([*lines, *sync])
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    """Return the trainer's callbacks, which its type does not declare."""
+    return list(trainer.callbacks)
+
+
+def _evaluations(trainer: Trainer) -> list[str]:
+    """Subcommands for which the module and its data have something to run."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    hooks = {
+        "validate": ("validation_step", "val"),
+        "test": ("test_step", "test"),
+        "predict": ("predict_step", "predict"),
+    }
+    sources = [source for source in (module, data) if source is not None]
+    return [
+        verb
+        for verb, (step, stage) in hooks.items()
+        if is_overridden(step, module) and any(is_overridden(f"{stage}_dataloader", source) for source in sources)
+    ]
+
+
+def _twice_as_long(trainer: Trainer) -> str:
+    """The option that lets a finished run go on; a run without an end needs none."""
+    if trainer.max_steps > 0:
+        return f" --trainer.max_steps {2 * trainer.max_steps}"
+    epochs = trainer.max_epochs or -1
+    return f" --trainer.max_epochs {2 * epochs}" if epochs > 0 else ""
+
+
+def _offline_runs(trainer: Trainer) -> list[Path]:
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+    return [Path(logger.experiment.dir).parent for logger in loggers if getattr(logger.experiment, "offline", False)]
+
+
+def _short(path: str | Path) -> str:
+    relative = os.path.relpath(path)
+    return shlex.quote(str(path) if relative.startswith("..") else relative)
+
+
+class _NoAdvertising(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_CHATTER)
+
+
+def quiet(evaluating: bool = False) -> None:
+    """Silence advertisements and warnings that ask for nothing; everything else is printed.
+
+    Args:
+        evaluating: Whether the run writes no checkpoints, so that it does not matter where an earlier run put its own.
+    """
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    if not any(isinstance(existing, _NoAdvertising) for existing in logger.filters):
+        logger.addFilter(_NoAdvertising())
+    for pattern in (*_NOISE, *(["The dirpath has changed from"] if evaluating else [])):
+        warnings.filterwarnings("ignore", f".*{pattern}.*")

@@ -1,0 +1,62 @@
+"""The entry point: what answers without torch, and what it says to a wrong command."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lit_efficient import __version__
+from lit_efficient.__main__ import SUBCOMMANDS, main
+
+
+def test_help_version_and_catalogue_do_not_import_torch():
+    code = """if True:
+        import sys
+        from lit_efficient.__main__ import main
+        for argv in ([], ["--help"], ["--version"], ["techniques"], ["techniques", "--matrix"],
+                     ["techniques", "--markdown"], ["techniques", "--help"], ["techniques", "nothing"], ["fitt"]):
+            main(argv)
+        heavy = {"torch", "lightning", "lightning_utilities", "numpy", "yaml", "jsonargparse", "argparse"}
+        print("imported:", sorted(heavy & set(sys.modules)))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "imported: []"
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"], ["help"]])
+def test_help_says_what_it_is_and_gives_two_commands(argv, capsys):
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in SUBCOMMANDS)
+    assert text.count("python -m lit_efficient fit -c configs/") == 2
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lit_efficient {__version__}\n"
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert main(["validat", "-c", "x.yaml"]) == 2
+    assert "Did you mean validate?" in capsys.readouterr().err
+
+
+def test_a_wrong_config_is_one_sentence_and_exit_code_2(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "lit_efficient", "fit", "-c", "missing.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: config: there is no file")
+    assert len(done.stderr.splitlines()) <= 2
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = f"{sys.executable} -m lit_efficient --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
