@@ -25,6 +25,7 @@ PUBLIC: dict[str, str] = {
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
     # other callbacks
+    "NonFiniteGuard": "callbacks.non_finite_guard",
     "SampleImages": "callbacks.sample_images",
     "SampleText": "callbacks.sample_text",
     "SignalCheckpoint": "callbacks.signal_checkpoint",

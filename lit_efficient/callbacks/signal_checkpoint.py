@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed
 
@@ -198,7 +197,7 @@ def _handlers_of_the_user(handler: Any, trainer: Any) -> list[Callable[[int, Fra
 
 def _requeue_signals(trainer: Any) -> set[int]:
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+    if environment is not None and _is_a("SLURMEnvironment", environment) and environment.auto_requeue:
         return {signal.SIGTERM, environment.requeue_signal or signal.SIGUSR1}
     return set()
 
@@ -206,7 +205,12 @@ def _requeue_signals(trainer: Any) -> set[int]:
 def _is_watched_child(trainer: Any) -> bool:
     """Whether Lightning launched this process: it kills the main one if a child ends with a code other than 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
+    return _is_a("LightningEnvironment", environment) and trainer.local_rank != 0
+
+
+def _is_a(name: str, value: object) -> bool:
+    # By name, because the standalone pytorch_lightning has classes of its own.
+    return any(base.__name__ == name for base in type(value).__mro__)
 
 
 def _print(trainer: Any, text: str) -> None:

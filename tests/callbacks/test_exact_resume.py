@@ -95,6 +95,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but")
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
 def test_loaders_may_come_from_anywhere_and_fit_may_be_called_again(tmp_path):
     class Data(pl.LightningDataModule):
         def train_dataloader(self):

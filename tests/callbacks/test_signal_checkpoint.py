@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.plugins.checkpoint_io import load_verified
+from lit_efficient.plugins.checkpoint_io import SafeCheckpointIO, load_verified
 from tests import processes
 from tests.callbacks.interrupted_run import train
 from tests.callbacks.resume_kit import Tiny, equal, trainer
@@ -171,3 +172,41 @@ def test_outside_the_main_thread_it_says_that_it_cannot(tmp_path):
 def test_names_that_are_no_signals_are_refused(signals):
     with pytest.raises(ConfigurationError, match="SignalCheckpoint: signals must be names"):
         SignalCheckpoint(signals)
+
+
+def test_the_standalone_package_has_it_all_too(tmp_path):
+    package = pytest.importorskip("pytorch_lightning")
+
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 1))
+
+        def training_step(self, batch, batch_idx):
+            if self.trainer.fit_loop.total_batch_idx == at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return (self.layer(batch) - 1).square().sum()
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.arange(6.0)[:, None], shuffle=True)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    def run(ckpt_path=None):
+        callbacks = [SignalCheckpoint(dirpath=tmp_path), ExactResume()]
+        silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        arguments = silent | {"accelerator": "cpu", "enable_checkpointing": False, "max_epochs": 2}
+        module = Module()
+        package.Trainer(callbacks=callbacks, plugins=[SafeCheckpointIO()], **arguments).fit(module, ckpt_path=ckpt_path)
+        return module.state_dict()
+
+    at = None
+    whole = run()
+    at = 3
+    with pytest.raises(SystemExit) as exit_:
+        run()
+    assert exit_.value.code == 138
+    at = None
+    assert equal(dict(whole), dict(run(tmp_path / "interrupted-step=4.ckpt")))

@@ -1,0 +1,107 @@
+"""NaN or Inf never reaches the weights: gradients are checked before each optimizer step.
+
+    finite = isfinite(max_i |g_i|), over all gradients of the optimizer
+
+Saves: the weights and optimizer states of a run in which one batch or one overflow goes wrong.
+Costs: one fused pass over the gradients (of the order of clipping them) and one wait for the device an optimizer step.
+Source: the check of torch.amp.GradScaler, made usable without loss scaling.
+
+The maximum is taken, and not the 2-norm, because squares of large but finite gradients overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element of any tensor is NaN or infinite; one wait for the device. Shards count as a whole."""
+    tensors = list(tensors)
+    if not tensors:
+        return True
+    largest = get_total_norm(tensors, norm_type=math.inf)
+    largest = largest.full_tensor() if hasattr(largest, "full_tensor") else largest
+    return bool(torch.isfinite(largest))
+
+
+class NonFiniteGuard(Callback):
+    """Stop, or leave out the step, when a gradient is NaN or infinite.
+
+    A step that is left out changes neither weights nor optimizer states; learning-rate schedules go on. It looks at the
+    gradients of all processes together, where the strategy has reduced them: all take the same decision.
+
+    Args:
+        action: ``raise`` stops with an error that names parameters, ``skip`` leaves out the step with a warning.
+        max_consecutive: With ``skip``, so many steps in a row are left out before it stops, 1 or more.
+
+    Raises:
+        ConfigurationError: If an argument is not allowed.
+    """
+
+    def __init__(self, action: Literal["raise", "skip"] = "raise", max_consecutive: int = 10) -> None:
+        if action not in ("raise", "skip"):
+            raise ConfigurationError(f"NonFiniteGuard: action must be 'raise' or 'skip', got {action!r}")
+        if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 1:
+            raise ConfigurationError(f"NonFiniteGuard: max_consecutive must be 1 or more, got {max_consecutive!r}")
+        self.action = action
+        self.max_consecutive = max_consecutive
+        self.skipped = 0
+        self._consecutive = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what already skips such steps, and counts on seeing them.
+
+        Raises:
+            ConflictError: With a gradient scaler.
+        """
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ConflictError(
+                "NonFiniteGuard cannot be combined with 16-mixed: its gradient scaler finds its scale by overflow and"
+                " skips such steps by itself; remove the guard or use bf16-mixed"
+            )
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """Check the gradients, before they are clipped.
+
+        Raises:
+            LitEfficientError: If one is not finite and the action is ``raise``, or too many in a row were left out.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all_finite(parameter.grad for parameter in parameters if parameter.grad is not None):
+            self._consecutive = 0
+            return
+        self.skipped += 1
+        self._consecutive += 1
+        where = f"at step {trainer.global_step} gradients are not finite in {_culprits(pl_module)}"
+        if self.action == "raise":
+            raise LitEfficientError(f"NonFiniteGuard: {where}; the weights are those before the step")
+        if self._consecutive > self.max_consecutive:
+            raise LitEfficientError(f"NonFiniteGuard: {where}, after {self.max_consecutive} steps left out in a row")
+        rank_zero_warn(f"NonFiniteGuard: {where}; the step is left out")
+        for parameter in parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, int]:
+        """How many steps were left out, in all and in a row."""
+        return {"skipped": self.skipped, "consecutive": self._consecutive}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on counting."""
+        self.skipped, self._consecutive = state_dict["skipped"], state_dict["consecutive"]
+
+
+def _culprits(module: Any, most: int = 3) -> str:
+    graded = ((name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None)
+    names = [name for name, gradient in graded if not all_finite([gradient])]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

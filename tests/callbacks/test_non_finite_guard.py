@@ -1,0 +1,110 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard, all_finite
+from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from tests.callbacks.resume_kit import trainer
+
+
+class Explodes(pl.LightningModule):
+    """Its loss is NaN or infinite in the batches named; keeps its weights and AdamW's states after each step."""
+
+    def __init__(self, *bad, value=float("nan"), manual=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.good, self.layer = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        self.bad, self.value, self.history = bad, value, []
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).sum() * (self.value if batch_idx in self.bad else 1.0) + self.good(batch).sum()
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        states = [value.clone() for state in self.trainer.optimizers[0].state.values() for value in state.values()]
+        self.history.append([parameter.detach().clone() for parameter in self.parameters()] + states)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(6, 1))
+
+
+def fit(module, guard, **arguments):
+    trainer([guard], max_epochs=1, accumulate_grad_batches=1, **arguments).fit(module)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("manual", "clip"), [(False, None), (False, 1.0), (True, None)])
+def test_a_step_that_is_left_out_changes_nothing(value, manual, clip):
+    module, guard = Explodes(2, value=value, manual=manual), NonFiniteGuard("skip")
+    with pytest.warns(
+        UserWarning, match="at step 2 gradients are not finite in layer.weight, layer.bias; the step is left"
+    ):
+        fit(module, guard, gradient_clip_val=clip)
+    before, at, after = module.history[1:4]
+    assert all(map(torch.equal, before, at))
+    assert not any(map(torch.equal, at, after))
+    assert all(torch.isfinite(value).all() for value in after)
+    assert guard.state_dict() == {"skipped": 1, "consecutive": 0}
+
+
+def test_without_it_the_weights_are_lost():
+    module = Explodes(2)
+    fit(module, pl.Callback())
+    assert torch.isnan(module.layer.weight).all()
+
+
+def test_raising_keeps_the_weights():
+    module = Explodes(2)
+    with pytest.raises(LitEfficientError, match=r"at step 2 gradients are not finite in layer\.weight, layer\.bias"):
+        fit(module, NonFiniteGuard())
+    assert all(map(torch.equal, module.parameters(), module.history[1][:4]))
+
+
+@pytest.mark.filterwarnings("ignore:NonFiniteGuard")
+def test_too_many_in_a_row_stop_the_run():
+    fit(Explodes(1, 2, 4, 5), NonFiniteGuard("skip", 2))
+    with pytest.raises(LitEfficientError, match=r"at step 3 .* after 2 steps left out in a row"):
+        fit(Explodes(1, 2, 3), NonFiniteGuard("skip", 2))
+
+
+def test_the_count_is_resumed():
+    guard = NonFiniteGuard("skip")
+    guard.load_state_dict({"skipped": 7, "consecutive": 3})
+    assert guard.state_dict() == {"skipped": 7, "consecutive": 3}
+
+
+def test_large_but_finite_gradients_pass():
+    assert all_finite([torch.full((8,), 1e30), torch.ones(2)])
+    assert all_finite([])
+    assert not all_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
+    assert not all_finite([torch.tensor([float("-inf")])])
+
+
+def test_a_gradient_scaler_is_refused():
+    run = trainer([NonFiniteGuard()])
+    run.strategy.precision_plugin.scaler = object()
+    with pytest.raises(ConflictError, match="cannot be combined with 16-mixed"):
+        run.fit(Explodes())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"action": "stop"}, "action must be 'raise' or 'skip', got 'stop'"),
+        ({"max_consecutive": 0}, "max_consecutive must be 1 or more, got 0"),
+        ({"max_consecutive": 1.5}, "max_consecutive must be 1 or more, got 1.5"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        NonFiniteGuard(**arguments)
