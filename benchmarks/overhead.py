@@ -4,7 +4,7 @@
 
 Both sides train the network of the language-modelling task on its own batches with the same optimizer and clipping,
 each in a process of its own, alternating; the clock runs from step 20 to the last. The command line runs the shipped
-configuration with all of its callbacks; validation is left out on both sides. The promised median ratio is 0.95 or more.
+configuration with all of its callbacks; validation is left out on both sides. The promise is a median of at least 0.95.
 """
 
 import argparse

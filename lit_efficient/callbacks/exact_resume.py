@@ -26,7 +26,7 @@ from torch import Tensor
 from lit_efficient.data.resumable import ResumableLoader, examine, make_resumable
 from lit_efficient.data.resumable_sampler import mix_seed, seed_all
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.technique import Technique
+from lit_efficient.technique import Report, Technique
 
 
 class ExactResume(Technique):
@@ -105,6 +105,10 @@ class ExactResume(Technique):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Seed what the step draws."""
         seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx))
+
+    def describe(self, module: Any) -> Report:
+        """The seed that decides order and draws."""
+        return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
 
     def state_dict(self) -> dict[str, Any]:
         """The run's seed and its number of processes."""
