@@ -456,6 +456,14 @@ def test_what_is_refused_is_not_imported(tmp_path, monkeypatch, capsys):
     assert not Path("was_here").exists()
 
 
+def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_module.py").write_text("x = 1\ndef (:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for place in ("--model", "--trainer.callbacks+"):
+        said = refused(capsys, "--allow-import", "broken_module", place, "broken_module.M")
+        assert "broken_module.py, line 2" in said
+
+
 def test_permission_lasts_for_one_run(capsys):
     assert main(["fit", "-c", "base.yaml", "--allow-import=tests", "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"] == "tests.support_cli.ToyModel"

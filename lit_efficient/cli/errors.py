@@ -25,6 +25,9 @@ _BASES = (Callback, LightningDataModule, LightningModule, Logger, Strategy, Opti
 _CONTEXT = re.compile(
     r"^\s*(?:- )?(?:Parser key \"(?P<key>[^\"]+)\":?|Problem with given class_path '(?P<path>[^']+)':)"
 )
+_BOILERPLATE = re.compile(
+    r"[\s-]*(Expected |Does not validate|Errors:|Given value|Subclass types|a class path|a dict )"
+)
 
 
 def explain(error: BaseException, argv: Sequence[str]) -> str | None:
@@ -90,7 +93,7 @@ def _explain_parsing(message: str, argv: Sequence[str]) -> list[str]:
     return [head, *([f"  {where}"] if where else []), *([f"  accepted: {accepted.rstrip(')')}"] if accepted else [])]
 
 
-def _causes(message: str) -> Iterator[tuple[int, int, str, str, str]]:
+def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
     """Yield (how telling, how deep, place, cause, last part of the key) for each line that names a cause."""
     lines = re.sub(r'^( *)((?:- )?Parser key "[^"\n]+":) +', r"\1\2\n\1    ", message, flags=re.MULTILINE).splitlines()
     stack: list[tuple[int, str, str]] = []  # indentation, kind, name
@@ -108,6 +111,8 @@ def _causes(message: str) -> Iterator[tuple[int, int, str, str, str]]:
             classes = [name.split(".")[-1] for _, kind, name in here if kind == "class"]
             allowed = _readable_types(subtypes.get(len(here), ""))
             found = _cause(line.strip(" -"), allowed, _given(lines, here))
+            if not found and (classes or line.lstrip().startswith("- ")) and not _BOILERPLATE.match(line):
+                found = 5.5, line.strip(" -"), ""  # what an import or a constructor says
             if found:
                 priority, cause, leaf = found
                 place = _place(keys, classes)
@@ -129,7 +134,7 @@ def _place(keys: list[str], classes: list[str]) -> str:
     return f"{keys[0]}{owner}{f'.{inner}' if owner and inner else ''}"
 
 
-def _cause(line: str, allowed: str, given: str) -> tuple[int, str, str] | None:
+def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None:
     """Translate one line of jsonargparse: (how telling it is, the sentence, the last part of the key if named)."""
     if match := re.search(r"Importing '([^']+)' is not allowed", line):
         package = match[1].split(".")[0]
