@@ -25,7 +25,7 @@ SLOTS = {
     "tasks": "model",
     "data": "data",
 }
-_NOT_TECHNIQUES = {"tasks", "data"}
+_TECHNIQUES = {"precision", "plugins", "strategies", "optimizers"}  # a callback is one if it says what it saves
 _LABELS = ("Saves", "Costs", "Source")
 
 
@@ -46,7 +46,7 @@ class Card:
         phase: Name of the phase in which it is applied, or an empty string.
         conflicts: Classes that it excludes, each with the reason and the way out.
         requires: Classes that it needs, each with the reason.
-        is_technique: Whether it is a technique, and not a task or a data module.
+        is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
     """
 
     name: str
@@ -105,7 +105,7 @@ def _read_card(name: str, module: str, tree: ast.Module) -> Card | None:
         phase=ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else "",
         conflicts=_literal_dict(attributes.get("conflicts")),
         requires=_literal_dict(attributes.get("requires")),
-        is_technique="Technique" in bases or folder not in _NOT_TECHNIQUES,
+        is_technique="Technique" in bases or folder in _TECHNIQUES or bool(_labelled(docstring, "Saves")),
     )
 
 

@@ -54,7 +54,7 @@ def table(cards: Sequence[Card], width: int | None) -> str:
     """Render the techniques as a table.
 
     Args:
-        cards: What to show; tasks and data modules are named below the table.
+        cards: What to show; tasks, data modules and the rest are named below the table.
         width: Columns of the terminal: cells are wrapped to it. ``None`` puts each technique on one line, for ``grep``.
     """
     header = ("name", "slot", "saves", "costs", "source")
@@ -70,7 +70,8 @@ def table(cards: Sequence[Card], width: int | None) -> str:
         widths = [*fixed, *(min(w, room // 3) for w in widths[2:])]
     lines = [line for row in rows for line in _wrapped_row(row, widths)]
     others = [f"{c.name} ({c.slot})" for c in cards if not c.is_technique]
-    footer = ["", "tasks and data: " + ", ".join(others)] if others else []
+    text = "no techniques, but public too: " + ", ".join(others)
+    footer = ["", *(textwrap.wrap(text, width) if width else [text])] if others else []
     return "\n".join([*lines, *footer, "", "python -m lit_efficient techniques NAME prints a card."])
 
 

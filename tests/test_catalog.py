@@ -84,7 +84,7 @@ def test_a_folder_is_a_slot(cards):
     slots = {card.name: (card.slot, card.is_technique) for card in cards}
     assert slots == {
         "Drop": ("trainer.callbacks", True),
-        "Plain": ("trainer.callbacks", True),
+        "Plain": ("trainer.callbacks", False),
         "Warm": ("lr_scheduler", True),
         "Rows": ("data", False),
     }
@@ -103,9 +103,9 @@ def test_the_table_fits_the_terminal_and_is_one_line_each_without_one(cards):
     for width in (80, 120):
         assert max(map(len, table(cards, width).splitlines())) <= width
     plain = table(cards, None).splitlines()
-    assert [line.split()[0] for line in plain[:4]] == ["name", "Drop", "Plain", "Warm"]
+    assert [line.split()[0] for line in plain[:3]] == ["name", "Drop", "Warm"]
     assert "half of the `blocks`' compute on average" in plain[1]
-    assert "tasks and data: Rows (data)" in plain
+    assert "no techniques, but public too: Plain (trainer.callbacks), Rows (data)" in plain
 
 
 def test_the_yaml_on_a_card_uses_the_class(cards):
@@ -118,7 +118,7 @@ def test_the_yaml_on_a_card_uses_the_class(cards):
 
 def test_markdown_has_a_row_for_each_technique(cards):
     lines = markdown(cards).splitlines()
-    assert len(lines) == 2 + 3
+    assert len(lines) == 2 + 2
     assert lines[2].startswith("| [`Drop`](lit_efficient/callbacks/drop.py) | `trainer.callbacks` | half of")
 
 
