@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -542,14 +543,21 @@ def test_a_checkpoint_of_another_architecture_that_shows_late(trained, capsys):
     assert len(said.splitlines()) <= 10
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_one_flipped_bit_in_a_checkpoint_is_seen(trained, capsys):
     content = bytearray(Path(trained).read_bytes())
     weights = torch.load(trained, weights_only=True)["state_dict"]["net.0.weight"].numpy().tobytes()
     content[content.index(weights) + 5] ^= 1
-    Path("flipped.ckpt").write_bytes(content)
-    said = refused(capsys, "--ckpt_path", "flipped.ckpt")
+    flipped = Path("alone/flipped.ckpt")
+    flipped.parent.mkdir()
+    flipped.write_bytes(content)
+    said = refused(capsys, "--ckpt_path", str(flipped))
     assert "damaged" in said
-    assert "The newest one there: first" in said
+    assert "No other *.ckpt" in said
+    shutil.copy(trained, "alone/good.ckpt")
+    with pytest.warns(UserWarning, match=r"flipped.ckpt is damaged.*Going on from the last good .*good.ckpt"):
+        assert fit("--ckpt_path", str(flipped), "--trainer.max_epochs", "3") == 0
+    assert Recorder.last.trainer.global_step > torch.load(trained, weights_only=True)["global_step"]
 
 
 def test_words_for_checkpoints_need_a_training(capsys):

@@ -28,7 +28,7 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
         The checkpoint, or an empty dict for a sharded one and for the words that Lightning resolves.
 
     Raises:
-        CheckpointError: If there is no such file, or it is damaged, or holds more than data.
+        CheckpointError: If there is no such file, or it and all others beside it are damaged, or hold more than data.
     """
     if path in _WORDS and subcommand == "fit":
         return {}
@@ -45,8 +45,8 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
         if damaged:
             raise zipfile.BadZipFile(f"checksum of {damaged}")
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"ckpt_path: {path} is damaged ({error}).{_others(file.parent, file)}") from error
+    except (zipfile.BadZipFile, RuntimeError, EOFError):
+        checkpoint = _last_good(file)
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
         raise CheckpointError(f"ckpt_path: {path} holds more than data, so it is not loaded: {reason}") from error
@@ -55,9 +55,19 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
     return checkpoint
 
 
-def _others(folder: Path, but: Path | None = None) -> str:
+def _last_good(damaged: Path) -> Any:
+    """What the trainer will go on from, said by the same plugin that will load it."""
+    from lit_efficient.plugins.checkpoint_io import SafeCheckpointIO
+
     try:
-        found = sorted((p for p in folder.rglob("*.ckpt") if p != but), key=os.path.getmtime, reverse=True)
+        return SafeCheckpointIO().load_checkpoint(damaged)
+    except CheckpointError as error:
+        raise CheckpointError(f"ckpt_path: {error}") from error
+
+
+def _others(folder: Path) -> str:
+    try:
+        found = sorted(folder.rglob("*.ckpt"), key=os.path.getmtime, reverse=True)
     except OSError:
         return ""
     return f" The newest one there: {found[0]}" if found else ""
