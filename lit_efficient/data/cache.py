@@ -7,7 +7,6 @@ half-written cache and two runs that start together prepare it once.
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +20,9 @@ def cache_root() -> Path:
 
 
 def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callable[[Path], str | None]) -> Path:
-    """Return ``folder`` with its content built and checked; build it, or build it anew, if need be.
+    """Return ``folder`` with its content built and checked; build it if it is not there.
 
-    Rebuilding is safe for a folder whose name holds the hash of all that it was made from.
+    A damaged one is refused and not built anew: a disk that has lost bytes once is for its owner to look at.
 
     Args:
         folder: where the content shall lie.
@@ -31,26 +30,26 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
         problem: says in one sentence what is wrong with a folder's content, None if it is sound.
 
     Raises:
-        ConfigurationError: the cache cannot be written.
+        ConfigurationError: the content is damaged, or the cache cannot be written.
     """
     from filelock import FileLock
 
-    if folder.exists() and problem(folder) is None:  # a sound cache may lie on a read-only disk: no lock
-        return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(folder.name + ".lock")):
-            if folder.exists():
-                fault = problem(folder)
-                if fault is None:
-                    return folder
-                warnings.warn(f"The cache {folder} is damaged and is built anew: {fault}", stacklevel=2)
-            _build(folder, build)
+        if not folder.exists():  # what exists is complete by construction; a cache on a read-only disk needs no lock
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_name(folder.name + ".lock")):
+                if not folder.exists():
+                    _build(folder, build)
     except OSError as error:
         raise ConfigurationError(
             f"The cache folder {folder.parent} cannot be written: {error}. Set cache_dir or LIT_EFFICIENT_CACHE to a "
             "folder that can."
         ) from error
+    fault = problem(folder)
+    if fault is not None:
+        raise ConfigurationError(
+            f"The cache {folder} is damaged: {fault} Delete the folder and run again: it is made anew."
+        )
     return folder
 
 
@@ -58,8 +57,6 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         build(scratch)
-        if folder.exists():
-            shutil.rmtree(folder)
         os.replace(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -174,7 +174,7 @@ def test_the_tokenizer_learns_from_training_files_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_a_damaged_cache_is_built_anew_with_a_sentence(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_cache_is_refused_with_the_way_out(tmp_path: Path, damage: str) -> None:
     whole = ready(corpus(tmp_path)).train_windows[2]["input_ids"].clone()
     path = cache_folders(tmp_path)[0] / ("manifest.json" if damage == "manifest" else "train.bin")
     content = bytearray(path.read_bytes())
@@ -184,8 +184,10 @@ def test_a_damaged_cache_is_built_anew_with_a_sentence(tmp_path: Path, damage: s
         content[50] ^= 1
         path.write_bytes(content[:40] if damage in {"truncate", "manifest"} else content)
     data = corpus(tmp_path)
-    with pytest.warns(UserWarning, match=rf"is damaged and is built anew: {path.name}"):
+    with pytest.raises(ConfigurationError, match=rf"is damaged: {path.name} .* Delete the folder and run again"):
         data.prepare_data()
+    shutil.rmtree(path.parent)
+    data.prepare_data()
     data.setup("fit")
     assert torch.equal(data.train_windows[2]["input_ids"], whole)
     assert not [path for path in (tmp_path / "cache" / "text").iterdir() if path.name.startswith(".")]
