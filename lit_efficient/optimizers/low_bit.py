@@ -78,7 +78,7 @@ def to_low_bit(
     Args:
         optimizer: AdamW, Adam, SGD with momentum, RMSprop or Adagrad of torch, or Lion of this package.
         bits: 8, 4 or ``"fp8"``; the latter two are torchao's, for AdamW and Adam.
-        backend: ``"bitsandbytes"``, ``"torchao"``, or ``"auto"``: bitsandbytes for 8 bits, except for sharded parameters.
+        backend: ``"bitsandbytes"``, ``"torchao"``, or ``"auto"``: bitsandbytes for 8 bits on whole parameters.
         paged: Keep the states in memory that the GPU pages to the host (bitsandbytes on CUDA).
         min_size: Tensors with fewer elements keep unquantised states.
         keep_32bit: Parameters that keep unquantised states: float32 with bitsandbytes, of the parameter's type with
@@ -137,7 +137,7 @@ def measure_state_bytes(optimizer: Optimizer) -> int:
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    stack: list[Any] = [state for state in optimizer.state.values()]
+    stack: list[Any] = list(optimizer.state.values())
     while stack:
         item = stack.pop()
         if isinstance(item, dict):
@@ -164,7 +164,9 @@ def _twin_of(optimizer: Optimizer, bits: int | str, who: str) -> tuple[type[Opti
     if kind is torch.optim.Adam and decoupled == {True}:
         return kind, "AdamW"
     if kind is torch.optim.Adam and decoupled != {False}:
-        raise ConfigurationError(f"{who}: Adam with decoupled_weight_decay in some groups only has no {_label(bits)} twin")
+        raise ConfigurationError(
+            f"{who}: Adam with decoupled_weight_decay in some groups only has no {_label(bits)} twin"
+        )
     return kind, "AdamW" if kind is FusedAdamW else kind.__name__
 
 
@@ -189,9 +191,13 @@ def _check_settings(optimizer: Optimizer, kind: type[Optimizer], who: str) -> No
     for group in optimizer.param_groups:
         for key, value in neutral.items():
             if group.get(key, value) != value:
-                raise ConfigurationError(f"{who}: {name}({key}={group[key]}) has no low-bit twin; allowed: {key}={value}")
+                raise ConfigurationError(
+                    f"{who}: {name}({key}={group[key]}) has no low-bit twin; allowed: {key}={value}"
+                )
         if kind is torch.optim.SGD and not group["momentum"]:
-            raise ConfigurationError(f"{who}: SGD(momentum=0) has no state to save; give it a momentum, or leave this out")
+            raise ConfigurationError(
+                f"{who}: SGD(momentum=0) has no state to save; give it a momentum, or leave this out"
+            )
     if kind is torch.optim.Adagrad and any(float(state["step"]) for state in optimizer.state.values()):
         raise ConfigurationError(f"{who}: {name} has stepped already; its state would be lost")
 
@@ -202,6 +208,6 @@ def _check_torchao(optimizer: Optimizer, kind: type[Optimizer], bits: int | str,
         raise ConfigurationError(f"{who}: torchao has no {_label(bits)} twin of {kind.__name__}; allowed: {names}")
     if any("base_momentum" in group for group in optimizer.param_groups):
         raise ConfigurationError(
-            f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao compiles its step anew for each "
-            "value: pass cycle_momentum=False to the scheduler, or use backend='bitsandbytes'"
+            f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao compiles its step anew for "
+            "each value: pass cycle_momentum=False to the scheduler, or use backend='bitsandbytes'"
         )

@@ -185,7 +185,7 @@ class Adagrad8bit(_Twin, Optimizer1State):
         return 0.0, 0.0
 
     def rate(self, group: dict[str, Any], steps: int) -> float:
-        """torch's own decay of the rate."""
+        """The rate, decayed as torch decays it."""
         return float(group["lr"]) / (1 + steps * group["lr_decay"])
 
 

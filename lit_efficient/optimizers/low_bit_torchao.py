@@ -30,6 +30,7 @@ class _Twin(_AdamBase):
     """What both twins share."""
 
     adamw: ClassVar[bool]
+    param_groups: list[dict[str, Any]]
 
     def __init__(
         self,
@@ -94,8 +95,10 @@ class _Twin(_AdamBase):
         return out.to(p.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state with quantised tensors as dicts of plain ones. Sharded ones go as they are: sharded checkpoints
-        take them apart themselves."""
+        """The state with quantised tensors as dicts of plain ones.
+
+        Sharded ones go as they are: sharded checkpoints take them apart themselves.
+        """
         packed = super().state_dict()
         state = {i: {key: _plain(value) for key, value in one.items()} for i, one in packed["state"].items()}
         return {**packed, "state": state}
@@ -135,7 +138,7 @@ class AdamLowBit(_Twin):
 def _plain(value: Any) -> Any:
     if not isinstance(value, tuple(_STATES.values())):
         return value
-    names, _ = value.__tensor_flatten__()
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
     return {name: getattr(value, name) for name in names}
 
 

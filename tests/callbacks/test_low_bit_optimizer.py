@@ -74,12 +74,19 @@ def test_state_bytes_are_what_the_report_promises(kind: type, bits: Any, backend
     train(module, optimizer, 1)
     moments = 2 if kind is torch.optim.AdamW else 1
     assert report.details["state_bytes"] == measure_state_bytes(optimizer)
-    assert report.bytes_saved == sum(4 * moments * p.numel() for p in module.parameters()) - report.details["state_bytes"]
+    assert (
+        report.bytes_saved == sum(4 * moments * p.numel() for p in module.parameters()) - report.details["state_bytes"]
+    )
 
 
 @pytest.mark.parametrize(
     ("bits", "backend", "expected"),
-    [(8, "bitsandbytes", 2 + 8 / 256), (8, "torchao", 2 + 8 / 256), (4, "torchao", 1 + 8 / 128), ("fp8", "auto", 2.03125)],
+    [
+        (8, "bitsandbytes", 2 + 8 / 256),
+        (8, "torchao", 2 + 8 / 256),
+        (4, "torchao", 1 + 8 / 128),
+        ("fp8", "auto", 2.03125),
+    ],
 )
 def test_bytes_per_parameter_of_a_large_layer(bits: Any, backend: Any, expected: float) -> None:
     layer = nn.Linear(1024, 1024, bias=False)
@@ -164,7 +171,9 @@ def test_the_compiled_step_of_torchao_equals_the_plain_one() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_norms_and_biases_do_not_decay_on_request_and_groups_stay(kind: type, backend: Any) -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    optimizer, _ = rewritten(module, LowBitOptimizer(backend=backend, decay_norm_and_bias=False), kind, weight_decay=0.5)
+    optimizer, _ = rewritten(
+        module, LowBitOptimizer(backend=backend, decay_norm_and_bias=False), kind, weight_decay=0.5
+    )
     before = weights(module)
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
@@ -211,7 +220,9 @@ class Stepped(Toy):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def fitted(kind: type, arguments: dict[str, Any], technique: LowBitOptimizer, epochs: int, ckpt_path: Any = None) -> Any:
+def fitted(
+    kind: type, arguments: dict[str, Any], technique: LowBitOptimizer, epochs: int, ckpt_path: Any = None
+) -> Any:
     run = trainer([technique], max_epochs=epochs)
     run.fit(Stepped(kind, arguments), data(), data(), ckpt_path=ckpt_path)
     return run
@@ -222,7 +233,9 @@ CASES += [(torch.optim.AdamW, {}, bits, "torchao") for bits, backend in BITS if 
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "bits", "backend"), CASES, ids=[*IDS, "AdamW_torchao_8", "AdamW_torchao_4", "AdamW_torchao_fp8"]
+    ("kind", "arguments", "bits", "backend"),
+    CASES,
+    ids=[*IDS, "AdamW_torchao_8", "AdamW_torchao_4", "AdamW_torchao_fp8"],
 )
 def test_resumes_bit_exactly_through_a_safe_load(
     kind: type, arguments: dict[str, Any], bits: Any, backend: Any, tmp_path: Path
