@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Phase, Report, Technique
 
@@ -86,12 +86,17 @@ class LowBitOptimizer(Technique):
         self.decay_norm_and_bias = decay_norm_and_bias
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse paging where there is no GPU, before anything is built."""
+        """Refuse paging without a GPU, and checkpoints that cannot be loaded, before anything is built."""
         device = trainer.strategy.root_device.type
         if self.paged and device != "cuda":
             raise ConfigurationError(
                 f"LowBitOptimizer: paged=True needs a CUDA GPU, whose driver does the paging; this trainer's device is "
                 f"{device!r}: use paged=False"
+            )
+        if getattr(trainer.strategy, "_save_distributed_checkpoint", True) is False:
+            raise ConflictError(
+                "LowBitOptimizer: quantised states of sharded parameters cannot be loaded from one file: use "
+                "ModelParallelStrategy(save_distributed_checkpoint=True)"
             )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:

@@ -89,7 +89,7 @@ class ScheduleFreeAdamW(Optimizer):
         if not self.training:
             raise ConfigurationError(
                 "ScheduleFreeAdamW: the parameters hold the averaged weights. Call optimizer.train() before training "
-                "and optimizer.eval() before validation and saving; under Lightning the callback ScheduleFree does both: "
+                "and optimizer.eval() before validation and saving; under Lightning the callback ScheduleFree does it: "
                 "Trainer(callbacks=[ScheduleFree()])"
             )
         loss = None

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
-from lit_efficient import ConfigurationError, LowBitOptimizer
+from lit_efficient import ConfigurationError, ConflictError, LowBitOptimizer
 from lit_efficient.optimizers.adamw import FusedAdamW
 from lit_efficient.optimizers.lion import Lion
 from lit_efficient.optimizers.low_bit import measure_state_bytes
@@ -306,6 +307,12 @@ def test_paging_needs_a_gpu_and_says_so_before_anything_is_built() -> None:
     assert module.net is None
     with pytest.raises(ConfigurationError, match="paged=True needs parameters on a CUDA device"):
         rewritten(network(), LowBitOptimizer(paged=True))
+
+
+def test_one_file_for_sharded_states_is_refused() -> None:
+    strategy = ModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(ConflictError, match="save_distributed_checkpoint=True"):
+        LowBitOptimizer().check(trainer(strategy=strategy), Toy())
 
 
 @pytest.mark.gpu

@@ -80,6 +80,25 @@ def test_without_the_callback_the_first_step_says_what_to_do() -> None:
         trainer().fit(module, data(), data())
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end", "on_train_end"])
+def test_an_exception_leaves_the_average_and_no_hook(hook: str) -> None:
+    class Bomb(Callback):
+        def explode(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("bomb")
+
+    bomb = Bomb()
+    setattr(bomb, hook, bomb.explode)
+    module = Constant()
+    run = trainer([ScheduleFree(), bomb], max_steps=3, val_check_interval=3, limit_train_batches=3)
+    with pytest.raises(RuntimeError, match="bomb"):
+        run.fit(module, data(), data())
+    optimizer = run.optimizers[0]
+    assert torch.equal(module.net.head.weight, optimizer.averages()[module.net.head.weight])
+    assert "y" in optimizer.state[module.net.head.weight]
+    assert not {"on_save_checkpoint", "_schedule_free_inner"} & module.__dict__.keys()
+
+
 def test_what_has_no_twin_is_refused() -> None:
     module = Constant()
     module.kind = torch.optim.SGD
