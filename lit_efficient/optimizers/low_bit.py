@@ -102,8 +102,10 @@ def to_low_bit(
     settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size}
     settings["no_decay"] = set() if decay_norm_and_bias else {p for p in parameters if not decays(p)}
     if backend == "torchao":
-        from lit_efficient.optimizers import low_bit_torchao as ao
-
+        try:
+            from lit_efficient.optimizers import low_bit_torchao as ao
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(f"{who}: this needs torchao: pip install 'lit-efficient[torchao]'") from error
         cls: Any = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
         settings["bits"] = bits
         sizes = {p: ao.local_size(p) for p in parameters}
