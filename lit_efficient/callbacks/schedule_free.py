@@ -23,8 +23,6 @@ from lit_efficient.optimizers.schedule_free import ScheduleFreeAdamW
 from lit_efficient.surgery import become
 from lit_efficient.technique import Phase, Report, Technique
 
-_AVERAGES = "the schedule-free average takes that place, and both would swap the weights at validation: leave one out"
-
 
 class ScheduleFree(Technique):
     """Turn the AdamW that the module returns into the schedule-free one, and switch its weights for the user.
@@ -49,10 +47,10 @@ class ScheduleFree(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "LowBitOptimizer": "there are no low-bit schedule-free kernels: use one of the two",
         "OffloadOptimizer": "switching needs the states on the parameters' device: use one of the two",
-        "EMA": _AVERAGES,
-        "CheckpointAverage": _AVERAGES,
-        "WeightAveraging": _AVERAGES,
-        "StochasticWeightAveraging": _AVERAGES,
+        "EMA": "both average the weights and swap them at validation: use one of the two",
+        "CheckpointAverage": "both average the weights and swap them at validation: use one of the two",
+        "WeightAveraging": "both average the weights and swap them at validation: use one of the two",
+        "StochasticWeightAveraging": "both average the weights and swap them at validation: use one of the two",
     }
 
     def __init__(self, warmup_steps: int = 0) -> None:
