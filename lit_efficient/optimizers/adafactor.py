@@ -3,7 +3,7 @@
     v_ij ~ r_i c_j / sum(r);    state of an m x n matrix: m + n values
 
 Saves: nearly all of AdamW's 8 bytes a parameter
-Costs: some quality at equal steps; needs its own learning rate, about 1e-2 with the relative step that it multiplies
+Costs: some quality at equal steps; a learning rate of its own, 1e-2, which each tensor's RMS multiplies
 Source: Shazeer and Stern (2018), https://arxiv.org/abs/1804.04235; implementation: torch.optim.Adafactor
 """
 
