@@ -22,6 +22,8 @@ PUBLIC: dict[str, str] = {
     # techniques: slot trainer.callbacks
     "ExactResume": "callbacks.exact_resume",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
+    "OffloadOptimizer": "callbacks.offload_optimizer",
+    "ScheduleFree": "callbacks.schedule_free",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
     # other callbacks
@@ -32,6 +34,15 @@ PUBLIC: dict[str, str] = {
     "ThroughputBar": "callbacks.throughput_bar",
     # slot trainer.plugins
     "SafeCheckpointIO": "plugins.checkpoint_io",
+    # slot optimizer; torch's own names stay torch's
+    "FusedAdamW": "optimizers.adamw",
+    "GroupedAdafactor": "optimizers.adafactor",
+    "Lion": "optimizers.lion",
+    "MuonAdamW": "optimizers.muon",
+    "ScheduleFreeAdamW": "optimizers.schedule_free",
+    "muon_groups": "optimizers.muon",
+    "parameter_groups": "optimizers.groups",
+    "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",
     "Autoencoding": "tasks.autoencoding",

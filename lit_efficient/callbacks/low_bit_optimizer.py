@@ -1,40 +1,50 @@
-"""8-bit optimizer states: AdamW's two moments in one byte each, quantised in blocks of 256 values.
+"""Low-bit optimizer states: one byte for each moment of a parameter, or half of one, instead of four.
 
-    state bytes per parameter: 8 (two float32 moments)  ->  2 + 2 * 4 / 256 = 2.03
+    state bytes per parameter of AdamW: 8 (two float32 moments)  ->  2 (b / 8 + 4 / B)
+        = 2.03 with b = 8 bits in blocks of B = 256;  1.06 with b = 4, B = 128;  fp8 as 8 bits
 
-Saves: 6 bytes a parameter; embeddings, norms, biases and other small tensors keep 32-bit states
+Saves: 6 bytes a parameter with AdamW and Adam, 3 with SGD, Lion, RMSprop and Adagrad; 4 bits: 6.9
 Costs: quantising and dequantising the states in each step; none of it in the forward or backward pass
-Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; kernels: bitsandbytes
+Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; kernels: bitsandbytes and torchao
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.surgery import become
+from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Phase, Report, Technique
 
-_BLOCK = 256  # values that share one float32 scale in bitsandbytes' block-wise quantisation
+_BITS = (8, 4, "fp8")
+_BACKENDS = ("auto", "bitsandbytes", "torchao")
 
 
 class LowBitOptimizer(Technique):
-    """Replace the AdamW or Adam that the module returns by its 8-bit twin, with groups and schedulers kept.
+    """Replace the optimizer that the module returns by its low-bit twin, with groups and schedulers kept.
+
+    AdamW, Adam, SGD with momentum, RMSprop and Adagrad of torch and Lion of this package have 8-bit twins; AdamW and
+    Adam have 4-bit and fp8 ones, too.
 
     Args:
-        bits: Bits of one state value: 8.
-        min_size: Tensors with fewer elements keep 32-bit states, at least 0.
-        keep_32bit: Whose parameters keep 32-bit states: class names of modules, as in ``torch.nn``.
+        bits: Bits of one state value: 8, 4 or fp8.
+        backend: bitsandbytes, torchao, or auto: bitsandbytes for 8 bits on whole parameters, else torchao. torchao
+            compiles its step, which takes seconds once.
+        paged: Let the GPU page states out to the host when its memory is full. CUDA and bitsandbytes only.
+        min_size: Tensors with fewer elements keep 32-bit states, at least 0. A torchao state must also be a whole
+            number of blocks (256 elements, 128 for 4 bits).
+        keep_32bit: Whose parameters keep 32-bit states: names of module classes; subclasses count.
+        decay_norm_and_bias: Whether biases, norms and other tensors with fewer than two dimensions decay. With false
+            they do not, and the groups, which schedulers know, stay as they are.
 
     Raises:
-        ConfigurationError: For an argument out of range, for an optimizer that has no 8-bit twin, and if every tensor
-            is too small, so that nothing would be saved.
-        ConflictError: For sharded parameters (DTensors), whose 8-bit states cannot be resumed.
+        ConfigurationError: For an argument out of range, for an optimizer or a setting that has no low-bit twin, and if
+            every tensor is too small, so that nothing would be saved.
+        ConflictError: For sharded parameters (DTensors) with bitsandbytes or 4 bits.
 
     Example:
         >>> Trainer(callbacks=[LowBitOptimizer(bits=8)])  # doctest: +SKIP
@@ -44,88 +54,82 @@ class LowBitOptimizer(Technique):
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, bits: int = 8, min_size: int = 4096, keep_32bit: tuple[str, ...] = ("Embedding",)) -> None:
+    def __init__(
+        self,
+        bits: Literal[8, 4, "fp8"] = 8,
+        backend: Literal["auto", "bitsandbytes", "torchao"] = "auto",
+        paged: bool = False,
+        min_size: int = 4096,
+        keep_32bit: Sequence[str] = ("Embedding", "EmbeddingBag"),
+        decay_norm_and_bias: bool = True,
+    ) -> None:
         super().__init__()
-        if bits != 8:
-            raise ConfigurationError(f"LowBitOptimizer: bits must be 8, got {bits!r}")
+        if bits not in _BITS:
+            raise ConfigurationError(f"LowBitOptimizer: bits must be 8, 4 or 'fp8', got {bits!r}")
+        if backend not in _BACKENDS:
+            raise ConfigurationError(f"LowBitOptimizer: backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
+        if backend == "bitsandbytes" and bits != 8:
+            raise ConfigurationError(f"LowBitOptimizer: bits must be 8 with backend='bitsandbytes', got {bits!r}")
+        if paged and (backend == "torchao" or bits != 8):
+            raise ConfigurationError(
+                f"LowBitOptimizer: paged=True needs bits=8 and bitsandbytes, got bits={bits!r}, backend={backend!r}"
+            )
         if min_size < 0:
             raise ConfigurationError(f"LowBitOptimizer: min_size must be at least 0, got {min_size}")
+        if isinstance(keep_32bit, str):
+            raise ConfigurationError(f"LowBitOptimizer: keep_32bit must be a list of class names, got {keep_32bit!r}")
         self.bits = bits
+        self.backend = backend
+        self.paged = paged
         self.min_size = min_size
         self.keep_32bit = tuple(keep_32bit)
+        self.decay_norm_and_bias = decay_norm_and_bias
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse paging without a GPU, and checkpoints that cannot be loaded, before anything is built."""
+        device = trainer.strategy.root_device.type
+        if self.paged and device != "cuda":
+            raise ConfigurationError(
+                f"LowBitOptimizer: paged=True needs a CUDA GPU, whose driver does the paging; this trainer's device is "
+                f"{device!r}: use paged=False"
+            )
+        if getattr(trainer.strategy, "_save_distributed_checkpoint", True) is False:
+            raise ConflictError(
+                "LowBitOptimizer: quantised states of sharded parameters cannot be loaded from one file: use "
+                "ModelParallelStrategy(save_distributed_checkpoint=True)"
+            )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Turn ``optimizer`` into its 8-bit twin in place."""
-        twin = _twin(optimizer)
-        kept = {p for m in module.modules() if type(m).__name__ in self.keep_32bit for p in m.parameters(recurse=False)}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        low = [p for p in parameters if p not in kept and p.numel() >= self.min_size]
-        if not low:
-            largest = max((p.numel() for p in parameters), default=0)
-            raise ConfigurationError(
-                f"LowBitOptimizer: none of the {len(parameters)} tensors would have 8-bit states: the largest has "
-                f"{largest} elements and min_size is {self.min_size}; keep_32bit is {self.keep_32bit}"
-            )
-        for group in optimizer.param_groups:
-            group["lr"] = float(group["lr"])
-        become(optimizer, twin, min_8bit_size=self.min_size)
-        optimizer.keep_32bit = kept  # type: ignore[attr-defined]
-        count = sum(p.numel() for p in low)
-        total = sum(p.numel() for p in parameters)
-        saved = sum(8 * p.numel() - state_bytes(p.numel()) for p in low)
+        """Turn ``optimizer`` into its low-bit twin in place."""
+        kind = type(optimizer).__name__
+        done = to_low_bit(
+            optimizer,
+            self.bits,
+            self.backend,
+            paged=self.paged,
+            min_size=self.min_size,
+            keep_32bit=self._kept(module),
+            decay_norm_and_bias=self.decay_norm_and_bias,
+            who="LowBitOptimizer",
+        )
+        label = "fp8" if self.bits == "fp8" else f"{self.bits}-bit"
+        each = done.state_bytes / done.total
+        saved = done.full_bytes - done.state_bytes
         return Report(
-            f"{type(optimizer).__name__}: {count / total:.1%} of {total:,} parameters have 8-bit states, "
+            f"{kind}: {done.low / done.total:.1%} of {done.total:,} parameters have {label} states "
+            f"({done.backend}), {each:.2f} instead of {done.full_bytes / done.total:.2f} bytes a parameter, "
             f"{saved / 2**20:.1f} MiB saved",
-            parameters=count,
+            parameters=done.low,
             bytes_saved=saved,
+            details={
+                "state_bytes": done.state_bytes,
+                "state_bytes_per_parameter": round(each, 4),
+                "backend": done.backend,
+                "bits": self.bits,
+            },
         )
 
-
-def state_bytes(elements: int) -> int:
-    """Bytes of the two 8-bit moments of a tensor, scales included."""
-    return 2 * (elements + 4 * -(-elements // _BLOCK))
-
-
-def _twin(optimizer: Optimizer) -> type[Optimizer]:
-    kind = type(optimizer)
-    if kind not in (torch.optim.AdamW, torch.optim.Adam):
-        raise ConfigurationError(f"LowBitOptimizer: {kind.__name__} has no 8-bit twin; allowed: Adam, AdamW")
-    for group in optimizer.param_groups:
-        for flag in ("amsgrad", "maximize"):
-            if group.get(flag):
-                raise ConfigurationError(f"LowBitOptimizer: {kind.__name__}({flag}=True) has no 8-bit twin")
-        if kind is torch.optim.Adam and group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            raise ConfigurationError(
-                f"LowBitOptimizer: Adam(weight_decay={group['weight_decay']}) adds the decay to the gradient, and its "
-                "8-bit twin does not: use AdamW, or weight_decay=0"
-            )
-        if any(type(p).__name__ == "DTensor" for p in group["params"]):
-            raise ConflictError(
-                "LowBitOptimizer: bitsandbytes cannot resume the states of sharded parameters (DTensors): "
-                "use DDP, or leave the technique out"
-            )
-    return _twins()[kind]
-
-
-@functools.cache
-def _twins() -> dict[type, type[Optimizer]]:
-    """Twins by class, made once for the process. bitsandbytes is imported late: it costs seconds."""
-    from bitsandbytes.optim import Adam8bit, AdamW8bit
-
-    return {
-        torch.optim.AdamW: type("AdamW8bit", (_Keep32Bit, AdamW8bit), {}),
-        torch.optim.Adam: type("Adam8bit", (_Keep32Bit, Adam8bit), {}),
-    }
-
-
-class _Keep32Bit:
-    """32-bit states for chosen parameters; the overrides of bitsandbytes' global manager outlive the optimizer."""
-
-    keep_32bit: set[nn.Parameter]
-    param_groups: list[dict[str, Any]]
-
-    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        config = super().get_config(gindex, pindex, group)  # type: ignore[misc]
-        if self.param_groups[gindex]["params"][pindex] in self.keep_32bit:
-            config["optim_bits"] = 32
-        return config
+    def _kept(self, module: nn.Module) -> set[nn.Parameter]:
+        names = set(self.keep_32bit)
+        keepers = [m for m in module.modules() if names & {base.__name__ for base in type(m).__mro__}]
+        return {p for m in keepers for p in m.parameters(recurse=False)}

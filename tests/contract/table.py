@@ -6,7 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_efficient import ExactResume, LowBitOptimizer, SNRWeighting, StochasticDepth, Technique
+import lit_efficient
+from lit_efficient import (
+    ConflictError,
+    ExactResume,
+    LowBitOptimizer,
+    ScheduleFree,
+    SNRWeighting,
+    StochasticDepth,
+    Technique,
+)
+from lit_efficient.technique import check_conflicts
+
+
+class OffloadOptimizer(lit_efficient.OffloadOptimizer):
+    """Streams on the CPU, too, where it saves nothing: its steps must equal plain ones anywhere."""
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse nothing."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,23 @@ class Case:
 CASES: dict[str, Case] = {
     "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
+    "OffloadOptimizer": Case(OffloadOptimizer, neutral=OffloadOptimizer, changes=False),
+    "ScheduleFree": Case(lambda: ScheduleFree(warmup_steps=2), neutral=None),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
 }
+
+
+def _together() -> tuple[str, ...]:
+    """As many techniques as go together, in the order of their names."""
+    chosen: list[str] = []
+    for name in sorted(CASES):
+        try:
+            check_conflicts([CASES[other].make() for other in (*chosen, name)])
+        except ConflictError:
+            continue
+        chosen.append(name)
+    return tuple(chosen)
+
+
+TOGETHER = _together()

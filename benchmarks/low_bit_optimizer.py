@@ -1,0 +1,110 @@
+"""Bytes of optimizer state a parameter and time of a step, side by side with torch.optim.AdamW.
+
+    python benchmarks/low_bit_optimizer.py [--width 1024] [--layers 4] [--steps 5] [--device cpu] [--torchao]
+
+Ratios of one run on one machine; CPU seconds of the process on the CPU, elapsed seconds on a GPU. torchao compiles its
+step first, which takes up to minutes on a CPU and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lit_efficient import (
+    FusedAdamW,
+    GroupedAdafactor,
+    Lion,
+    LowBitOptimizer,
+    MuonAdamW,
+    OffloadOptimizer,
+    ScheduleFreeAdamW,
+)
+from lit_efficient.optimizers.low_bit import measure_state_bytes
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def low(kind: type, bits: int | str = 8, backend: str = "auto") -> Make:
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        extra = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(module.parameters(), lr=1e-3, **extra)
+        LowBitOptimizer(bits, backend).rewrite_optimizer(optimizer, module)
+        return optimizer
+
+    return make
+
+
+def offloaded(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    OffloadOptimizer().rewrite_optimizer(optimizer, module)
+    return optimizer
+
+
+def schedule_free(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = ScheduleFreeAdamW(module.parameters())
+    optimizer.train()
+    return optimizer
+
+
+def measure(make: Make, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Bytes a parameter, and median seconds of a step."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(arguments.width, arguments.width) for _ in range(arguments.layers)]
+    module = nn.Sequential(*layers).to(arguments.device)
+    optimizer = make(module)
+    cuda = arguments.device.startswith("cuda")
+    clock = time.perf_counter if cuda else time.process_time
+    seconds = []
+    for _ in range(arguments.steps + 2):
+        for p in module.parameters():
+            p.grad = torch.randn_like(p)
+        if cuda:
+            torch.cuda.synchronize()
+        start = clock()
+        optimizer.step()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(clock() - start)
+    return measure_state_bytes(optimizer) / sum(p.numel() for p in module.parameters()), statistics.median(seconds[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--torchao", action="store_true", help="torchao's twins, too")
+    arguments = parser.parse_args()
+    rows: dict[str, Make] = {
+        "torch.optim.AdamW": lambda m: torch.optim.AdamW(m.parameters()),
+        "FusedAdamW": lambda m: FusedAdamW(m.parameters()),
+        "LowBitOptimizer, AdamW, 8 bits, bitsandbytes": low(torch.optim.AdamW),
+        "LowBitOptimizer, SGD, 8 bits, bitsandbytes": low(torch.optim.SGD),
+        "LowBitOptimizer, Lion, 8 bits, bitsandbytes": low(Lion),
+        "Lion": lambda m: Lion(m.parameters()),
+        "GroupedAdafactor": lambda m: GroupedAdafactor(m.parameters()),
+        "MuonAdamW": lambda m: MuonAdamW(m.parameters()),
+        "ScheduleFreeAdamW": schedule_free,
+    }
+    if arguments.device.startswith("cuda"):
+        rows["OffloadOptimizer, AdamW"] = offloaded
+    if arguments.torchao:
+        for bits in (8, 4, "fp8"):
+            rows[f"LowBitOptimizer, AdamW, {bits}, torchao"] = low(torch.optim.AdamW, bits, "torchao")
+    print(f"{'optimizer':46} {'bytes/parameter':>15} {'ratio':>6} {'step time, ratio':>17}")
+    reference: tuple[float, float] | None = None
+    for name, make in rows.items():
+        size, seconds = measure(make, arguments)
+        reference = reference or (size, seconds)
+        print(f"{name:46} {size:15.3f} {size / reference[0]:6.2f} {seconds / reference[1]:17.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Schedule-free training: AdamW without a schedule, with the averaged weights wherever they are looked at.
+
+    train on y = (1 - b1) z + b1 x;    validate, test, predict and save x = the running average of z
+
+Saves: the schedule, and knowing the number of steps beforehand; the state is AdamW's 8 bytes a parameter
+Costs: 4 bytes a parameter while validating, and in checkpoints
+Source: Defazio et al. (2024), https://arxiv.org/abs/2405.15682
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.optimizers.adamw import FusedAdamW
+from lit_efficient.optimizers.schedule_free import ScheduleFreeAdamW
+from lit_efficient.surgery import become
+from lit_efficient.technique import Phase, Report, Technique
+
+
+class ScheduleFree(Technique):
+    """Turn the AdamW that the module returns into the schedule-free one, and switch its weights for the user.
+
+    Training steps see the training weights; validation, testing, prediction after the fit and the weights in every
+    checkpoint are the averaged ones. A resumed run goes on from the training weights, bit by bit.
+    A ``ScheduleFreeAdamW`` that the module (or a config) returns is kept as it is and switched. Learning-rate
+    schedulers still act: return none, except for a restart.
+
+    Args:
+        warmup_steps: Steps over which the rate grows linearly, at least 0; for an AdamW that is turned.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and for an optimizer that is neither AdamW nor schedule-free.
+
+    Example:
+        >>> Trainer(callbacks=[ScheduleFree(warmup_steps=100)])  # doctest: +SKIP
+    """
+
+    phase = Phase.OPTIMIZER
+    alters = ("optimizer",)
+    conflicts: ClassVar[dict[str, str]] = {
+        "LowBitOptimizer": "there are no low-bit schedule-free kernels: use one of the two",
+        "OffloadOptimizer": "switching needs the states on the parameters' device: use one of the two",
+        "EMA": "both average the weights and swap them at validation: use one of the two",
+        "CheckpointAverage": "both average the weights and swap them at validation: use one of the two",
+        "WeightAveraging": "both average the weights and swap them at validation: use one of the two",
+        "StochasticWeightAveraging": "both average the weights and swap them at validation: use one of the two",
+    }
+
+    def __init__(self, warmup_steps: int = 0) -> None:
+        super().__init__()
+        if warmup_steps < 0:
+            raise ConfigurationError(f"ScheduleFree: warmup_steps must be at least 0, got {warmup_steps}")
+        self.warmup_steps = warmup_steps
+
+    def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
+        """Turn ``optimizer`` into its schedule-free twin in place."""
+        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        kind = type(optimizer)
+        if kind is not ScheduleFreeAdamW:
+            if kind not in (torch.optim.AdamW, FusedAdamW):
+                raise ConfigurationError(
+                    f"ScheduleFree: {kind.__name__} has no schedule-free twin; allowed: AdamW, FusedAdamW, "
+                    "ScheduleFreeAdamW"
+                )
+            for flag in ("amsgrad", "maximize"):
+                if any(group.get(flag) for group in optimizer.param_groups):
+                    raise ConfigurationError(f"ScheduleFree: AdamW({flag}=True) has no schedule-free twin")
+            become(optimizer, ScheduleFreeAdamW, warmup_steps=self.warmup_steps)
+        return Report(f"{kind.__name__} without a schedule, {count:,} parameters averaged", parameters=count)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Train on the training weights, after they were restored; put the averaged ones into every checkpoint."""
+        _switch(trainer, training=True)
+        # The module's hook, because Lightning calls no callback's for ``save_weights_only``.
+        _restore_hook(pl_module)  # of a run that was copied or killed in the middle
+        pl_module.__dict__["_schedule_free_inner"] = pl_module.__dict__.get("on_save_checkpoint")
+        pl_module.__dict__["on_save_checkpoint"] = types.MethodType(_save_averages, pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validate the averaged weights."""
+        _switch(trainer, training=False)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Go on with the training weights."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            _switch(trainer, training=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the averaged weights in the module."""
+        _switch(trainer, training=False)
+        _restore_hook(pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the averaged weights in the module; what was learned is in them."""
+        _switch(trainer, training=False)
+        _restore_hook(pl_module)
+        super().on_exception(trainer, pl_module, exception)
+
+
+def _schedule_free(trainer: Any) -> Iterator[ScheduleFreeAdamW]:
+    yield from (optimizer for optimizer in trainer.optimizers if isinstance(optimizer, ScheduleFreeAdamW))
+
+
+def _switch(trainer: Any, training: bool) -> None:
+    for optimizer in _schedule_free(trainer):
+        optimizer.train() if training else optimizer.eval()
+
+
+def _save_averages(self: Any, checkpoint: dict[str, Any]) -> None:
+    inner = self.__dict__["_schedule_free_inner"]
+    type(self).on_save_checkpoint(self, checkpoint) if inner is None else inner(checkpoint)
+    for optimizer in _schedule_free(self.trainer):
+        averages = optimizer.averages()
+        for name, p in self.named_parameters(remove_duplicate=False):
+            if p in averages and name in checkpoint["state_dict"]:
+                checkpoint["state_dict"][name] = averages[p]
+
+
+def _restore_hook(module: Any) -> None:
+    if "_schedule_free_inner" in module.__dict__:
+        inner = module.__dict__.pop("_schedule_free_inner")
+        if inner is None:
+            del module.__dict__["on_save_checkpoint"]
+        else:
+            module.__dict__["on_save_checkpoint"] = inner

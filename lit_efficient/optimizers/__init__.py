@@ -1,0 +1,1 @@
+"""Optimizers for the slot ``optimizer``, the low-bit twins behind ``LowBitOptimizer``, and parameter groups."""

@@ -1,0 +1,85 @@
+"""Lion: step by the sign of an interpolated moment.
+
+    u = sign(b1 * m + (1 - b1) * g);    p <- p - lr * (u + weight_decay * p);    m <- b2 * m + (1 - b2) * g
+
+Saves: half of AdamW's state: 4 bytes a float32 parameter, 1.02 with LowBitOptimizer
+Costs: a rate of its own, 3 to 10 times below AdamW's, and a weight decay as many times above
+Source: Chen et al. (2023), https://arxiv.org/abs/2302.06675
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.optimizers.groups import parameter_groups
+
+
+def lion(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    moments: list[Tensor],
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """One step of Lion in place on ``parameters`` and ``moments``, lists of tensors of equal shapes."""
+    if not parameters:
+        return
+    updates = torch._foreach_lerp(moments, gradients, weight=1 - betas[0])
+    torch._foreach_sign_(updates)
+    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    torch._foreach_add_(parameters, updates, alpha=-lr)
+    torch._foreach_lerp_(moments, gradients, weight=1 - betas[1])
+
+
+class Lion(Optimizer):
+    """Lion.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate.
+        betas: Interpolation for the step and decay of the moment, each in [0, 1).
+        weight_decay: Decoupled weight decay.
+        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
+
+    Raises:
+        ConfigurationError: For a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        decay_norm_and_bias: bool = True,
+    ) -> None:
+        if lr < 0 or weight_decay < 0:
+            raise ConfigurationError(f"Lion: lr and weight_decay must be at least 0, got {lr} and {weight_decay}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigurationError(f"Lion: betas must be in [0, 1), got {betas}")
+        groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
+        super().__init__(groups, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            moments = [self.state[p]["exp_avg"] for p in parameters]
+            gradients = [p.grad for p in parameters]
+            lion(parameters, gradients, moments, float(group["lr"]), group["betas"], group["weight_decay"])
+        return loss

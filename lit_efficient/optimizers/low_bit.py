@@ -1,0 +1,215 @@
+"""Turn an optimizer into its low-bit twin: which class has which twin, which tensors take part, and what that saves.
+
+    state bytes per parameter of AdamW: 8 (two float32 moments)  ->  2 (b / 8 + 4 / B)
+        = 2.03 with b = 8, B = 256;  1.06 with b = 4, B = 128;  fp8 as 8 bits
+
+Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; Li et al. (2023), https://arxiv.org/abs/2309.01507
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.optimizers.adamw import FusedAdamW
+from lit_efficient.optimizers.groups import decays
+from lit_efficient.optimizers.lion import Lion
+from lit_efficient.surgery import become
+
+_MOMENTS: dict[type[Optimizer], int] = {
+    torch.optim.AdamW: 2,
+    FusedAdamW: 2,
+    torch.optim.Adam: 2,
+    torch.optim.SGD: 1,
+    Lion: 1,
+    torch.optim.RMSprop: 1,
+    torch.optim.Adagrad: 1,
+}
+_TORCHAO = (torch.optim.AdamW, FusedAdamW, torch.optim.Adam)
+# Settings that no twin has, and the value at which they change nothing. RMSprop has a momentum, too.
+_NEUTRAL: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "nesterov": False,
+    "dampening": 0,
+    "centered": False,
+    "initial_accumulator_value": 0,
+}
+
+
+@dataclass(frozen=True)
+class LowBitStates:
+    """What :func:`to_low_bit` did.
+
+    Args:
+        backend: ``bitsandbytes`` or ``torchao``.
+        low: Elements whose states are low-bit, in this process.
+        total: Elements of all parameters of the optimizer, in this process.
+        state_bytes: Bytes that all states will take, scales and code tables included, step counters not.
+        full_bytes: Bytes that the states of the optimizer as it was would take.
+    """
+
+    backend: str
+    low: int
+    total: int
+    state_bytes: int
+    full_bytes: int
+
+
+def to_low_bit(
+    optimizer: Optimizer,
+    bits: int | str = 8,
+    backend: str = "auto",
+    *,
+    paged: bool = False,
+    min_size: int = 4096,
+    keep_32bit: Set[Tensor] = frozenset(),
+    decay_norm_and_bias: bool = True,
+    who: str = "to_low_bit",
+) -> LowBitStates:
+    """Turn ``optimizer``, which has not stepped yet, into its low-bit twin in place; groups and schedulers stay valid.
+
+    Args:
+        optimizer: AdamW, Adam, SGD with momentum, RMSprop or Adagrad of torch, or Lion of this package.
+        bits: 8, 4 or ``"fp8"``; the latter two are torchao's, for AdamW and Adam.
+        backend: ``"bitsandbytes"``, ``"torchao"``, or ``"auto"``: bitsandbytes for 8 bits on whole parameters.
+        paged: Keep the states in memory that the GPU pages to the host (bitsandbytes on CUDA).
+        min_size: Tensors with fewer elements keep unquantised states.
+        keep_32bit: Parameters that keep unquantised states: float32 with bitsandbytes, of the parameter's type with
+            torchao, as torch has them.
+        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay; their groups stay as they are.
+        who: Name for errors.
+
+    Raises:
+        ConfigurationError: If the class or one of its settings has no twin, or no tensor would have low-bit states.
+        ConflictError: If the backend cannot handle sharded parameters (DTensors).
+    """
+    kind, twin_name = _twin_of(optimizer, bits, who)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    backend = _backend_for(parameters, bits, backend, who)
+    _check_settings(optimizer, kind, who)
+    if backend == "torchao":
+        _check_torchao(optimizer, kind, bits, who)
+    if paged and any(p.device.type != "cuda" for p in parameters):
+        raise ConfigurationError(f"{who}: paged=True needs parameters on a CUDA device: its pages are the GPU driver's")
+    moments = _MOMENTS[kind]
+    settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size}
+    settings["no_decay"] = set() if decay_norm_and_bias else {p for p in parameters if not decays(p)}
+    if backend == "torchao":
+        try:
+            from lit_efficient.optimizers import low_bit_torchao as ao
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(f"{who}: this needs torchao: pip install 'lit-efficient[torchao]'") from error
+        cls: Any = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
+        settings["bits"] = bits
+        sizes = {p: ao.local_size(p) for p in parameters}
+        low = {p for p in parameters if ao.is_low(p, bits, min_size, p in keep_32bit)}
+        state_bytes = sum(ao.state_bytes(p, bits, p in low) for p in parameters)
+    else:
+        from lit_efficient.optimizers import low_bit_bitsandbytes as bnb
+
+        cls = getattr(bnb, f"{twin_name}8bit")
+        settings["paged"] = paged
+        sizes = {p: p.numel() for p in parameters}
+        low = {p for p in parameters if p not in keep_32bit and p.numel() >= min_size}
+        state_bytes = sum(bnb.state_bytes(p, moments, p in low) for p in parameters) + bnb.table_bytes(moments)
+    if not low:
+        raise ConfigurationError(
+            f"{who}: none of the {len(parameters)} tensors would have {_label(bits)} states: the largest has "
+            f"{max(sizes.values(), default=0)} elements, min_size is {min_size}, and {len(keep_32bit)} are kept"
+        )
+    if kind is torch.optim.Adagrad:
+        optimizer.state.clear()  # torch makes its zeros before the first step
+    for group in optimizer.param_groups:
+        group["lr"] = float(group["lr"])
+    become(optimizer, cls, **settings)
+    full_bytes = sum(moments * sizes[p] * p.element_size() for p in parameters)
+    return LowBitStates(backend, sum(sizes[p] for p in low), sum(sizes.values()), state_bytes, full_bytes)
+
+
+def measure_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the tensors in an optimizer's state, shared ones once, step counters left out."""
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in _tensors(optimizer) if t.numel() > 1}.values())
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    stack: list[Any] = list(optimizer.state.values())
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif hasattr(item, "to_local"):
+            stack.append(item.to_local())
+        elif hasattr(item, "__tensor_flatten__"):
+            stack.extend(getattr(item, name) for name in item.__tensor_flatten__()[0])
+        elif isinstance(item, Tensor):
+            yield item
+
+
+def _label(bits: int | str) -> str:
+    return f"{bits}-bit" if isinstance(bits, int) else bits
+
+
+def _twin_of(optimizer: Optimizer, bits: int | str, who: str) -> tuple[type[Optimizer], str]:
+    """The class, and the name of the class that its twin imitates. Subclasses may step otherwise: only known ones."""
+    kind = type(optimizer)
+    if kind not in _MOMENTS:
+        names = ", ".join(sorted(known.__name__ for known in _MOMENTS))
+        raise ConfigurationError(f"{who}: {kind.__name__} has no {_label(bits)} twin; allowed: {names}")
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if kind is torch.optim.Adam and decoupled == {True}:
+        return kind, "AdamW"
+    if kind is torch.optim.Adam and decoupled != {False}:
+        raise ConfigurationError(
+            f"{who}: Adam with decoupled_weight_decay in some groups only has no {_label(bits)} twin"
+        )
+    return kind, "AdamW" if kind is FusedAdamW else kind.__name__
+
+
+def _backend_for(parameters: list[Tensor], bits: int | str, backend: str, who: str) -> str:
+    sharded = any(type(p).__name__ == "DTensor" for p in parameters)
+    if backend == "auto":
+        backend = "torchao" if sharded or bits != 8 else "bitsandbytes"
+    if backend == "bitsandbytes" and bits != 8:
+        raise ConfigurationError(f"{who}: bitsandbytes has 8-bit states only, got bits={bits!r}: use backend='torchao'")
+    if backend == "bitsandbytes" and sharded:
+        raise ConflictError(
+            f"{who}: bitsandbytes cannot resume the states of sharded parameters (DTensors): use backend='torchao'"
+        )
+    if backend == "torchao" and sharded and bits == 4:
+        raise ConflictError(f"{who}: torchao's 4-bit states cannot be sharded (DTensors): use bits=8 or bits='fp8'")
+    return backend
+
+
+def _check_settings(optimizer: Optimizer, kind: type[Optimizer], who: str) -> None:
+    name = kind.__name__
+    neutral = _NEUTRAL | ({"momentum": 0} if kind is torch.optim.RMSprop else {})
+    for group in optimizer.param_groups:
+        for key, value in neutral.items():
+            if group.get(key, value) != value:
+                raise ConfigurationError(
+                    f"{who}: {name}({key}={group[key]}) has no low-bit twin; allowed: {key}={value}"
+                )
+        if kind is torch.optim.SGD and not group["momentum"]:
+            raise ConfigurationError(
+                f"{who}: SGD(momentum=0) has no state to save; give it a momentum, or leave this out"
+            )
+    if kind is torch.optim.Adagrad and any(float(state["step"]) for state in optimizer.state.values()):
+        raise ConfigurationError(f"{who}: {name} has stepped already; its state would be lost")
+
+
+def _check_torchao(optimizer: Optimizer, kind: type[Optimizer], bits: int | str, who: str) -> None:
+    if kind not in _TORCHAO:
+        names = ", ".join(sorted(known.__name__ for known in _TORCHAO))
+        raise ConfigurationError(f"{who}: torchao has no {_label(bits)} twin of {kind.__name__}; allowed: {names}")
+    if any("base_momentum" in group for group in optimizer.param_groups):
+        raise ConfigurationError(
+            f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao compiles its step anew for "
+            "each value: pass cycle_momentum=False to the scheduler, or use backend='bitsandbytes'"
+        )

@@ -1,0 +1,95 @@
+"""OffloadOptimizer: no state stays on the device, steps equal torch's, hooks run once, the CPU refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import ConfigurationError, MuonAdamW, OffloadOptimizer
+from lit_efficient.callbacks.offload_optimizer import stream_states
+from tests.support import Toy, assert_equal, data, trainer, weights
+
+OPTIMIZERS: list[tuple[type, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adafactor, {}),
+    (MuonAdamW, {}),
+]
+
+
+def network(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 32)).to(device)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        module(torch.randn(8, 64, generator=generator).to(device)).square().mean().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def both(kind: type, arguments: dict[str, Any], device: str = "cpu") -> list[tuple[nn.Module, Any, Any]]:
+    results = []
+    for streamed in (False, True):
+        module = network(device)
+        half = list(module[0].parameters())
+        rest = [p for part in (module[1], module[2]) for p in part.parameters()]
+        optimizer = kind([{"params": half}, {"params": rest, "lr": 5e-3}], **{"lr": 1e-2, **arguments})
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 1e-2, total_steps=9, cycle_momentum=kind != torch.optim.Adafactor
+        )
+        if streamed:
+            stream_states(optimizer, piece_bytes=1)
+        results.append((module, optimizer, scheduler))
+    return results
+
+
+@pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS, ids=lambda x: getattr(x, "__name__", ""))
+def test_steps_in_pieces_equal_whole_ones_bit_for_bit(kind: type, arguments: dict[str, Any]) -> None:
+    (plain, reference, schedule), (ours, optimizer, our_schedule) = both(kind, arguments)
+    hooks: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: hooks.append(len(optimizer.param_groups)))
+    train(plain, reference, schedule)
+    train(ours, optimizer, our_schedule)
+    assert_equal(weights(plain), weights(ours))
+    assert_equal(reference.state_dict(), optimizer.state_dict())
+    assert hooks == [len(reference.param_groups)] * 3  # once a step, with the user's groups
+    assert type(optimizer).__name__ == kind.__name__
+    assert isinstance(optimizer, kind)
+    again = kind(ours.parameters(), **arguments)  # the class itself is as it was
+    assert type(again) is kind
+    assert not hasattr(kind, "_lit_efficient_streamed")
+
+
+def test_the_cpu_has_nothing_to_save_and_says_so_before_anything_is_built() -> None:
+    module = Toy("configure_model")
+    with pytest.raises(ConfigurationError, match=r"device is 'cpu'.*nothing to save.*LowBitOptimizer"):
+        trainer([OffloadOptimizer()]).fit(module, data(), data())
+    assert module.net is None
+
+
+def test_what_cannot_be_streamed_is_refused() -> None:
+    module = network()
+    with pytest.raises(ConfigurationError, match="LBFGS keeps one state for all parameters"):
+        OffloadOptimizer().rewrite_optimizer(torch.optim.LBFGS(module.parameters()), module)
+    with pytest.raises(ConfigurationError, match="piece_mb must be at least 1, got 0"):
+        OffloadOptimizer(piece_mb=0)
+
+
+@pytest.mark.gpu
+def test_no_state_stays_on_the_device() -> None:
+    (plain, reference, schedule), (ours, optimizer, our_schedule) = both(torch.optim.AdamW, {}, "cuda")
+    train(plain, reference, schedule)
+    train(ours, optimizer, our_schedule)
+    assert_equal(weights(plain), weights(ours))
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert {moment.device.type for moment in moments} == {"cpu"}
+    assert all(moment.is_pinned() for moment in moments)
