@@ -20,6 +20,8 @@ PUBLIC: dict[str, str] = {
     "LitEfficientError": "errors",
     "mix_in": "surgery",
     # techniques: slot trainer.callbacks
+    "CheckpointAverage": "callbacks.checkpoint_average",
+    "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "SNRWeighting": "callbacks.snr_weighting",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_efficient import LowBitOptimizer, SNRWeighting, StochasticDepth, Technique
+from lit_efficient import EMA, CheckpointAverage, LowBitOptimizer, SNRWeighting, StochasticDepth, Technique
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,25 @@ class Case:
         neutral: Builds it at a setting under which training must equal plain Lightning bit for bit; ``None`` where the
             technique has no such setting.
         changes: Whether ``make`` changes the trained weights of a run of four steps.
+        shadows: Whether evaluation uses other weights than the module's own.
         trainer: Arguments that its trainer needs.
     """
 
     make: Callable[[], Technique]
     neutral: Callable[[], Technique] | None
     changes: bool = True
+    shadows: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
 CASES: dict[str, Case] = {
+    "CheckpointAverage": Case(
+        lambda: CheckpointAverage(last_k=3, every_n_steps=1),
+        lambda: CheckpointAverage(last_k=1, every_n_steps=1),
+        changes=False,
+        shadows=True,
+    ),
+    "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
