@@ -24,6 +24,7 @@ PUBLIC: dict[str, str] = {
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
+    "PowerEMA": "callbacks.power_ema",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
     # other callbacks

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lit_efficient.averaging import position_weights, precise
-from lit_efficient.commands.files import read, weights_alone, write
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files import read, weights_alone, write
 
 _STATISTICS = ("running_mean", "running_var")
 

@@ -102,5 +102,5 @@ def test_a_file_that_is_missing_broken_or_code_is_named_and_nothing_is_written(t
         with pytest.raises(LitEfficientError, match=message):
             run([str(tmp_path / f"{name}.ckpt"), "--output", str(tmp_path / "out.ckpt")])
     assert not list(tmp_path.glob("*out*"))
-    with pytest.raises(ConfigurationError, match="--weights must be uniform, .* got 'most'"):
+    with pytest.raises(ConfigurationError, match=r"--weights must be uniform, .* got 'most'"):
         run([str(tmp_path / "list.ckpt"), "--output", str(tmp_path / "out.ckpt"), "--weights", "most"])

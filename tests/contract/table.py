@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lit_efficient import EMA, CheckpointAverage, LowBitOptimizer, SNRWeighting, StochasticDepth, Technique
+from lit_efficient import EMA, CheckpointAverage, LowBitOptimizer, PowerEMA, SNRWeighting, StochasticDepth, Technique
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
+def _power_ema() -> PowerEMA:
+    return PowerEMA(dirpath=str(Path(tempfile.gettempdir()) / "lit_efficient_snapshots"))
+
+
 CASES: dict[str, Case] = {
     "CheckpointAverage": Case(
         lambda: CheckpointAverage(last_k=3, every_n_steps=1),
@@ -38,6 +44,7 @@ CASES: dict[str, Case] = {
     ),
     "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
+    "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
 }
