@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 
-_CHUNK = 2**24  # elements that are converted at once where the weights' format or device is not the average's
+_CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there
 
 
 # Decays --------------------------------------------------------------------------------------------------------------
@@ -87,22 +86,26 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
     if alike:
         torch._foreach_lerp_([a for a, _ in alike], [w for _, w in alike], 1 - decay)
     if len(alike) < len(averages):
-        others = ((a, w) for a, w in zip(averages, weights) if a.dtype != w.dtype or a.device != w.device)
-        for chunk in _chunks(others):
+        others = [(a, w) for a, w in zip(averages, weights) if a.dtype != w.dtype or a.device != w.device]
+        for a, w in others:
+            if a.device.type == "cpu":  # one at a time: the converted tensor is in the cache when it is used
+                a.lerp_(w.to(a.device, a.dtype), 1 - decay)
+        for chunk in _chunks(pair for pair in others if pair[0].device.type != "cpu"):
             converted = [w.to(a.device, a.dtype) for a, w in chunk]
             torch._foreach_lerp_([a for a, _ in chunk], converted, 1 - decay)
 
 
 def _chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Groups of about ``_CHUNK`` elements, so that a converted copy of the whole network never exists."""
-    pairs = iter(pairs)
-    while chunk := list(islice(pairs, 1)):
-        elements = chunk[0][0].numel()
-        for pair in pairs:
-            chunk.append(pair)
-            elements += pair[0].numel()
-            if elements >= _CHUNK:
-                break
+    chunk: list[tuple[Tensor, Tensor]] = []
+    elements = 0
+    for pair in pairs:
+        chunk.append(pair)
+        elements += pair[0].numel()
+        if elements >= _CHUNK:
+            yield chunk
+            chunk, elements = [], 0
+    if chunk:
         yield chunk
 
 

@@ -48,9 +48,9 @@ def test_decay_equals_the_formula_of_ema_pytorch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_formats_are_averaged_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_efficient.averaging._CHUNK", 10)  # several chunks
+def test_other_formats_are_averaged_in_float32(dtype: torch.dtype) -> None:
     weights = [torch.randn(n).to(dtype) for n in (4, 8, 3, 20, 1)] + [torch.randn(5)]
+    weights.append(torch.randn(5, 3).to(dtype).T)  # not contiguous
     averages = [torch.randn(w.shape) for w in weights]
     expected = [0.9 * a + 0.1 * w.float() for a, w in zip(averages, weights)]
     update_(averages, weights, 0.9)
