@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.averaging import averageable, gamma_of, placed_like, power_decay, precise, update_, whole
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.shadow import outside_autograd
 from lit_efficient.snapshots import Snapshot, write_snapshot
 from lit_efficient.technique import Phase, Report, Technique
@@ -86,6 +86,14 @@ class PowerEMA(Technique):
             parameters=sum(p.numel() for p in tracked.values()),
             details={"average_bytes": size},
         )
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Switch EMA writes weights in the same hook: the order of the list would decide which ones are averaged."""
+        if any(type(c).__name__ == "EMA" and getattr(c, "switch_every", None) for c in trainer.callbacks):
+            raise ConflictError(
+                "PowerEMA cannot be combined with EMA(switch_every=...), which replaces the weights that it averages: "
+                "leave switch_every out"
+            )
 
     def _folder(self, trainer: Any) -> Path:
         root = trainer.log_dir or trainer.default_root_dir

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_efficient import ConfigurationError, LitEfficientError, PowerEMA
+from lit_efficient import EMA, ConfigurationError, LitEfficientError, PowerEMA
 from lit_efficient.averaging import gamma_of, power_decay, update_
 from lit_efficient.commands.ema_sweep import run as sweep
 from lit_efficient.snapshots import synthesize
@@ -82,6 +82,12 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {"other": torch.ones(1)}}, tmp_path / "other.ckpt")
     with pytest.raises(ConfigurationError, match="is it of the same run"):
         sweep([str(tmp_path), "--sigma_rel", "0.1", "--checkpoint", str(tmp_path / "other.ckpt")])
+
+
+def test_switched_weights_have_no_profile() -> None:
+    run = trainer([EMA(switch_every=2), PowerEMA()])
+    with pytest.raises(ConfigurationError, match=r"PowerEMA cannot be combined with EMA\(switch_every=...\)"):
+        run.fit(Toy(), data(), data())
 
 
 @pytest.mark.parametrize(
