@@ -20,10 +20,13 @@ PUBLIC: dict[str, str] = {
     "LitEfficientError": "errors",
     "mix_in": "surgery",
     # techniques: slot trainer.callbacks
+    "CheckpointAverage": "callbacks.checkpoint_average",
+    "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "ScheduleFree": "callbacks.schedule_free",
+    "PowerEMA": "callbacks.power_ema",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
     # other callbacks

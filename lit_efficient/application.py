@@ -79,9 +79,8 @@ def apply(module: nn.Module, techniques: Iterable[Technique]) -> dict[str, Repor
                 f"{record['name']} was applied to this module by an earlier run with other arguments ({changes}); "
                 "use the same ones, or build the module anew"
             )
-    if ledger and "_lit_efficient_kept" not in module.__dict__:  # for good: the trainer saves after teardown, too
-        module.__dict__["_lit_efficient_kept"] = {}
-        _wrap(module, "on_save_checkpoint", _on_save_checkpoint, module.__dict__["_lit_efficient_kept"])
+    if ledger:
+        _keep_saving(module)
     return {entry.record["name"]: entry.report for entry in ledger}
 
 
@@ -151,6 +150,15 @@ def install(trainer: Any, module: Any) -> None:
         _wrap(module, "configure_optimizers", _configure_optimizers, session.previous)
     if any(overrides(technique, "sample_weights") for technique in techniques):
         _wrap(module, "training_step", _training_step_like(module.training_step), session.previous)
+    if any(overrides(technique, "write_checkpoint") for technique in techniques):
+        _keep_saving(module)
+
+
+def _keep_saving(module: Any) -> None:
+    """Wrap ``on_save_checkpoint`` for good: a trainer saves after its teardown, too."""
+    if "_lit_efficient_kept" not in module.__dict__:
+        module.__dict__["_lit_efficient_kept"] = {}
+        _wrap(module, "on_save_checkpoint", _on_save_checkpoint, module.__dict__["_lit_efficient_kept"])
 
 
 def uninstall(module: Any) -> None:
@@ -268,6 +276,9 @@ def _weighed(module: Any, *args: Any) -> Any:
 def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     _call_inner(self, "on_save_checkpoint", self.__dict__["_lit_efficient_kept"], checkpoint)
     checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in _ledger(self)]
+    trainer = self.__dict__.get("_trainer")
+    for technique in in_order(techniques_of(trainer)) if trainer is not None else ():
+        technique.write_checkpoint(checkpoint, self)
 
 
 def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
@@ -276,6 +287,8 @@ def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
         fitting = getattr(self.trainer.state.fn, "value", None) == "fit"
         saved = [*kept.get("transforms", ()), *kept.get("techniques", ())]
         compare_techniques(saved, [technique.record() for technique in techniques_of(self.trainer)], fitting=fitting)
+    for technique in in_order(techniques_of(self.trainer)):
+        technique.read_checkpoint(checkpoint, self)
     _call_inner(self, "on_load_checkpoint", self.__dict__["_lit_efficient_session"].previous, checkpoint)
 
 

@@ -107,6 +107,12 @@ class Technique(Callback):
         """Weights [B] for the samples' losses, from what ``training_step`` returned."""
         raise NotImplementedError
 
+    def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
+        """Change what is about to be saved. Unlike ``on_save_checkpoint`` it also acts on weights-only checkpoints."""
+
+    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+        """Learn, in any stage, that the weights of ``checkpoint`` are about to be loaded."""
+
     def describe(self, module: nn.Module) -> Report | None:
         """What the technique acts on, where none of the methods above reports it."""
         return None

@@ -78,7 +78,7 @@ class SampleText(Callback):
             pl_module.print(framed(f"sample at step {trainer.global_step}", texts[0]))
             self._log(trainer, texts, folder)
 
-    def on_predict_batch_end(  # noqa: PLR0917 (Lightning's signature)
+    def on_predict_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,

@@ -88,7 +88,7 @@ class SignalCheckpoint(Callback):
         if not (pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()):
             self._answer(trainer)
 
-    def on_validation_batch_end(  # noqa: PLR0917 (Lightning's signature)
+    def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Do not let a long validation run delay the answer, where one process can decide alone."""

@@ -46,7 +46,7 @@ class LatentDigits(DigitsDataModule):
         cache_dir: Where stage one's result is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
     """
 
-    def __init__(  # noqa: PLR0917 (a configuration)
+    def __init__(
         self,
         image_size: int = 32,
         batch_size: int = 64,

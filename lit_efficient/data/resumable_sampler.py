@@ -90,7 +90,7 @@ class ResumableSampler(DistributedSampler[int]):
         ConfigurationError: If the seed is negative or the rank is not in ``[0, num_replicas)``.
     """
 
-    def __init__(  # noqa: PLR0917 (DistributedSampler's own order)
+    def __init__(
         self,
         source: Sized,
         shuffle: bool = True,

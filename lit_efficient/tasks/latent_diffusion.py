@@ -73,7 +73,7 @@ class LatentDiffusion(LightningModule):
         validation_samples: Images sampled and judged at each validation; 0 for none.
     """
 
-    def __init__(  # noqa: PLR0917 (a configuration)
+    def __init__(
         self,
         backbone: DiTConfig = DiTConfig(),  # noqa: B008 (frozen)
         prediction: Prediction = "flow",

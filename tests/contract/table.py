@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lit_efficient
 from lit_efficient import (
+    EMA,
+    CheckpointAverage,
     ConflictError,
     ExactResume,
     LowBitOptimizer,
+    PowerEMA,
     ScheduleFree,
     SNRWeighting,
     StochasticDepth,
@@ -35,13 +40,19 @@ class Case:
         neutral: Builds it at a setting under which training must equal plain Lightning bit for bit; ``None`` where the
             technique has no such setting.
         changes: Whether ``make`` changes the trained weights of a run of four steps.
+        shadows: Whether evaluation uses other weights than the module's own.
         trainer: Arguments that its trainer needs.
     """
 
     make: Callable[[], Technique]
     neutral: Callable[[], Technique] | None
     changes: bool = True
+    shadows: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
+
+
+def _power_ema() -> PowerEMA:
+    return PowerEMA(dirpath=str(Path(tempfile.gettempdir()) / "lit_efficient_snapshots"))
 
 
 CASES: dict[str, Case] = {
@@ -49,6 +60,14 @@ CASES: dict[str, Case] = {
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
     "OffloadOptimizer": Case(OffloadOptimizer, neutral=OffloadOptimizer, changes=False),
     "ScheduleFree": Case(lambda: ScheduleFree(warmup_steps=2), neutral=None),
+    "CheckpointAverage": Case(
+        lambda: CheckpointAverage(last_k=3, every_n_steps=1),
+        lambda: CheckpointAverage(last_k=1, every_n_steps=1),
+        changes=False,
+        shadows=True,
+    ),
+    "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
+    "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
 }

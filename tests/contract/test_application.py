@@ -345,3 +345,30 @@ class _Twin(StochasticDepth):
     """A second technique of the same kind, under a name of its own so that Lightning accepts both."""
 
     conflicts: ClassVar[dict[str, str]] = {"StochasticDepth": "listed twice, so to speak"}
+
+
+# Checkpoints
+
+
+def test_a_technique_may_change_weights_only_checkpoints_and_learns_of_every_load(tmp_path: Path) -> None:
+    class Stamp(Technique):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loaded: list[str] = []
+
+        def write_checkpoint(self, checkpoint: dict[str, Any], module: nn.Module) -> None:
+            checkpoint["stamp"] = type(module).__name__
+
+        def read_checkpoint(self, checkpoint: Any, module: nn.Module) -> None:
+            self.loaded.append(checkpoint["stamp"])
+
+    run = fit(Toy(), [Stamp()])
+    for alone in (True, False):  # after teardown, too
+        run.save_checkpoint(tmp_path / f"{alone}.ckpt", weights_only=alone)
+        assert torch.load(tmp_path / f"{alone}.ckpt", weights_only=True)["stamp"] == "Toy"
+        stamp = Stamp()
+        trainer([stamp]).test(Toy(), data(), ckpt_path=tmp_path / f"{alone}.ckpt", verbose=False)
+        assert stamp.loaded == ["Toy"]
+    stamp = Stamp()
+    trainer([stamp], max_epochs=2).fit(Toy(), data(), data(), ckpt_path=tmp_path / "False.ckpt")
+    assert stamp.loaded == ["Toy"]

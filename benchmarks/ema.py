@@ -1,0 +1,154 @@
+"""One update of an average of weights: ours against peers and against a plain copy of the same bytes.
+
+    python benchmarks/ema.py [--peers FOLDER] [--parameters 12.8e6] [--layers 48] [--device cpu] [--dtype float32]
+
+Times are of this process on the CPU and of the device on a GPU, medians over interleaved rounds; read the ratios.
+Peers: Lightning's EMAWeightAveraging, ema-pytorch, timm's ModelEmaV3, diffusers' EMAModel; one that is not installed
+(or found in --peers) is skipped with a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+
+from lit_efficient.averaging import averageable, update_
+
+
+def network(parameters: float, layers: int) -> nn.Module:
+    """Linear layers, norms and biases as in a transformer: a few large tensors and many small ones."""
+    width = int((parameters / layers) ** 0.5)
+    blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(layers)]
+    return nn.Sequential(*blocks)
+
+
+def ours(net: nn.Module) -> Callable[[], None]:
+    weights = list(averageable(net).values())
+    averages = [w.detach().float().clone() for w in weights]
+    return lambda: update_(averages, weights, 0.999)
+
+
+def plain_copy(net: nn.Module) -> Callable[[], None]:
+    """Tensors in and out as in the update: float32 averages, as many as there are weights."""
+    weights = [w.detach().float().clone() for w in net.parameters()]
+    copies = [torch.empty_like(w) for w in weights]
+    return lambda: torch._foreach_copy_(copies, weights)
+
+
+def lightning_callback(net: nn.Module) -> Callable[[], None]:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+    from torch.optim.swa_utils import AveragedModel
+
+    callback = EMAWeightAveraging(decay=0.999)
+    average = AveragedModel(net, use_buffers=True, **callback._kwargs)
+    return lambda: average.update_parameters(net)
+
+
+def ema_pytorch(net: nn.Module) -> Callable[[], None]:
+    from ema_pytorch import EMA
+
+    ema = EMA(net, beta=0.999, update_every=1, update_after_step=0)
+    return ema.update
+
+
+def ema_pytorch_foreach(net: nn.Module) -> Callable[[], None]:
+    from ema_pytorch import EMA
+
+    ema = EMA(net, beta=0.999, update_every=1, update_after_step=0, use_foreach=True)
+    return ema.update
+
+
+def timm(net: nn.Module) -> Callable[[], None]:
+    """From its file: the package itself imports torchvision."""
+    package = importlib.util.find_spec("timm")
+    if package is None:
+        raise ImportError("No module named 'timm'")
+    source = Path(package.submodule_search_locations[0]) / "utils" / "model_ema.py"
+    spec = importlib.util.spec_from_file_location("model_ema", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ema = module.ModelEmaV3(net, decay=0.999, foreach=True)
+    step = iter(range(1, 10**9))
+    return lambda: ema.update(net, step=next(step))
+
+
+def diffusers(net: nn.Module) -> Callable[[], None]:
+    from diffusers.training_utils import EMAModel
+
+    ema = EMAModel(net.parameters(), decay=0.999, foreach=True)
+    return lambda: ema.step(net.parameters())
+
+
+CONTENDERS: dict[str, Callable[[nn.Module], Callable[[], None]]] = {
+    "plain copy of the same bytes": plain_copy,
+    "lit_efficient EMA": ours,
+    "Lightning EMAWeightAveraging": lightning_callback,
+    "ema-pytorch": ema_pytorch,
+    "ema-pytorch (foreach)": ema_pytorch_foreach,
+    "timm ModelEmaV3 (foreach)": timm,
+    "diffusers EMAModel (foreach)": diffusers,
+}
+
+
+def seconds(update: Callable[[], None], device: str) -> float:
+    """Of three updates, averaged."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+    else:
+        start = time.process_time()
+    for _ in range(3):
+        update()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / 3
+    return (time.process_time() - start) / 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", help="a folder with further packages: pip install --no-deps --target FOLDER ...")
+    parser.add_argument("--parameters", type=float, default=12.8e6)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    if options.peers:
+        sys.path.append(options.peers)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    net = network(options.parameters, options.layers).to(options.device, getattr(torch, options.dtype))
+    updates: dict[str, Any] = {}
+    for name, make in CONTENDERS.items():
+        try:
+            updates[name] = make(net)
+        except ImportError as error:
+            print(f"skipped: {name} ({error})")
+    times: dict[str, list[float]] = {name: [] for name in updates}
+    for _ in range(options.rounds + 3):  # interleaved: a busy machine slows all alike
+        for name, update in updates.items():
+            times[name].append(seconds(update, options.device))
+    medians = {name: median(values[3:]) for name, values in times.items()}
+    base = medians["plain copy of the same bytes"]
+    count = sum(p.numel() for p in net.parameters())
+    print(f"{count / 1e6:.1f} M parameters in {len(list(net.parameters()))} tensors, {options.dtype}, {options.device}")
+    for name, value in medians.items():
+        print(f"{name:30} {value * 1e3:9.3f} ms   {value / base:6.2f} x the copy")
+
+
+if __name__ == "__main__":
+    main()

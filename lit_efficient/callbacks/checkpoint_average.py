@@ -1,0 +1,226 @@
+"""Average of the last checkpoints of a run (LAWA, SWA): the quality of a decayed learning rate without decaying it.
+
+    average = sum_i w_i weights(step_i),    i over the last k snapshots, taken every n steps; w uniform, linear or 2^i
+
+Saves: training steps to the same quality under a constant or cyclic learning rate, and the choice of when to decay it
+Costs: k copies of the weights in CPU memory; statistics of BatchNorm, where there is one, take forward passes each time
+Source: LAWA: Kaddour (2022), https://arxiv.org/abs/2209.14981; SWA: Izmailov et al. (2018), https://arxiv.org/abs/1803.05407
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lit_efficient.averaging import averageable, placed_like, position_weights, precise, update_, weighted_mean
+from lit_efficient.averaging import whole as gathered
+from lit_efficient.batch_norm import batch_norms, recompute_statistics
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.shadow import ShadowWeights, outside_autograd
+from lit_efficient.technique import Report
+
+_WEIGHTS = ("uniform", "linear", "exponential")
+
+
+class CheckpointAverage(ShadowWeights):
+    """Evaluate with the average of the last weights of this run, and put it into weights-only checkpoints.
+
+    The training itself and its learning rate are left as they are: use a constant or cyclic one. Statistics of
+    BatchNorm layers are computed anew for the average, from training samples that are drawn for it.
+
+    Args:
+        last_k: How many snapshots are averaged, at least 1; null for all of them, in the memory of one (SWA).
+        every_n_steps: Optimizer steps between two snapshots, at least 1.
+        weights: ``uniform``, ``linear`` (1, 2, ... k, the newest most) or ``exponential`` (each half of the next one).
+        start_step: Optimizer steps before the first snapshot may be taken, at least 0.
+        bn_batches: Batches from which statistics of BatchNorm are computed, at least 1.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and if there is nothing to average.
+
+    Example:
+        >>> Trainer(callbacks=[CheckpointAverage(last_k=5, every_n_steps=1000)])  # doctest: +SKIP
+    """
+
+    label = "average"
+    conflicts: ClassVar[dict[str, str]] = {
+        **ShadowWeights.conflicts,
+        "EMA": "both exchange the weights for evaluation; keep one of them",
+    }
+
+    def __init__(
+        self,
+        last_k: int | None = 5,
+        every_n_steps: int = 1000,
+        weights: str = "uniform",
+        start_step: int = 0,
+        bn_batches: int = 32,
+    ) -> None:
+        super().__init__()
+        if last_k is not None and last_k < 1:
+            raise ConfigurationError(f"CheckpointAverage: last_k must be at least 1 or null, got {last_k}")
+        if weights not in _WEIGHTS:
+            raise ConfigurationError(
+                f"CheckpointAverage: weights must be one of {', '.join(_WEIGHTS)}; got {weights!r}"
+            )
+        if last_k is None and weights != "uniform":
+            raise ConfigurationError(
+                f"CheckpointAverage: without last_k all snapshots weigh the same: weights must be uniform, "
+                f"got {weights!r}"
+            )
+        for name, value, least in (("every_n_steps", every_n_steps, 1), ("bn_batches", bn_batches, 1)):
+            if value < least:
+                raise ConfigurationError(f"CheckpointAverage: {name} must be at least {least}, got {value}")
+        if start_step < 0:
+            raise ConfigurationError(f"CheckpointAverage: start_step must be at least 0, got {start_step}")
+        self.last_k = last_k
+        self.every_n_steps = every_n_steps
+        self.weights = weights
+        self.start_step = start_step
+        self.bn_batches = bn_batches
+        self._snapshots: list[dict[str, Tensor]] = []  # oldest first; a single mean without last_k
+        self._count = 0
+        self._mean: dict[str, Tensor] | None = None  # of the snapshots; made when it is asked for
+        self._statistics: dict[str, Tensor] | None = None  # BatchNorm's buffers for that mean
+        self._raw_statistics: dict[str, Tensor] | None = None
+        self._step = 0
+
+    def describe(self, module: Any) -> Report:
+        """How much memory the snapshots will take."""
+        tracked = self._tracked(module)
+        size = sum(p.numel() * p.itemsize for p in tracked.values()) * (self.last_k or 1)
+        which = "all snapshots" if self.last_k is None else f"the last {self.last_k} snapshots"
+        norms = len(batch_norms(module))
+        statistics = f", statistics of {norms} BatchNorm layers computed anew" if norms else ""
+        return Report(
+            f"{self.weights} mean of {which}, one every {self.every_n_steps} steps, {len(tracked)} tensors, "
+            f"{size / 2**20:.1f} MiB of CPU memory{statistics}",
+            parameters=sum(p.numel() for p in tracked.values()),
+            details={"snapshot_bytes": size},
+        )
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Statistics of BatchNorm need a training step that only computes."""
+        if batch_norms(module) and not module.automatic_optimization:
+            raise ConflictError(
+                f"CheckpointAverage computes statistics of BatchNorm by calling training_step, which would step the "
+                f"optimizers of {type(module).__name__}: it optimizes manually. Use GroupNorm or LayerNorm, or EMA"
+            )
+
+    def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
+        trainer = module.__dict__.get("_trainer")
+        optimizers = trainer.optimizers if trainer is not None else ()
+        tracked = averageable(
+            module, True, (p for o in optimizers for group in o.param_groups for p in group["params"])
+        )
+        if not tracked:
+            raise ConfigurationError(f"CheckpointAverage: no parameter of {type(module).__name__} trains")
+        return tracked
+
+    # Snapshots
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count steps from here."""
+        self._step = trainer.global_step
+
+    @outside_autograd
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take a snapshot when it is due, after an optimizer step."""
+        before, self._step = self._step, trainer.global_step
+        due = self._step // self.every_n_steps > before // self.every_n_steps
+        if due and self._step > self.start_step:
+            self._take(self._tracked(pl_module))
+
+    def _take(self, tracked: Mapping[str, nn.Parameter]) -> None:
+        self._mean = self._statistics = None
+        self._count += 1
+        if self.last_k is None and self._count > 1:
+            mean = self._snapshots[0]
+            update_([mean[n] for n in tracked], list(tracked.values()), 1 - 1 / self._count)
+            return
+        dtypes = {n: precise(p.dtype) if self.last_k is None else p.dtype for n, p in tracked.items()}
+        # Shards stay with their mesh, all else goes to the CPU.
+        devices = {n: None if hasattr(p, "placements") else "cpu" for n, p in tracked.items()}
+        self._snapshots.append({n: placed_like(p, p, dtypes[n], devices[n]) for n, p in tracked.items()})
+        del self._snapshots[: -(self.last_k or 1)]
+
+    @outside_autograd
+    def average(self, module: Any) -> Mapping[str, Tensor] | None:
+        """The weighted mean of the snapshots, once there is one."""
+        if self._mean is None and self._snapshots:
+            self._place(module)
+            names = list(self._snapshots[0])
+            weights = position_weights(len(self._snapshots), self.weights)
+            mean = weighted_mean([[snapshot[n] for n in names] for snapshot in self._snapshots], weights)
+            self._mean = dict(zip(names, mean))
+        return self._mean
+
+    def _place(self, module: Any) -> None:
+        """Shard restored snapshots as the parameters are."""
+        parameters = dict(module.named_parameters())
+        for snapshot in self._snapshots:
+            for name, tensor in snapshot.items():
+                if hasattr(parameters[name], "placements") and not hasattr(tensor, "placements"):
+                    snapshot[name] = placed_like(tensor, parameters[name], tensor.dtype)
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._snapshots, self._count, self._mean, self._statistics = [], 0, None, None
+
+    # BatchNorm
+
+    @outside_autograd
+    def swap_in(self, module: Any) -> None:
+        """Put the average into ``module``, and the statistics of BatchNorm that belong to it."""
+        standing = self._raw is not None
+        super().swap_in(module)
+        if standing or self._raw is None or not batch_norms(module):
+            return
+        self._raw_statistics = _buffers(module)
+        if self._statistics is None:
+            recompute_statistics(module, self.bn_batches, who="CheckpointAverage")
+            self._statistics = _buffers(module)
+        _restore(module, self._statistics)
+
+    @outside_autograd
+    def swap_out(self, module: Any) -> None:
+        """Put raw weights and statistics back."""
+        super().swap_out(module)
+        if self._raw_statistics is not None:
+            _restore(module, self._raw_statistics)
+        self._raw_statistics = None
+
+    def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
+        """As for all averages, with the statistics that belong to the weights."""
+        alone = "callbacks" not in checkpoint
+        if alone and self._snapshots and self._statistics is None and batch_norms(module):
+            with self.averaged(module):  # computes them
+                pass
+        super().write_checkpoint(checkpoint, module)
+        statistics = self._statistics if alone else self._raw_statistics
+        for name, tensor in (statistics or {}).items():
+            if name in checkpoint["state_dict"]:
+                checkpoint["state_dict"][name] = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The snapshots, gathered, and the statistics, which a later evaluation could not compute."""
+        snapshots = [{n: gathered(t) for n, t in snapshot.items()} for snapshot in self._snapshots]
+        return {"snapshots": snapshots, "count": self._count, "statistics": self._statistics or {}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the snapshots of a checkpoint."""
+        self._mean, self._statistics = None, dict(state_dict["statistics"]) or None
+        self._snapshots, self._count = [dict(s) for s in state_dict["snapshots"]], int(state_dict["count"])
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    norms = batch_norms(module)
+    return {f"{n}.{key}": t.clone() for n, norm in norms.items() for key, t in norm.named_buffers(recurse=False)}
+
+
+def _restore(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    own = dict(module.named_buffers())
+    for name, tensor in buffers.items():
+        own[name].copy_(tensor)

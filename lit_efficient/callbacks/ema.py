@@ -1,0 +1,181 @@
+"""Exponential moving average of the weights: evaluate with a smoother network than the one that trains.
+
+    average <- average + (1 - decay_n) (weights - average),    decay_n = min(decay, 1 - (1 + n)^-power)
+
+Saves: learning-rate decay and training steps to the same quality; diffusion models are hardly usable without it
+Costs: 4 bytes a parameter and one pass over memory each update; nothing in the forward or backward pass
+Source: Polyak and Juditsky (1992); warm-ups of ema-pytorch and diffusers; switch EMA: https://arxiv.org/abs/2402.09240
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.averaging import averageable, decay_at, placed_like, precise, update_, whole
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.shadow import ShadowWeights, outside_autograd
+from lit_efficient.technique import Report
+
+_WARMUPS = ("inverse_gamma", "tf", None)
+
+
+class EMA(ShadowWeights):
+    """Keep a moving average of the weights and use it in validation, test, prediction and weights-only checkpoints.
+
+    The module itself always holds its raw weights, after the fit as well: ``with ema.averaged(module):`` puts the
+    average in. Checkpoints for resuming hold both. Averages are float32 whatever the network's format; buffers are the
+    module's own. Steps are those of the optimizers, however many micro-batches one has.
+
+    Args:
+        decay: Share of the average that an update keeps, in [0, 1).
+        warmup: How the decay rises to that: ``inverse_gamma``, ``tf``, or null for at once.
+        power: Exponent of ``inverse_gamma``, above 0: 2/3 for a million steps and more, 3/4 for fewer.
+        every_n_steps: Update after each n-th optimizer step, at least 1.
+        start_step: Optimizer steps before the first update, at least 0; until then evaluation uses the raw weights.
+        trainable_only: Leave out parameters that neither require a gradient nor are in an optimizer. Quantised ones are
+            never averaged.
+        device: Where the average lives, as in ``cpu``; null for the parameters' own device.
+        switch_every: Copy the average into the trained weights after every so many optimizer steps (switch EMA); null
+            for never.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and if there is nothing to average.
+
+    Example:
+        >>> Trainer(callbacks=[EMA(decay=0.999)])  # doctest: +SKIP
+    """
+
+    label = "ema"
+    conflicts: ClassVar[dict[str, str]] = {
+        **ShadowWeights.conflicts,
+        "CheckpointAverage": "both exchange the weights for evaluation; keep one of them",
+    }
+
+    def __init__(
+        self,
+        decay: float = 0.9999,
+        warmup: str | None = "inverse_gamma",
+        power: float = 2 / 3,
+        every_n_steps: int = 1,
+        start_step: int = 0,
+        trainable_only: bool = True,
+        device: str | None = None,
+        switch_every: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ConfigurationError(f"EMA: decay must be at least 0 and below 1, got {decay}")
+        if warmup not in _WARMUPS:
+            raise ConfigurationError(f"EMA: warmup must be inverse_gamma, tf or null, got {warmup!r}")
+        if not power > 0:
+            raise ConfigurationError(f"EMA: power must be above 0, got {power}")
+        if every_n_steps < 1:
+            raise ConfigurationError(f"EMA: every_n_steps must be at least 1, got {every_n_steps}")
+        if start_step < 0:
+            raise ConfigurationError(f"EMA: start_step must be at least 0, got {start_step}")
+        if switch_every is not None and switch_every < 1:
+            raise ConfigurationError(f"EMA: switch_every must be at least 1 or null, got {switch_every}")
+        try:
+            torch.device(device or "cpu")
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"EMA: device must name one as torch does (cpu, cuda:0), got {device!r}"
+            ) from error
+        self.decay = decay
+        self.warmup = warmup
+        self.power = power
+        self.every_n_steps = every_n_steps
+        self.start_step = start_step
+        self.trainable_only = trainable_only
+        self.device = device
+        self.switch_every = switch_every
+        self._average: dict[str, Tensor] = {}
+        self._updates = 0
+        self._parameters: dict[str, nn.Parameter] = {}  # of a fit that is under way
+        self._step = 0
+
+    def average(self, module: Any) -> Mapping[str, Tensor] | None:
+        """The average, once it has been updated."""
+        return self._average if self._updates else None
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._average, self._updates = {}, 0
+
+    def describe(self, module: Any) -> Report:
+        """How much is averaged, and how."""
+        tracked = self._tracked(module)
+        elements = sum(p.numel() for p in tracked.values())
+        size = sum(p.numel() * precise(p.dtype).itemsize for p in tracked.values())
+        warmup = f" after {self.warmup} warm-up" if self.warmup else ""
+        switch = f", copied into the weights every {self.switch_every} steps" if self.switch_every else ""
+        return Report(
+            f"{len(tracked)} tensors, {elements:,} parameters ({size / 2**20:.1f} MiB), decay {self.decay:g}"
+            f"{warmup}{switch}",
+            parameters=elements,
+            details={"average_bytes": size},
+        )
+
+    def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
+        trainer = module.__dict__.get("_trainer")
+        optimizers = trainer.optimizers if trainer is not None else ()
+        trained = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        tracked = averageable(module, self.trainable_only, trained)
+        if not tracked:
+            raise ConfigurationError(
+                f"EMA: none of the {sum(1 for _ in module.parameters())} parameters of {type(module).__name__} trains: "
+                "there is nothing to average"
+            )
+        return tracked
+
+    @outside_autograd
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Allocate the average, or put a restored one where the parameters are: all weights are restored by now."""
+        self._parameters = self._tracked(pl_module)
+        sharded = next((n for n, p in self._parameters.items() if hasattr(p, "placements")), None)
+        if sharded is not None and self.device is not None:
+            raise ConflictError(
+                f"EMA: device={self.device!r} cannot be combined with sharded parameters ({sharded!r} is one): leave "
+                "it out, the average is sharded as they are"
+            )
+        if self._updates and (different := self._average.keys() ^ self._parameters.keys()):
+            raise ConfigurationError(
+                f"EMA: the restored average and the trained parameters differ in {len(different)} names "
+                f"({min(different)!r} is one): train the same parameters as before, or start from weights alone"
+            )
+        source = self._average if self._updates else self._parameters
+        self._average = {
+            n: placed_like(source[n], p, precise(p.dtype), self.device) for n, p in self._parameters.items()
+        }
+        self._step = trainer.global_step
+
+    @outside_autograd
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Update after an optimizer step, not after a micro-batch."""
+        before, step = self._step, trainer.global_step
+        self._step = step
+        since = step - 1 - self.start_step
+        # Several optimizers count several steps at once: has a multiple been passed?
+        if since >= 0 and (step - 1) // self.every_n_steps > (before - 1) // self.every_n_steps:
+            decay = decay_at(since, self.decay, self.warmup, self.power) if self._updates else 0.0
+            update_(list(self._average.values()), list(self._parameters.values()), decay)
+            self._updates += 1
+        if self.switch_every and self._updates and step // self.switch_every > before // self.switch_every:
+            update_(list(self._parameters.values()), list(self._average.values()), 0.0)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let go of the parameters: a strategy may replace them."""
+        self._parameters = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, gathered, and how often it was updated."""
+        average = {name: whole(tensor) for name, tensor in self._average.items()} if self._updates else {}
+        return {"average": average, "updates": self._updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the average of a checkpoint."""
+        self._average, self._updates = dict(state_dict["average"]), int(state_dict["updates"])

@@ -1,0 +1,164 @@
+"""Power-function averages whose width is chosen after the run: two are tracked, any other is built from snapshots.
+
+    average_t <- average_(t-1) + (1 - (1 - 1/t)^(g+1)) (weights_t - average_(t-1)),    g from sigma_rel
+
+Saves: a run for each width that one would like to try; the best width differs by task and is known only afterwards
+Costs: 4 bytes a parameter and one pass over memory each step, for each tracked width; snapshots on disk
+Source: Karras et al. (2024), https://arxiv.org/abs/2312.02696
+
+``python -m lit_efficient ema-sweep DIR --sigma_rel 0.05 0.10 0.15`` builds the widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.averaging import averageable, gamma_of, placed_like, power_decay, precise, update_, whole
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.shadow import outside_autograd
+from lit_efficient.snapshots import Snapshot, write_snapshot
+from lit_efficient.technique import Phase, Report, Technique
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class PowerEMA(Technique):
+    """Track averages of several widths and write thin snapshots of them, for building any width after the run.
+
+    Neither training nor evaluation is changed; add EMA to evaluate with an average on the way. Updates are counted
+    after optimizer steps, from the start of the run.
+
+    Args:
+        sigma_rels: Widths to track, as shares of the run: above 0 and below 0.2887, each once. Two are enough.
+        snapshot_every_n_steps: Updates between two snapshots, at least 1; about 20 in a run are enough.
+        dirpath: Folder of the snapshots; null for ``snapshots`` in the trainer's log folder.
+        dtype: Format of the snapshots: ``float32``, ``float16`` or ``bfloat16``.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and if there is nothing to average.
+
+    Example:
+        >>> Trainer(callbacks=[PowerEMA(snapshot_every_n_steps=1000)])  # doctest: +SKIP
+    """
+
+    phase = Phase.AVERAGE
+
+    def __init__(
+        self,
+        sigma_rels: Sequence[float] = (0.05, 0.10),
+        snapshot_every_n_steps: int = 1000,
+        dirpath: str | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        self.sigma_rels = tuple(sigma_rels)
+        if not self.sigma_rels or len(set(self.sigma_rels)) < len(self.sigma_rels):
+            raise ConfigurationError(f"PowerEMA: sigma_rels must name widths, each once, got {list(sigma_rels)}")
+        for sigma_rel in self.sigma_rels:
+            gamma_of(sigma_rel)
+        if snapshot_every_n_steps < 1:
+            raise ConfigurationError(
+                f"PowerEMA: snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}"
+            )
+        if dtype not in _DTYPES:
+            raise ConfigurationError(f"PowerEMA: dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.dirpath = dirpath
+        self.dtype = dtype
+        self._averages: list[dict[str, Tensor]] = []  # one a width
+        self._updates = 0
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._step = 0
+
+    def describe(self, module: Any) -> Report:
+        """How much memory the averages take and where snapshots go."""
+        tracked = self._tracked(module)
+        size = len(self.sigma_rels) * sum(p.numel() * precise(p.dtype).itemsize for p in tracked.values())
+        widths = ", ".join(f"{sigma_rel:g}" for sigma_rel in self.sigma_rels)
+        return Report(
+            f"{len(tracked)} tensors at widths {widths} ({size / 2**20:.1f} MiB), a snapshot every "
+            f"{self.snapshot_every_n_steps} steps in {self._folder(module.trainer)}",
+            parameters=sum(p.numel() for p in tracked.values()),
+            details={"average_bytes": size},
+        )
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Switch EMA writes weights in the same hook: the order of the list would decide which ones are averaged."""
+        if any(type(c).__name__ == "EMA" and getattr(c, "switch_every", None) for c in trainer.callbacks):
+            raise ConflictError(
+                "PowerEMA cannot be combined with EMA(switch_every=...), which replaces the weights that it averages: "
+                "leave switch_every out"
+            )
+
+    def _folder(self, trainer: Any) -> Path:
+        root = trainer.log_dir or trainer.default_root_dir
+        return Path(self.dirpath) if self.dirpath else Path(root) / "snapshots"
+
+    def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
+        optimizers = module.trainer.optimizers
+        tracked = averageable(
+            module, True, (p for o in optimizers for group in o.param_groups for p in group["params"])
+        )
+        if not tracked:
+            raise ConfigurationError(f"PowerEMA: no parameter of {type(module).__name__} trains")
+        return tracked
+
+    @outside_autograd
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Allocate the averages, or put restored ones where the parameters are."""
+        self._parameters = tracked = self._tracked(pl_module)
+        sources = self._averages if self._updates else [tracked] * len(self.sigma_rels)
+        self._averages = [
+            {n: placed_like(source[n], p, precise(p.dtype)) for n, p in tracked.items()} for source in sources
+        ]
+        self._step = trainer.global_step
+        self._path = Path(trainer.strategy.broadcast(str(self._folder(trainer))))
+
+    @outside_autograd
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Update after an optimizer step, and write a snapshot when it is due."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        self._updates += 1
+        for sigma_rel, average in zip(self.sigma_rels, self._averages):
+            decay = power_decay(self._updates, gamma_of(sigma_rel))
+            update_(list(average.values()), list(self._parameters.values()), decay)
+        if self._updates % self.snapshot_every_n_steps == 0:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The last step gets a snapshot, too: that is where widths are built."""
+        if self._updates and self._updates % self.snapshot_every_n_steps:
+            self._write(trainer)
+        self._parameters = {}
+
+    def _write(self, trainer: Any) -> None:
+        for sigma_rel, average in zip(self.sigma_rels, self._averages):
+            tensors = {name: whole(tensor) for name, tensor in average.items()}
+            if trainer.is_global_zero:
+                stored = {name: tensor.to(_DTYPES[self.dtype]) for name, tensor in tensors.items()}
+                write_snapshot(self._path, Snapshot(self._updates, sigma_rel), stored)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, gathered, and the number of updates."""
+        averages = [{name: whole(tensor) for name, tensor in average.items()} for average in self._averages]
+        return {"averages": averages, "updates": self._updates, "sigma_rels": list(self.sigma_rels)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the averages of a checkpoint.
+
+        Raises:
+            ConfigurationError: If it tracked other widths: theirs have no past.
+        """
+        if state_dict["sigma_rels"] != list(self.sigma_rels):
+            raise ConfigurationError(
+                f"PowerEMA: the checkpoint tracks the widths {state_dict['sigma_rels']}, and sigma_rels is "
+                f"{list(self.sigma_rels)}: keep those of the run"
+            )
+        self._averages, self._updates = [dict(a) for a in state_dict["averages"]], int(state_dict["updates"])

@@ -1,0 +1,111 @@
+"""``python -m lit_efficient average CKPT... --output X``: the weighted mean of checkpoints, one file at a time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_efficient.averaging import position_weights, precise
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.files import read, weights_alone, write
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def average_files(paths: Sequence[str | Path], weights: Sequence[float] | str = "uniform") -> dict[str, Any]:
+    """The weighted mean of the weights in files, in the memory of two of them, however many there are.
+
+    Floating-point entries are added up in float32 at least and returned in their own format; others, such as counters,
+    are those of the last file.
+
+    Args:
+        paths: Checkpoints of Lightning or ``.safetensors`` files, oldest first, at least one.
+        weights: One number a file, divided by their sum, or ``uniform``, ``linear`` or ``exponential`` as in
+            :func:`lit_efficient.averaging.position_weights`.
+
+    Returns:
+        The last file's checkpoint with the mean in ``state_dict``, without optimizer states.
+
+    Raises:
+        ConfigurationError: If the files' weights differ in names or shapes or are quantised, or if numbers and files
+            do not match.
+    """
+    shares = _shares(len(paths), weights)
+    total: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    checkpoint: dict[str, Any] = {}
+    for path, share in zip(paths, shares):
+        checkpoint = read(path)
+        state = {name: tensor for name, tensor in checkpoint["state_dict"].items() if isinstance(tensor, Tensor)}
+        if not dtypes:
+            dtypes = {name: tensor.dtype for name, tensor in state.items()}
+        elif different := dtypes.keys() ^ state.keys():
+            raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
+        for name, tensor in state.items():
+            _add(total, name, tensor, share, str(path))
+    mean = {name: tensor.to(dtypes[name]) for name, tensor in total.items()}
+    return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, "average")
+
+
+def _shares(count: int, weights: Sequence[float] | str) -> list[float]:
+    if not count:
+        raise ConfigurationError("average: name at least one file")
+    if isinstance(weights, str):
+        return position_weights(count, weights)
+    if len(weights) != count or not sum(weights) > 0:
+        raise ConfigurationError(
+            f"average: weights must be one number a file ({count}) with a sum above 0, got {len(weights)}: {weights}"
+        )
+    return [weight / sum(weights) for weight in weights]
+
+
+def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path: str) -> None:
+    before = total.get(name)
+    if before is not None and before.shape != tensor.shape:
+        raise ConfigurationError(f"{path}: {name!r} is {list(tensor.shape)}, and {list(before.shape)} in the others")
+    if tensor.is_floating_point() or tensor.is_complex():
+        if before is None:
+            total[name] = before = torch.zeros_like(tensor, dtype=precise(tensor.dtype))
+        before.add_(tensor, alpha=share)
+        return
+    if before is not None and tensor.numel() > 1 and not torch.equal(before, tensor):
+        raise ConfigurationError(
+            f"{path}: {name!r} holds {tensor.dtype} and differs between files: quantised weights have no mean; "
+            "dequantise them first"
+        )
+    total[name] = tensor.clone()
+
+
+def run(argv: list[str]) -> int:
+    """Answer ``average``. Errors are raised: the caller prints them.
+
+    Args:
+        argv: The arguments after the subcommand's name.
+    """
+    parser = argparse.ArgumentParser("python -m lit_efficient average", description=__doc__, allow_abbrev=False)
+    parser.add_argument("files", nargs="+", metavar="CKPT", help="checkpoints or .safetensors files, oldest first")
+    parser.add_argument("--output", required=True, help="file to write: .ckpt, or .safetensors for weights alone")
+    parser.add_argument("--weights", default="uniform", help="uniform, linear, exponential, or numbers: 0.2,0.3,0.5")
+    options = parser.parse_args(argv)
+    checkpoint = average_files(options.files, _parse(options.weights))
+    write(options.output, checkpoint)
+    print(f"Wrote the {options.weights} mean of {len(options.files)} files to {options.output}.")
+    if any(name.endswith(_STATISTICS) for name in checkpoint["state_dict"]):
+        print("The network has BatchNorm: its statistics were averaged, too, which is not what the mean weights have.")
+    return 0
+
+
+def _parse(weights: str) -> str | list[float]:
+    if weights in ("uniform", "linear", "exponential"):
+        return weights
+    try:
+        return [float(part) for part in weights.split(",")]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"average: --weights must be uniform, linear, exponential or numbers with commas, got {weights!r}"
+        ) from error

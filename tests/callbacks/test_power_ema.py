@@ -1,0 +1,105 @@
+"""PowerEMA: tracked widths, thin snapshots, and other widths that come out as if they had been tracked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lit_efficient import EMA, ConfigurationError, LitEfficientError, PowerEMA
+from lit_efficient.averaging import gamma_of, power_decay, update_
+from lit_efficient.commands.ema_sweep import run as sweep
+from lit_efficient.snapshots import synthesize
+from tests.callbacks.test_ema import Trace
+from tests.support import Toy, assert_equal, data, trainer, weights
+
+
+def fit(folder: Path, epochs: int = 20, widths: tuple[float, ...] = (0.05, 0.10), **arguments: Any) -> Trace:
+    torch.manual_seed(0)
+    trace = Trace()
+    ema = PowerEMA(widths, 4, str(folder))
+    run = trainer([ema, trace], max_epochs=epochs, check_val_every_n_epoch=100)
+    run.fit(Toy(), data(), data(), **arguments)
+    run.save_checkpoint(folder / "last.ckpt", weights_only=False)
+    return trace
+
+
+def tracked(trace: Trace, width: float) -> dict[str, torch.Tensor]:
+    average = {name: tensor.clone() for name, tensor in trace.steps[0].items()}
+    for step, state in enumerate(trace.steps, 1):
+        update_(list(average.values()), list(state.values()), power_decay(step, gamma_of(width)))
+    return average
+
+
+def test_any_width_comes_out_as_if_it_had_been_tracked(tmp_path: Path) -> None:
+    trace = fit(tmp_path)
+    for width, built in zip(widths := (0.05, 0.10, 0.075, 0.15), synthesize(tmp_path, widths)):
+        expected = tracked(trace, width)
+        away = sum((trace.steps[-1][n] - expected[n]).square().sum() for n in expected).sqrt()
+        error = sum((built[n] - expected[n]).square().sum() for n in expected).sqrt()
+        assert error < (1e-3 if width in (0.05, 0.10) else 0.03) * away, (width, float(error / away))
+
+
+def test_snapshots_are_thin_and_resume_changes_none_of_them(tmp_path: Path) -> None:
+    fit(tmp_path / "whole", 4)
+    fit(tmp_path / "half", 2)
+    fit(tmp_path / "rest", 4, ckpt_path=tmp_path / "half" / "last.ckpt")
+    names = sorted(path.name for path in (tmp_path / "rest").glob("average-*"))
+    assert names == [
+        f"average-step={step:08d}-sigma_rel={width}.safetensors" for step in (12, 16) for width in (0.05, 0.1)
+    ]
+    for name in names:
+        assert_equal(load_file(tmp_path / "whole" / name), load_file(tmp_path / "rest" / name))
+    assert (tmp_path / "rest" / names[0]).stat().st_size < 1.1 * sum(4 * p.numel() for p in Toy().parameters()) + 4096
+    with pytest.raises(ConfigurationError, match=r"tracks the widths \[0.05, 0.1\], and sigma_rels is \[0.05, 0.2\]"):
+        fit(tmp_path / "other", 4, (0.05, 0.2), ckpt_path=tmp_path / "half" / "last.ckpt")
+
+
+def test_the_sweep_writes_weights_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    fit(tmp_path, 3)
+    assert sweep([str(tmp_path), "--sigma_rel", "0.1", "0.15", "--checkpoint", str(tmp_path / "last.ckpt")]) == 0
+    assert sweep([str(tmp_path), "--sigma_rel", "0.1", "--step", "8", "--output", str(tmp_path / "out")]) == 0
+    assert "ema-sigma_rel=0.15.ckpt" in capsys.readouterr().out
+    module = Toy()
+    trainer().validate(module, data(), ckpt_path=tmp_path / "ema-sigma_rel=0.15.ckpt", verbose=False)
+    assert_equal(weights(module), synthesize(tmp_path, [0.15])[0])
+    built = load_file(tmp_path / "out" / "ema-sigma_rel=0.1.safetensors")
+    stored = load_file(tmp_path / "average-step=00000008-sigma_rel=0.1.safetensors")
+    torch.testing.assert_close(built, stored, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LitEfficientError, match="there are no snapshots in"):
+        sweep([str(tmp_path), "--sigma_rel", "0.1"])
+    fit(tmp_path, 2)
+    with pytest.raises(ConfigurationError, match=r"step must be one of the 2 of the snapshots \[4, 8\], got 5"):
+        sweep([str(tmp_path), "--sigma_rel", "0.1", "--step", "5"])
+    with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2887, got 0.5"):
+        sweep([str(tmp_path), "--sigma_rel", "0.5"])
+    torch.save({"state_dict": {"other": torch.ones(1)}}, tmp_path / "other.ckpt")
+    with pytest.raises(ConfigurationError, match="is it of the same run"):
+        sweep([str(tmp_path), "--sigma_rel", "0.1", "--checkpoint", str(tmp_path / "other.ckpt")])
+
+
+def test_switched_weights_have_no_profile() -> None:
+    run = trainer([EMA(switch_every=2), PowerEMA()])
+    with pytest.raises(ConfigurationError, match=r"PowerEMA cannot be combined with EMA\(switch_every=...\)"):
+        run.fit(Toy(), data(), data())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sigma_rels": ()}, r"sigma_rels must name widths, each once, got \[\]"),
+        ({"sigma_rels": (0.1, 0.1)}, "each once"),
+        ({"sigma_rels": (0.1, 0.4)}, "sigma_rel must be above 0 and below 0.2887, got 0.4"),
+        ({"snapshot_every_n_steps": 0}, "PowerEMA: snapshot_every_n_steps must be at least 1, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16; got 'int8'"),
+    ],
+)
+def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PowerEMA(**arguments)

@@ -1,0 +1,106 @@
+"""The mean of files: equal to the mean, in the memory of two, and refused where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lit_efficient import ConfigurationError, LitEfficientError
+from lit_efficient.commands.average import average_files, run
+from tests.support import Toy, assert_equal, data, run_script, trainer, weights
+
+
+def write(path: Path, **state: torch.Tensor) -> Path:
+    torch.save({"state_dict": state, "optimizer_states": [1], "hyper_parameters": {"width": 3}}, path)
+    return path
+
+
+def test_equals_the_mean_of_the_files(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(50, generator=generator) for _ in range(5)]
+    files = [
+        write(tmp_path / f"{i}.ckpt", w=v, half=v.bfloat16(), batches=torch.tensor(i)) for i, v in enumerate(values)
+    ]
+    mean = average_files(files)
+    torch.testing.assert_close(mean["state_dict"]["w"], torch.stack(values).mean(0), rtol=1e-6, atol=1e-6)
+    assert mean["state_dict"]["half"].dtype == torch.bfloat16
+    expected = torch.stack([v.bfloat16().float() for v in values]).mean(0)
+    torch.testing.assert_close(mean["state_dict"]["half"].float(), expected, rtol=2**-8, atol=1e-6)
+    assert mean["state_dict"]["batches"] == 4
+    assert mean["hyper_parameters"] == {"width": 3}
+    assert mean["lit_efficient"]["weights"] == "average"
+    assert "optimizer_states" not in mean
+    linear = average_files(files, [1, 2, 3, 4, 5])["state_dict"]["w"]
+    torch.testing.assert_close(linear, sum((i + 1) / 15 * v for i, v in enumerate(values)))
+    assert_equal(linear, average_files(files, "linear")["state_dict"]["w"])
+
+
+def test_the_command_writes_what_the_trainer_validates(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files, states = [], []
+    for epochs in (1, 2):
+        run_ = trainer(max_epochs=epochs)
+        run_.fit(Toy(), data(), data())
+        run_.save_checkpoint(tmp_path / f"{epochs}.ckpt", weights_only=False)
+        files.append(str(tmp_path / f"{epochs}.ckpt"))
+        states.append(weights(run_.lightning_module))
+    assert run([*files, "--output", str(tmp_path / "mean.ckpt"), "--weights", "0.25,0.75"]) == 0
+    assert "Wrote the 0.25,0.75 mean of 2 files" in capsys.readouterr().out
+    module = Toy()
+    trainer().validate(module, data(), ckpt_path=tmp_path / "mean.ckpt", verbose=False)
+    expected = {name: 0.25 * states[0][name] + 0.75 * states[1][name] for name in states[0]}
+    torch.testing.assert_close(weights(module), expected)
+    run([*files, "--output", str(tmp_path / "mean.safetensors")])
+    run([str(tmp_path / "mean.safetensors"), "--output", str(tmp_path / "same.safetensors")])
+    assert_equal(load_file(tmp_path / "mean.safetensors"), load_file(tmp_path / "same.safetensors"))
+
+
+def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
+    save_file({f"w{i}": torch.ones(2**20) for i in range(16)}, tmp_path / "w.safetensors")  # 64 MiB
+    source = """
+    import resource, sys, torch
+    torch.set_num_threads(1)
+    from lit_efficient.commands.average import average_files
+    average_files(["w.safetensors"] * 2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    average_files(["w.safetensors"] * 12)
+    print("grew by", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    """
+    grew = int(run_script(source, tmp_path).split("grew by")[1])
+    assert grew < 64
+
+
+@pytest.mark.parametrize(
+    ("states", "weights_", "message"),
+    [
+        ([{"a": torch.ones(2)}, {"b": torch.ones(2)}], "uniform", "differ in 2 names: 'a'"),
+        ([{"a": torch.ones(2)}, {"a": torch.ones(3)}], "uniform", r"'a' is \[3\], and \[2\] in the others"),
+        ([{"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}], "uniform", "quantised weights have no mean"),
+        ([{"a": torch.ones(2)}], [1.0, 2.0], r"one number a file \(1\) with a sum above 0, got 2"),
+        ([], "uniform", "name at least one file"),
+    ],
+)
+def test_what_has_no_mean_is_refused(states: list, weights_: Any, message: str, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{i}.ckpt", **state) for i, state in enumerate(states)]
+    with pytest.raises(ConfigurationError, match=message):
+        average_files(files, weights_)
+
+
+def test_a_file_that_is_missing_broken_or_code_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "broken.ckpt").write_bytes(b"no zip")
+    torch.save({"state_dict": {"w": Path("x")}}, tmp_path / "code.ckpt")
+    torch.save([1], tmp_path / "list.ckpt")
+    for name, message in (
+        ("missing", "there is no file .*missing.ckpt"),
+        ("broken", "broken.ckpt cannot be read"),
+        ("code", "code.ckpt cannot be read"),
+        ("list", "list.ckpt holds no weights"),
+    ):
+        with pytest.raises(LitEfficientError, match=message):
+            run([str(tmp_path / f"{name}.ckpt"), "--output", str(tmp_path / "out.ckpt")])
+    assert not list(tmp_path.glob("*out*"))
+    with pytest.raises(ConfigurationError, match=r"--weights must be uniform, .* got 'most'"):
+        run([str(tmp_path / "list.ckpt"), "--output", str(tmp_path / "out.ckpt"), "--weights", "most"])
