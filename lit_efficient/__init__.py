@@ -19,8 +19,10 @@ PUBLIC: dict[str, str] = {
     "ConfigurationError": "errors",
     "LitEfficientError": "errors",
     "mix_in": "surgery",
+    "merge_adapters": "adapters.merge",
     # techniques: slot trainer.callbacks
     "ExactResume": "callbacks.exact_resume",
+    "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",

@@ -41,6 +41,7 @@ class Entry:
 
     record: dict[str, Any]
     report: Report
+    kind: type[Technique]
 
 
 def _ledger(module: nn.Module) -> list[Entry]:
@@ -72,7 +73,7 @@ def apply(module: nn.Module, techniques: Iterable[Technique]) -> dict[str, Repor
         if earlier is None:
             _check_order(record, ledger)
             _check_sharding(technique, module)
-            ledger.append(Entry(record, technique.transform(module)))
+            ledger.append(Entry(record, technique.transform(module), type(technique)))
         elif earlier["arguments"] != record["arguments"]:
             changes = _differences(earlier["arguments"], record["arguments"])
             raise ConfigurationError(
@@ -105,6 +106,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"the checkpoint uses the technique {name!r}: import its class first")
         techniques.append(cls(**record["arguments"]))
     apply(module, techniques)
+    _check_checkpoint(module, checkpoint)
 
 
 def _subclasses(cls: type[Technique]) -> Iterator[type[Technique]]:
@@ -268,6 +270,8 @@ def _weighed(module: Any, *args: Any) -> Any:
 def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     _call_inner(self, "on_save_checkpoint", self.__dict__["_lit_efficient_kept"], checkpoint)
     checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in _ledger(self)]
+    for entry in _ledger(self):
+        entry.kind.trim_checkpoint(self, checkpoint)
 
 
 def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
@@ -276,7 +280,13 @@ def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
         fitting = getattr(self.trainer.state.fn, "value", None) == "fit"
         saved = [*kept.get("transforms", ()), *kept.get("techniques", ())]
         compare_techniques(saved, [technique.record() for technique in techniques_of(self.trainer)], fitting=fitting)
+        _check_checkpoint(self, checkpoint)
     _call_inner(self, "on_load_checkpoint", self.__dict__["_lit_efficient_session"].previous, checkpoint)
+
+
+def _check_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    for entry in _ledger(module):
+        entry.kind.check_checkpoint(module, checkpoint)
 
 
 def compare_techniques(

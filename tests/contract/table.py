@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_efficient import LowBitOptimizer, SNRWeighting, StochasticDepth, Technique
+from lit_efficient import LoRA, LowBitOptimizer, SNRWeighting, StochasticDepth, Technique
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {
+    "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
