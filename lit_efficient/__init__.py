@@ -24,6 +24,7 @@ PUBLIC: dict[str, str] = {
     "ExactResume": "callbacks.exact_resume",
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
+    "QuantizeBase": "callbacks.quantize_base",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
     # other callbacks

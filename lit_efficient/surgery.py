@@ -109,7 +109,8 @@ def match_modules(
         where: Only modules for which this is true.
 
     Raises:
-        ConfigurationError: If a pattern matches nothing or is no regular expression; the message lists the nearest names that could match.
+        ConfigurationError: If a pattern is no regular expression or matches nothing; the message lists the nearest
+            names that could match.
     """
     modules: list[tuple[str, nn.Module]] = list(root.named_modules())
     candidates = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, mix_in
-from lit_efficient.surgery import become, find_blocks, match_modules
+from lit_efficient.surgery import become, find_blocks, match_modules, mix_out
 from tests.support import Block, Net
 
 
@@ -170,14 +170,14 @@ def test_mix_out_undoes_one_mix_in_and_leaves_the_others() -> None:
 
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     for mixin in (A, C):
-        surgery.mix_in(layer, mixin)
-    surgery.mix_out(layer, A)
+        mix_in(layer, mixin)
+    mix_out(layer, A)
     assert isinstance(layer, C)
     assert not isinstance(layer, A)
-    surgery.mix_out(layer, C)
-    surgery.mix_out(layer, C)
+    mix_out(layer, C)
+    mix_out(layer, C)
     assert type(layer) is nn.Linear
-    surgery.mix_in(layer, B)
-    surgery.mix_out(layer, A)  # subclasses, too
+    mix_in(layer, B)
+    mix_out(layer, A)  # subclasses, too
     assert type(layer) is nn.Linear
     assert layer(x).shape == (1, 2)

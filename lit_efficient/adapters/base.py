@@ -1,8 +1,8 @@
 """A frozen base: which parameters it has, checkpoints that leave it out, and the proof that it is still the same one.
 
-A checkpoint keeps what trains, the buffers, and frozen tensors that have changed all the same. Loading it fills the rest
-from the module itself, so that strict loading passes; loading a base checkpoint keeps the adapters and starts those
-that depend on the weight (DoRA, PiSSA) anew. Digests of the base are kept in the checkpoint and compared on resume.
+A checkpoint keeps what trains, the buffers, and frozen tensors that have changed all the same. Loading it fills the
+rest from the module itself, so that strict loading passes; loading a base checkpoint keeps the adapters, and starts
+those that depend on the weight (DoRA, PiSSA) anew. Digests of the base are in the checkpoint and compared on resume.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -172,17 +173,33 @@ def base_matrix(module: Any) -> Tensor:
     return weight.flatten(1)
 
 
-def adapted_matrix(module: Any) -> Tensor:
-    """What base and adapter amount to as one weight [out, in], in float32 at least."""
-    wide = torch.promote_types(module.lora_A.dtype, torch.float32)
-    weight = base_matrix(module).to(wide)
-    delta = module.lora_B.detach().to(wide).flatten(1) @ module.lora_A.detach().to(wide).flatten(1)
-    if module.lora_variant == "pissa":
-        delta = delta - module.lora_B0.to(wide).flatten(1) @ module.lora_A0.to(wide).flatten(1)
-    weight = weight + module.lora_scale * delta
-    if module.lora_variant == "dora":
-        weight = weight * (module.lora_magnitude.detach().to(wide) / weight.norm(dim=1))[:, None]
+def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
+    """What a weight and its adapter amount to.
+
+    Args:
+        weight: The frozen weight as [out, in].
+        added: ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA).
+        scale: ``s``.
+
+    Returns:
+        [out, in], in float32 at least.
+    """
+    wide = torch.promote_types(added["lora_A"].dtype, torch.float32)
+    flat = {key: tensor.detach().to(wide) for key, tensor in added.items()}
+    delta = flat["lora_B"].flatten(1) @ flat["lora_A"].flatten(1)
+    if "lora_A0" in flat:
+        delta = delta - flat["lora_B0"].flatten(1) @ flat["lora_A0"].flatten(1)
+    weight = weight.to(wide) + scale * delta
+    if "lora_magnitude" in flat:
+        weight = weight * (flat["lora_magnitude"] / weight.norm(dim=1))[:, None]
     return weight
+
+
+def adapted_matrix(module: Any) -> Tensor:
+    """:func:`merged_matrix` of an adapted layer."""
+    tensors = {**module._parameters, **module._buffers}
+    added = {key: tensor for key, tensor in tensors.items() if key.startswith("lora_")}
+    return merged_matrix(base_matrix(module), added, module.lora_scale)
 
 
 def add_low_rank(

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.adapters.base import check, freeze_base, trim
 from lit_efficient.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
+from lit_efficient.adapters.peft_format import placement
 from lit_efficient.adapters.targets import ALL_LINEAR, find_targets
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.surgery import count, match_modules
@@ -47,7 +48,7 @@ class LoRA(Technique):
         seed: Of the adapters' start, which is the same on all ranks.
 
     Raises:
-        ConfigurationError: For an argument out of range, and for a pattern without a layer, with those that could match.
+        ConfigurationError: For an argument out of range, and for a pattern without a layer; it lists those that match.
         CheckpointError: When resuming beside another base than the adapters were trained with.
 
     Example:
@@ -57,7 +58,7 @@ class LoRA(Technique):
     phase = Phase.ADAPT
     alters = ("weights",)
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model a second time; use EMA",
+        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
     }
 
     def __init__(
@@ -148,8 +149,9 @@ class LoRA(Technique):
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen base out."""
+        """Leave the frozen base out, and say where the adapters belong."""
         trim(module, checkpoint)
+        checkpoint["lit_efficient"]["adapters"] = placement(module)
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
@@ -169,7 +171,7 @@ class LoRA(Technique):
                 raise ConfigurationError(f"LoRA: {name!r} is on the meta device: give the base its weights first")
             if kind_of(layer) == "embedding" and self.variant in ("dora", "pissa"):
                 raise ConfigurationError(
-                    f"LoRA: variant={self.variant!r} is for layers with a matrix product, and {name!r} is an embedding: "
+                    f"LoRA: variant={self.variant!r} is for matrix products, and {name!r} is an embedding: "
                     "use lora or rslora, or leave it out of targets"
                 )
             limit = min(weight.shape[0], weight[0].numel()) if weight.is_floating_point() else self.rank
@@ -183,8 +185,8 @@ class LoRA(Technique):
         size = sum(p.numel() * p.element_size() for p in trained)
         frozen = sum(p.numel() * p.element_size() for p in {id(p): p for p in module.parameters()}.values()) - size
         return Report(
-            f"{len(names)} layers, {self.variant} of rank {self.rank}: {count(trained):,} of {total:,} parameters train "
-            f"({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint",
+            f"{len(names)} layers, {self.variant} of rank {self.rank}: {count(trained):,} of {total:,} parameters "
+            f"train ({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint",
             modules=names,
             parameters=count(trained),
             bytes_saved=frozen,  # gradients that are never made

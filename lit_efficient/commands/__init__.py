@@ -1,0 +1,1 @@
+"""Subcommands that need no trainer: one file each, with ``run(argv) -> int``."""
