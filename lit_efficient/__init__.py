@@ -22,6 +22,7 @@ PUBLIC: dict[str, str] = {
     "merge_adapters": "adapters.merge",
     # techniques: slot trainer.callbacks
     "ExactResume": "callbacks.exact_resume",
+    "IA3": "callbacks.ia3",
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "QuantizeBase": "callbacks.quantize_base",

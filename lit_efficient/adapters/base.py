@@ -20,7 +20,7 @@ from lit_efficient.errors import CheckpointError
 
 _MARK = "_lit_efficient_base"
 _SAMPLES = 1024
-ADDED = ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude")  # last parts of adapters' names
+ADDED = ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3")  # last parts of adapters' names
 
 
 def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_base: bool = False) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_efficient.adapters.ia3 import IA3Scaled, fold_ia3
 from lit_efficient.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
 from lit_efficient.adapters.quantized import dequantize, is_quantized, plain_linear
 from lit_efficient.adapters.targets import is_tied
-from lit_efficient.surgery import mix_out
+from lit_efficient.surgery import mix_in, mix_out
 
 
 @torch.no_grad()
@@ -32,10 +33,14 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
     for name, part in list(module.named_modules()):
         if isinstance(part, LowRank):
             _merge_low_rank(module, name, part)
+        elif isinstance(part, IA3Scaled):
+            if is_quantized(part):
+                _dequantize_base(module, name, part)
+            fold_ia3(module.get_submodule(name))
         elif dequantize_rest and is_quantized(part):
             _replace(module, name, plain_linear(part, dequantize(part)))
     ledger = module.__dict__.get("_lit_efficient_ledger", [])  # what was merged was not applied any more
-    ledger[:] = [entry for entry in ledger if entry.record["name"] not in ("LoRA", "QuantizeBase")]
+    ledger[:] = [entry for entry in ledger if entry.record["name"] not in ("LoRA", "IA3", "QuantizeBase")]
     return module
 
 
@@ -56,6 +61,13 @@ def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
     mix_out(part, LowRank)
     for attribute in ("lora_variant", "lora_scale", "lora_dropout", "lora_draw"):
         delattr(part, attribute)
+
+
+def _dequantize_base(root: nn.Module, name: str, part: Any) -> None:
+    linear: Any = plain_linear(part, dequantize(part).to(part.ia3.dtype))
+    linear.ia3 = part.ia3
+    mix_in(linear, IA3Scaled, ia3_side=part.ia3_side, ia3_first=part.ia3_first)
+    _replace(root, name, linear)
 
 
 def _replace(root: nn.Module, name: str, new: nn.Module) -> None:

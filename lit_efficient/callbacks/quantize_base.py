@@ -110,6 +110,7 @@ def quantize_linear(linear: nn.Linear, format: str = "nf4", *, double_quant: boo
     """
     import bitsandbytes as bnb
 
+    layer: Any
     if format == "int8":
         layer = bnb.nn.Linear8bitLt(
             linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, device="meta"
@@ -130,8 +131,9 @@ def _quantized_weight(weight: torch.Tensor, format: str, double_quant: bool) -> 
     import bitsandbytes as bnb
 
     if format == "int8":
-        return bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False).to(weight.device)
-    parameter = bnb.nn.Params4bit(
+        codes: Any = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
+        return codes.to(weight.device)
+    parameter: Any = bnb.nn.Params4bit(
         weight.clone(), requires_grad=False, compress_statistics=double_quant, quant_type=format
     )
     return parameter.to(weight.device)

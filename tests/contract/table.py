@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_efficient import LoRA, LowBitOptimizer, QuantizeBase, SNRWeighting, StochasticDepth, Technique
+from lit_efficient import IA3, LoRA, LowBitOptimizer, QuantizeBase, SNRWeighting, StochasticDepth, Technique
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {
+    "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
     "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
     "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
