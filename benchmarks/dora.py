@@ -45,7 +45,7 @@ def main() -> None:
             steps["peft"].lora_B["default"].weight.copy_(b)
             steps["peft"].lora_A["default"].weight.copy_(steps["ours"].lora_A)
         torch.testing.assert_close(steps["ours"](x), steps["peft"](x), rtol=1e-4, atol=1e-4)
-        ms = {name: 1000 * seconds(lambda layer=layer: layer(x).sum().backward()) for name, layer in steps.items()}
+        ms = {name: 1000 * seconds(lambda layer=layer, x=x: layer(x).sum().backward()) for name, layer in steps.items()}
         ratio = ms["ours"] / ms["peft"]
         print(f"{width:5} {tokens:7} {rank:5} {ms['peft']:10.1f} {ms['ours']:8.1f} {ratio:6.2f} {ms['lora']:9.1f}")
 
