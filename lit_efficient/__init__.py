@@ -19,14 +19,18 @@ PUBLIC: dict[str, str] = {
     "ConfigurationError": "errors",
     "LitEfficientError": "errors",
     "mix_in": "surgery",
+    "merge_adapters": "adapters.merge",
     # techniques: slot trainer.callbacks
     "CheckpointAverage": "callbacks.checkpoint_average",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
+    "IA3": "callbacks.ia3",
+    "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",
+    "QuantizeBase": "callbacks.quantize_base",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
     # other callbacks

@@ -41,6 +41,7 @@ class Entry:
 
     record: dict[str, Any]
     report: Report
+    kind: type[Technique]
 
 
 def _ledger(module: nn.Module) -> list[Entry]:
@@ -72,7 +73,7 @@ def apply(module: nn.Module, techniques: Iterable[Technique]) -> dict[str, Repor
         if earlier is None:
             _check_order(record, ledger)
             _check_sharding(technique, module)
-            ledger.append(Entry(record, technique.transform(module)))
+            ledger.append(Entry(record, technique.transform(module), type(technique)))
         elif earlier["arguments"] != record["arguments"]:
             changes = _differences(earlier["arguments"], record["arguments"])
             raise ConfigurationError(
@@ -104,6 +105,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"the checkpoint uses the technique {name!r}: import its class first")
         techniques.append(cls(**record["arguments"]))
     apply(module, techniques)
+    _check_checkpoint(module, checkpoint)
 
 
 def _subclasses(cls: type[Technique]) -> Iterator[type[Technique]]:
@@ -279,6 +281,8 @@ def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     trainer = self.__dict__.get("_trainer")
     for technique in in_order(techniques_of(trainer)) if trainer is not None else ():
         technique.write_checkpoint(checkpoint, self)
+    for entry in _ledger(self):
+        entry.kind.trim_checkpoint(self, checkpoint)
 
 
 def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
@@ -287,9 +291,15 @@ def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
         fitting = getattr(self.trainer.state.fn, "value", None) == "fit"
         saved = [*kept.get("transforms", ()), *kept.get("techniques", ())]
         compare_techniques(saved, [technique.record() for technique in techniques_of(self.trainer)], fitting=fitting)
+        _check_checkpoint(self, checkpoint)
     for technique in in_order(techniques_of(self.trainer)):
         technique.read_checkpoint(checkpoint, self)
     _call_inner(self, "on_load_checkpoint", self.__dict__["_lit_efficient_session"].previous, checkpoint)
+
+
+def _check_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    for entry in _ledger(module):
+        entry.kind.check_checkpoint(module, checkpoint)
 
 
 def compare_techniques(

@@ -47,6 +47,19 @@ def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
         setattr(module, name, value)
 
 
+def mix_out(module: nn.Module, mixin: type) -> None:
+    """Take a class that :func:`mix_in` put in front of ``module``'s own out again; without it nothing happens."""
+    cls: Any = type(module)
+    kept: list[type] = []
+    while "_mixed_from" in vars(cls):
+        front, cls = cls._mixed_from
+        if not issubclass(front, mixin):
+            kept.append(front)
+    for front in reversed(kept):
+        cls = _mixed(front, cls)
+    module.__class__ = cls
+
+
 @functools.cache
 def _mixed(mixin: type, base: type) -> type:
     """The class ``mixin(base)``, made once a pair, so that equal modules keep equal classes."""
@@ -78,7 +91,12 @@ def _new_mixed(base: Any, *mixins: type) -> nn.Module:
 
 
 def match_modules(
-    root: nn.Module, patterns: Sequence[str], *, who: str, kind: type | tuple[type, ...] = nn.Module
+    root: nn.Module,
+    patterns: Sequence[str],
+    *,
+    who: str,
+    kind: type | tuple[type, ...] = nn.Module,
+    where: Callable[[nn.Module], object] | None = None,
 ) -> list[tuple[str, nn.Module]]:
     """Modules whose dotted name matches any of ``patterns``, in definition order.
 
@@ -88,15 +106,22 @@ def match_modules(
             ``blocks.0.attn``) or against the whole name.
         who: Name of the technique that asks, for the error.
         kind: Only modules of these classes.
+        where: Only modules for which this is true.
 
     Raises:
-        ConfigurationError: If a pattern matches nothing; the message lists the nearest names that could match.
+        ConfigurationError: If a pattern is no regular expression or matches nothing; the message lists the nearest
+            names that could match.
     """
     modules: list[tuple[str, nn.Module]] = list(root.named_modules())
-    candidates = [item for item in modules if item[0] and isinstance(item[1], kind)]
+    candidates = [
+        item for item in modules if item[0] and isinstance(item[1], kind) and (where is None or where(item[1]))
+    ]
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
-        expression = re.compile(rf"(?:.*\.)?(?:{pattern})")
+        try:
+            expression = re.compile(rf"(?:.*\.)?(?:{pattern})")
+        except re.error as error:
+            raise ConfigurationError(f"{who}: {pattern!r} is no regular expression: {error}") from error
         hits = {name: module for name, module in candidates if expression.fullmatch(name)}
         if not hits:
             names = [name for name, _ in candidates]

@@ -117,6 +117,14 @@ class Technique(Callback):
         """What the technique acts on, where none of the methods above reports it."""
         return None
 
+    @classmethod
+    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Take out of a checkpoint what the transform makes redundant; called for as long as the module lives."""
+
+    @classmethod
+    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+        """Raise :class:`CheckpointError` if the weights of a checkpoint do not belong to the transformed module."""
+
     # What the base does.
 
     def arguments(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, mix_in
-from lit_efficient.surgery import become, find_blocks, match_modules
+from lit_efficient.surgery import become, find_blocks, match_modules, mix_out
 from tests.support import Block, Net
 
 
@@ -154,3 +154,30 @@ def test_become_keeps_object_groups_hooks_and_the_scheduler_chain() -> None:
     assert calls == ["stepped"]
     with pytest.raises(ConfigurationError, match="NAdam has stepped already"):
         become(optimizer, torch.optim.AdamW)
+
+
+def test_mix_out_undoes_one_mix_in_and_leaves_the_others() -> None:
+    class A:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1  # type: ignore[misc]
+
+    class B(A):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super(A, self).forward(x) * 2  # type: ignore[misc]
+
+    class C:
+        pass
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    for mixin in (A, C):
+        mix_in(layer, mixin)
+    mix_out(layer, A)
+    assert isinstance(layer, C)
+    assert not isinstance(layer, A)
+    mix_out(layer, C)
+    mix_out(layer, C)
+    assert type(layer) is nn.Linear
+    mix_in(layer, B)
+    mix_out(layer, A)  # subclasses, too
+    assert type(layer) is nn.Linear
+    assert layer(x).shape == (1, 2)

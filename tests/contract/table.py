@@ -11,11 +11,14 @@ from typing import Any
 import lit_efficient
 from lit_efficient import (
     EMA,
+    IA3,
     CheckpointAverage,
     ConflictError,
     ExactResume,
+    LoRA,
     LowBitOptimizer,
     PowerEMA,
+    QuantizeBase,
     ScheduleFree,
     SNRWeighting,
     StochasticDepth,
@@ -41,6 +44,7 @@ class Case:
             technique has no such setting.
         changes: Whether ``make`` changes the trained weights of a run of four steps.
         shadows: Whether evaluation uses other weights than the module's own.
+        repacks: Whether a weight has another shape afterwards, under its old name.
         trainer: Arguments that its trainer needs.
     """
 
@@ -48,6 +52,7 @@ class Case:
     neutral: Callable[[], Technique] | None
     changes: bool = True
     shadows: bool = False
+    repacks: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,6 +73,9 @@ CASES: dict[str, Case] = {
     ),
     "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
     "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
+    "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
+    "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
+    "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
 }

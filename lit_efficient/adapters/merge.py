@@ -1,0 +1,75 @@
+"""Fold adapters into the weights they stand beside: the network computes the same and is a plain one again.
+
+    W <- m (W + s B A) / ||W + s B A||_row    (m and the norm for DoRA only)
+
+Costs: nothing at inference any more; the adapter can no longer be taken off
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.adapters.ia3 import IA3Scaled, fold_ia3
+from lit_efficient.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
+from lit_efficient.adapters.quantized import dequantize, is_quantized, plain_linear
+from lit_efficient.adapters.targets import is_tied
+from lit_efficient.surgery import mix_in, mix_out
+
+
+@torch.no_grad()
+def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Module:
+    """Merge every adapter in ``module``, in place, and return it.
+
+    A quantised layer becomes an ``nn.Linear`` with the dequantised weight. A weight that is tied to another layer's is
+    given a copy of its own first: the adapter belongs to one use of it. Frozen parameters stay frozen.
+
+    Args:
+        module: What adapters were put on; it may hold none.
+        dequantize_rest: Whether quantised layers without an adapter become plain ones, too.
+    """
+    for name, part in list(module.named_modules()):
+        if isinstance(part, LowRank):
+            _merge_low_rank(module, name, part)
+        elif isinstance(part, IA3Scaled):
+            if is_quantized(part):
+                _dequantize_base(module, name, part)
+            fold_ia3(module.get_submodule(name))
+        elif dequantize_rest and is_quantized(part):
+            _replace(module, name, plain_linear(part, dequantize(part)))
+    ledger = module.__dict__.get("_lit_efficient_ledger", [])  # what was merged was not applied any more
+    ledger[:] = [entry for entry in ledger if entry.record["name"] not in ("LoRA", "IA3", "QuantizeBase")]
+    return module
+
+
+def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
+    matrix = adapted_matrix(part)
+    if is_quantized(part):
+        _replace(root, name, plain_linear(part, matrix.to(part.lora_A.dtype)))
+        return
+    transposed = isinstance(part, _LowRankConv1D | _LowRankEmbedding)
+    weight = (matrix.T if transposed else matrix).reshape(part.weight.shape).to(part.weight.dtype)
+    if is_tied(root, part):
+        part.weight = nn.Parameter(weight.contiguous(), requires_grad=part.weight.requires_grad)
+    else:
+        part.weight.copy_(weight)
+    for added in ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "lora_squared"):
+        if added in part._parameters or added in part._buffers:
+            delattr(part, added)
+    mix_out(part, LowRank)
+    for attribute in ("lora_variant", "lora_scale", "lora_dropout", "lora_draw"):
+        delattr(part, attribute)
+
+
+def _dequantize_base(root: nn.Module, name: str, part: Any) -> None:
+    linear: Any = plain_linear(part, dequantize(part).to(part.ia3.dtype))
+    linear.ia3 = part.ia3
+    mix_in(linear, IA3Scaled, ia3_side=part.ia3_side, ia3_first=part.ia3_first)
+    _replace(root, name, linear)
+
+
+def _replace(root: nn.Module, name: str, new: nn.Module) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(root.get_submodule(owner), last, new)

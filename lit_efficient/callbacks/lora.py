@@ -1,0 +1,227 @@
+"""LoRA: train a low-rank change of frozen weights, with rsLoRA, DoRA, PiSSA and LoRA+.
+
+    y = W x + s B A x,    A [r, in], B [out, r],    s = alpha / r
+
+Saves: gradients and optimizer states of all but r (in + out) values a layer; checkpoints hold these alone
+Costs: two thin products a layer until merged; DoRA one more of A with W; a capacity of rank r
+Source: Hu et al. (2021), https://arxiv.org/abs/2106.09685; LoRA+: Hayou et al. (2024), https://arxiv.org/abs/2402.12354
+
+The variants and their formulas are in :mod:`lit_efficient.adapters.low_rank`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_efficient.adapters.base import check, freeze_base, trim
+from lit_efficient.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
+from lit_efficient.adapters.peft_format import placement
+from lit_efficient.adapters.targets import ALL_LINEAR, find_targets
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.surgery import count, match_modules
+from lit_efficient.technique import Phase, Report, Technique
+
+
+class LoRA(Technique):
+    """Freeze the network and train low-rank adapters beside its layers, under names that leave the base's as they are.
+
+    Works on ``nn.Linear``, transformers' ``Conv1D``, ``nn.Conv2d`` without groups, ``nn.Embedding`` and bitsandbytes'
+    quantised layers. Checkpoints hold adapters, ``modules_to_save`` and buffers; they resume beside the same base only.
+
+    Args:
+        rank: r, at least 1.
+        alpha: Numerator of the scale s, above 0.
+        targets: ``all-linear`` (without the output head), or regular expressions for the ends of dotted names.
+        dropout: On the adapters' input, at least 0 and below 1.
+        variant: ``lora``; ``rslora`` scales by alpha / sqrt(r); ``dora`` learns directions and magnitudes apart;
+            ``pissa`` starts from the r largest singular parts of the weight.
+        lr_ratio: LoRA+: B learns at so many times the rate, above 0 (16 in the paper); ``None``: at the same rate.
+        bias: Which biases train as well: ``none``, ``lora_only`` (those of adapted layers) or ``all``.
+        modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
+        save_base: Whether checkpoints hold the frozen weights, too.
+        seed: Of the adapters' start, which is the same on all ranks.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and for a pattern without a layer; it lists those that match.
+        CheckpointError: When resuming beside another base than the adapters were trained with.
+
+    Example:
+        >>> Trainer(callbacks=[LoRA(rank=16, targets=["q_proj", "v_proj"])])  # doctest: +SKIP
+    """
+
+    phase = Phase.ADAPT
+    alters = ("weights",)
+    conflicts: ClassVar[dict[str, str]] = {
+        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
+    }
+
+    def __init__(
+        self,
+        rank: int = 8,
+        alpha: float = 16.0,
+        targets: str | list[str] = ALL_LINEAR,
+        dropout: float = 0.0,
+        variant: str = "lora",
+        lr_ratio: float | None = None,
+        bias: str = "none",
+        modules_to_save: list[str] | None = None,
+        save_base: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if rank < 1:
+            raise ConfigurationError(f"LoRA: rank must be at least 1, got {rank}")
+        if not alpha > 0:
+            raise ConfigurationError(f"LoRA: alpha must be above 0, got {alpha}")
+        if not 0 <= dropout < 1:
+            raise ConfigurationError(f"LoRA: dropout must be at least 0 and below 1, got {dropout}")
+        if variant not in VARIANTS:
+            raise ConfigurationError(f"LoRA: variant must be one of {', '.join(VARIANTS)}; got {variant!r}")
+        if lr_ratio is not None and not lr_ratio > 0:
+            raise ConfigurationError(f"LoRA: lr_ratio must be above 0 or null, got {lr_ratio}")
+        if bias not in ("none", "lora_only", "all"):
+            raise ConfigurationError(f"LoRA: bias must be none, lora_only or all; got {bias!r}")
+        self.rank = rank
+        self.alpha = alpha
+        self.targets = targets
+        self.dropout = dropout
+        self.variant = variant
+        self.lr_ratio = lr_ratio
+        self.bias = bias
+        self.modules_to_save = modules_to_save
+        self.save_base = save_base
+        self.seed = seed
+
+    def transform(self, module: nn.Module) -> Report:
+        """Add the adapters and freeze the rest."""
+        saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
+        whole = {id(part) for _, root in saved for part in root.modules()}
+        targets = [item for item in find_targets(module, self.targets, who="LoRA") if id(item[1]) not in whole]
+        self._check_targets(targets)
+        for name, layer in targets:
+            add_low_rank(
+                layer, name,
+                rank=self.rank, alpha=self.alpha, variant=self.variant, dropout=self.dropout, seed=self.seed,
+            )  # fmt: skip
+        trained = [p for _, layer in targets for key, p in layer.named_parameters() if key.startswith("lora_")]
+        trained += [p for _, root in saved for p in root.parameters()]
+        if self.bias == "all":
+            trained += [p for key, p in module.named_parameters() if key.rpartition(".")[2] == "bias"]
+        elif self.bias == "lora_only":
+            trained += [layer.bias for _, layer in targets if isinstance(getattr(layer, "bias", None), nn.Parameter)]  # type: ignore[misc]
+        freeze_base(module, trained, save_base=self.save_base)
+        return self._report(module, tuple(name for name, _ in targets))
+
+    def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
+        """For LoRA+, multiply what each step does to the B matrices; groups, schedulers and states stay as they are."""
+        adapted = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
+        report = self._report(module, tuple(adapted))
+        if self.lr_ratio is None:
+            return report
+        if "ScheduleFree" in type(optimizer).__name__:
+            raise ConfigurationError(
+                f"LoRA: lr_ratio={self.lr_ratio} cannot be used with {type(optimizer).__name__}, whose weights are an "
+                "average of those it steps; leave lr_ratio out"
+            )
+        wanted = {id(part.lora_B) for part in adapted.values()}
+        stretch_steps(
+            optimizer, self.lr_ratio, [p for g in optimizer.param_groups for p in g["params"] if id(p) in wanted]
+        )
+        return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that the optimizers know the adapters: one that was built too early would never train them."""
+        super().on_fit_start(trainer, pl_module)
+        stepped = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
+        names = [name for name, p in pl_module.named_parameters() if name.rpartition(".")[2].startswith("lora_")]
+        lost = [name for name in names if id(pl_module.get_parameter(name)) not in stepped]
+        if stepped and lost:
+            raise ConfigurationError(
+                f"LoRA: no optimizer holds {len(lost)} of {len(names)} adapter matrices, first {lost[0]!r}: build the "
+                "optimizer in configure_optimizers, over all parameters with requires_grad"
+            )
+
+    @classmethod
+    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Leave the frozen base out, and say where the adapters belong."""
+        trim(module, checkpoint)
+        checkpoint["lit_efficient"]["adapters"] = placement(module)
+
+    @classmethod
+    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+        """Compare the base with the one that the adapters were trained beside."""
+        check(module, checkpoint)
+
+    def _check_targets(self, targets: Sequence[tuple[str, nn.Module]]) -> None:
+        if not targets:
+            raise ConfigurationError(
+                f"LoRA: modules_to_save={self.modules_to_save} covers every layer that targets={self.targets} names"
+            )
+        for name, layer in targets:
+            weight: Any = layer.weight
+            if isinstance(layer, LowRank):
+                raise ConfigurationError(f"LoRA: {name!r} has an adapter already; merge_adapters(module) folds it in")
+            if weight.device.type == "meta":
+                raise ConfigurationError(f"LoRA: {name!r} is on the meta device: give the base its weights first")
+            if kind_of(layer) == "embedding" and self.variant in ("dora", "pissa"):
+                raise ConfigurationError(
+                    f"LoRA: variant={self.variant!r} is for matrix products, and {name!r} is an embedding: "
+                    "use lora or rslora, or leave it out of targets"
+                )
+            limit = min(weight.shape[0], weight[0].numel()) if weight.is_floating_point() else self.rank
+            if self.variant == "pissa" and self.rank > limit:
+                raise ConfigurationError(f"LoRA: rank must be at most {limit} for pissa on {name!r}, got {self.rank}")
+
+    def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:
+        trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()
+        total = count(module.parameters())
+        share = count(trained) / max(1, total)
+        size = sum(p.numel() * p.element_size() for p in trained)
+        frozen = sum(p.numel() * p.element_size() for p in {id(p): p for p in module.parameters()}.values()) - size
+        return Report(
+            f"{len(names)} layers, {self.variant} of rank {self.rank}: {count(trained):,} of {total:,} parameters "
+            f"train ({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint",
+            modules=names,
+            parameters=count(trained),
+            bytes_saved=frozen,  # gradients that are never made
+            details={"trainable_share": share, "adapter_bytes": size},
+        )
+
+
+def stretch_steps(optimizer: Optimizer, factor: float, parameters: Iterable[Tensor]) -> None:
+    """Let each step move ``parameters`` by ``factor`` times as much as the optimizer would.
+
+        p <- p_old + factor (p_new - p_old)
+
+    The same as a group of its own with ``factor`` times the rate, for any optimizer whose step is linear in the rate,
+    weight decay included; but no group, schedule or state changes.
+
+    Args:
+        optimizer: Any optimizer.
+        factor: The multiple.
+        parameters: Some of the optimizer's.
+    """
+    stretch = _Stretch(factor, list(parameters))
+    optimizer.register_step_pre_hook(stretch.remember)
+    optimizer.register_step_post_hook(stretch.stretch)
+
+
+class _Stretch:
+    def __init__(self, factor: float, parameters: list[Tensor]) -> None:
+        self.factor, self.parameters = factor, parameters
+        self.before: list[Tensor] = []
+
+    def remember(self, *_: Any) -> None:
+        self.before = [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def stretch(self, *_: Any) -> None:
+        for p, before in zip(self.parameters, self.before, strict=True):
+            p.copy_(before + self.factor * (p - before))
+        self.before = []

@@ -1,0 +1,37 @@
+"""``python -m lit_efficient export CKPT --format peft | merged | safetensors --output DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lit_efficient.errors import LitEfficientError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Export a checkpoint.
+
+    Args:
+        argv: The arguments after ``export``.
+
+    Returns:
+        Exit code: 0, or 2 for what the user can mend, with one line that says what.
+    """
+    parser = argparse.ArgumentParser("lit_efficient export", description="Turn a checkpoint into what others can load.")
+    parser.add_argument("checkpoint", help="a Lightning checkpoint")
+    parser.add_argument("--format", choices=("peft", "merged", "safetensors"), default="safetensors")
+    parser.add_argument("--output", required=True, help="a new folder")
+    parser.add_argument(
+        "--base", help="the frozen base: a transformers folder (merged), else a checkpoint or safetensors file"
+    )
+    arguments = parser.parse_args(argv)
+    from lit_efficient.export import export_checkpoint
+
+    try:
+        folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, arguments.base)
+    except LitEfficientError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}")
+    return 0

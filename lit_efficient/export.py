@@ -1,0 +1,169 @@
+"""Checkpoint -> what others can load: a PEFT adapter, a merged transformers model, or plain safetensors.
+
+Everything is written into a temporary folder beside the target and moved there when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.adapters.low_rank import merged_matrix, scale_of
+from lit_efficient.adapters.peft_format import to_peft
+from lit_efficient.adapters.targets import is_tied
+from lit_efficient.errors import CheckpointError, ConfigurationError
+
+FORMATS = ("peft", "merged", "safetensors")
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    format: str,
+    base: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Turn a checkpoint into one of three formats.
+
+    Args:
+        path: A Lightning checkpoint.
+        output: A folder that does not exist yet, or is empty.
+        format: ``peft``: the adapter alone, for ``PeftModel.from_pretrained``. ``merged``: a folder that
+            ``AutoModelForCausalLM.from_pretrained`` loads, made from ``base``. ``safetensors``: ``model.safetensors``
+            with the names of the module, adapters merged.
+        base: What the adapters stand beside: the folder of a transformers model (``merged``), or a checkpoint or
+            safetensors file (``safetensors``, where the checkpoint does not hold the base).
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: For an argument that does not fit the checkpoint.
+        CheckpointError: If a file cannot be read safely, or tensors are missing.
+    """
+    if format not in FORMATS:
+        raise ConfigurationError(f"export: format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if Path(output).exists() and (not Path(output).is_dir() or any(Path(output).iterdir())):
+        raise ConfigurationError(f"export: output must be a new or empty folder, got {str(output)!r}")
+    checkpoint = _read(Path(path))
+    if format == "peft":
+        where, arguments = _adapters(checkpoint)
+        if where is None:
+            raise ConfigurationError(f"export: format peft is for checkpoints of LoRA, and {path} holds no adapter")
+        tensors, config = to_peft(checkpoint["state_dict"], where, arguments)
+        return _written(Path(output), lambda folder: _write_peft(folder, tensors, config))
+    if format == "merged":
+        if base is None:
+            raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
+        model = _merged_transformers(checkpoint, str(base))
+        return _written(Path(output), model.save_pretrained)
+    state = merge_state(checkpoint, None if base is None else _read(Path(base))["state_dict"])
+    return _written(Path(output), lambda folder: _write_safetensors(folder / "model.safetensors", state))
+
+
+def merge_state(checkpoint: Mapping[str, Any], base: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The weights of a checkpoint with its adapters folded in, under the names that they have without adapters.
+
+    Args:
+        checkpoint: A Lightning checkpoint, with or without adapters.
+        base: The frozen weights, where the checkpoint does not hold them; names as in the checkpoint.
+
+    Raises:
+        CheckpointError: If the weight of an adapted layer is in neither, or is quantised.
+    """
+    where, arguments = _adapters(checkpoint)
+    state = {**(base or {}), **checkpoint["state_dict"]}
+    prefix = f"{where['root']}." if where and where["root"] else ""
+    for name, kind in where["kinds"].items() if where else ():
+        key = f"{prefix}{name}.weight"
+        weight = state.get(key)
+        if weight is None or not weight.is_floating_point():
+            raise CheckpointError(
+                f"export: the weight {key!r}, which an adapter changes, is "
+                f"{'not in the checkpoint' if weight is None else 'quantised in it'}: name the base it was trained with"
+            )
+        own = [k for k in state if k.rpartition(".")[0] == f"{prefix}{name}" and k.rpartition(".")[2][:5] == "lora_"]
+        added = {k.rpartition(".")[2]: state.pop(k) for k in own}
+        transposed = kind in ("conv1d", "embedding")
+        matrix = weight.T if transposed else weight.flatten(1)
+        merged = merged_matrix(matrix, added, scale_of(arguments["variant"], arguments["alpha"], arguments["rank"]))
+        state[key] = (merged.T if transposed else merged).reshape(weight.shape).to(weight.dtype).contiguous()
+    return state
+
+
+def _merged_transformers(checkpoint: Mapping[str, Any], folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    where, _ = _adapters(checkpoint)
+    root = where["root"] if where else ""
+    prefix = f"{root}." if root else ""
+    for name in where["kinds"] if where else ():
+        layer = model.get_submodule(name)
+        if is_tied(model, layer):  # the adapter belongs to one use of the weight
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+            model.config.tie_word_embeddings = False
+    base = {f"{prefix}{key}": tensor for key, tensor in model.state_dict().items()}
+    merged = merge_state(checkpoint, base)
+    model.load_state_dict({key.removeprefix(prefix): t for key, t in merged.items() if key in base})
+    return model
+
+
+def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    kept = checkpoint.get("lit_efficient", {})
+    records = [record for record in kept.get("transforms", ()) if record["name"] == "LoRA"]
+    return (kept["adapters"], records[0]["arguments"]) if records else (None, {})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"export: there is no file {str(path)!r}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return {"state_dict": load_file(path)}
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"export: {path} cannot be read safely: {str(error).splitlines()[0]}") from error
+    return loaded if "state_dict" in loaded else {"state_dict": loaded}
+
+
+def _written(target: Path, write: Callable[[Path], object]) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        write(temporary)
+        if target.exists():
+            target.rmdir()
+        os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    target.chmod(0o755)
+    return target
+
+
+def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    _write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    # Tied weights would share memory, which the format refuses: each name has a copy.
+    seen: set[int] = set()
+    own = {}
+    for key, tensor in state.items():
+        shared = tensor.untyped_storage().data_ptr() in seen
+        seen.add(tensor.untyped_storage().data_ptr())
+        own[key] = tensor.clone() if shared else tensor.contiguous()
+    save_file(own, path, metadata={"format": "pt"})

@@ -1,0 +1,121 @@
+"""Quantised bases: bytes, rounding, both kinds of checkpoints, QLoRA's resume and its merge."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
+from lit_efficient.adapters.quantized import dequantize
+from lit_efficient.application import apply, reports_of
+from lit_efficient.callbacks.quantize_base import quantize_linear, stored_bytes
+from tests.support import Toy, assert_equal, data, trainer, weights
+
+# Bytes a weight, and the largest error relative to the largest weight of a block or row.
+EXPECTED = {
+    ("nf4", True): (0.518, 0.16),
+    ("nf4", False): (0.563, 0.16),
+    ("fp4", True): (0.518, 0.18),
+    ("int8", True): (1.004, 0.005),
+}
+
+
+@pytest.mark.parametrize(("format", "double"), EXPECTED)
+def test_bytes_rounding_and_gradients(format: str, double: bool) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(1024, 1024), torch.randn(4, 1024, requires_grad=True)
+    layer = quantize_linear(linear, format, double_quant=double)
+    bound, error = EXPECTED[format, double]
+    assert stored_bytes(layer) / linear.weight.numel() == pytest.approx(bound, abs=1e-3)
+    weight = dequantize(layer)
+    assert (weight - linear.weight.detach()).abs().max() <= error * linear.weight.detach().abs().max() * 1.1
+    for mode in (True, False):
+        layer.train(mode)
+        y = layer(x)
+        reference = x @ weight.T + linear.bias
+        torch.testing.assert_close(y, reference, rtol=0, atol=0.02 if format == "int8" else 1e-4)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(gradient, weight.sum(0).expand(4, -1), rtol=0, atol=0.02)
+    assert layer.bias is linear.bias
+    assert not layer.weight.requires_grad
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int8"])
+def test_checkpoints_of_both_kinds_load(format: str) -> None:
+    x = torch.randn(4, 16)
+    trained, fresh, other = Toy(), Toy(), Toy()
+    for module in (trained, other):
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(1.5)
+    base = weights(trained)
+    for module in (trained, fresh, other):
+        apply(module, [QuantizeBase(format)])
+    y = trained.net(x)
+    assert not torch.equal(fresh.net(x), y)
+    for state in (base, trained.state_dict()):  # floats, quantised on the way; and codes with their constants
+        module = copy.deepcopy(fresh)
+        module.load_state_dict(state)
+        assert torch.equal(module.net(x), y)
+        assert_equal(weights(module), weights(trained))
+        module.load_state_dict(fresh.state_dict())  # and again, after a forward pass
+        assert torch.equal(module.net(x), fresh.net(x))
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+@pytest.mark.parametrize("save_base", [False, True])
+def test_qlora_resumes_bit_exactly_and_merges(format: str, save_base: bool, tmp_path: Path) -> None:
+    def fit(epochs: int, **arguments: Any) -> Any:
+        torch.manual_seed(0)
+        module = Toy("configure_model", "lambda")
+        run = trainer([LoRA(rank=2, save_base=save_base), QuantizeBase(format, skip=("head",))], max_epochs=epochs)
+        run.fit(module, data(), data(), **arguments)
+        return run
+
+    whole = fit(2)
+    fit(1).save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert save_base or {key.rpartition(".")[2] for key in state} == {"lora_A", "lora_B"}
+    resumed = fit(2, ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(weights(whole.lightning_module), weights(resumed.lightning_module))
+    module = whole.lightning_module
+    x = next(iter(data()))[0]
+    y = module.net(x)
+    merge_adapters(module)
+    torch.testing.assert_close(module.net(x), y, rtol=1e-5, atol=0.05 if format == "int8" else 1e-5)
+    assert type(module.net.stem) is nn.Linear
+    assert module.state_dict().keys() == Toy().state_dict().keys()
+
+
+def test_the_report_measures_and_skipped_and_tied_layers_stay() -> None:
+    module = Toy()
+    module.net.blocks[1].up.weight = module.net.blocks[0].up.weight
+    apply(module, [QuantizeBase(skip=("head", r"blocks\.3\..*"))])
+    report = reports_of(module)["QuantizeBase"]
+    assert report.modules == (
+        "net.stem",
+        "net.blocks.0.down",
+        "net.blocks.1.down",
+        "net.blocks.2.up",
+        "net.blocks.2.down",
+    )
+    layers = [module.get_submodule(name) for name in report.modules]
+    assert report.bytes_saved == 4 * report.parameters - sum(map(stored_bytes, layers))
+    assert type(module.net.head) is nn.Linear
+
+
+def test_bad_arguments_and_nothing_to_do_are_errors() -> None:
+    with pytest.raises(ConfigurationError, match="format must be one of nf4, fp4, int8; got 'nf3'"):
+        QuantizeBase("nf3")
+    with pytest.raises(ConfigurationError, match=r"skip must hold regular expressions, got '\('"):
+        QuantizeBase(skip=("(",))
+    with pytest.raises(ConfigurationError, match=r"Toy has no torch.nn.Linear left to quantise \(skip="):
+        apply(Toy(), [QuantizeBase(skip=(".*",))])
