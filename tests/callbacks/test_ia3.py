@@ -1,4 +1,4 @@
-"""IA3: the right layers in each family, equality with peft, merging, refusals."""
+"""IA3: the right layers in each family, merging over float and quantised bases, refusals."""
 
 from __future__ import annotations
 
