@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from lit_efficient import __version__
 
-SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques")
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques", "average", "ema-sweep", "export")
+COMMANDS = {"average": "average", "ema-sweep": "ema_sweep", "export": "export"}  # files in lit_efficient/commands
 
 HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
 resume bit-exactly and prove what they save.
@@ -17,6 +18,9 @@ usage: python -m lit_efficient COMMAND ...
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
   techniques  list all techniques; `techniques NAME` prints a card, `techniques --matrix` what goes with what
+  average     the weighted mean of checkpoints:    CKPT... --output FILE
+  ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
+  export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
 
   COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own
   needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
@@ -54,9 +58,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {near[0]}?" if near else ""
         print(f"error: there is no command {command!r}.{hint} Commands: {', '.join(SUBCOMMANDS)}.", file=sys.stderr)
         return 2
+    if command in COMMANDS:
+        return _run_command(COMMANDS[command], arguments[1:])
     from lit_efficient.cli import run
 
     return run(arguments)
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
+    from importlib import import_module
+
+    from lit_efficient.errors import LitEfficientError
+
+    try:
+        return int(import_module(f"lit_efficient.commands.{name}").run([a for a in arguments if a != "--debug"]))
+    except (LitEfficientError, OSError) as error:
+        if "--debug" in arguments:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

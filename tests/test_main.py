@@ -60,3 +60,13 @@ def test_a_reader_that_has_read_enough_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+def test_commands_without_a_trainer_answer_in_sentences(tmp_path, capsys):
+    assert main(["average", str(tmp_path / "none.ckpt"), "--output", str(tmp_path / "mean.ckpt")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "none.ckpt" in said
+    assert "Traceback" not in said
+    assert main(["averge"]) == 2
+    assert "Did you mean average?" in capsys.readouterr().err

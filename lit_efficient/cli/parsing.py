@@ -13,6 +13,7 @@ from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+import torch
 import yaml
 from jsonargparse import get_loader, set_loader, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
@@ -39,6 +40,8 @@ PARSER_MODE = "lit_efficient"
 _SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
 # torch has a class of the same name, without the `monitor` that Lightning needs.
 _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
+# Other packages, once imported, have optimizers of the same names as torch's, and a short name would be ambiguous.
+_ALIASES |= {name: f"torch.optim.{name}" for name, value in vars(torch.optim).items() if isinstance(value, type)}
 # Arguments by which schedulers call the length of the run. Left unset they are the run's number of optimizer steps.
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
 

@@ -24,21 +24,6 @@ NAMES = sorted(CASES)
 PAIRS = list(itertools.combinations(NAMES, 2))
 
 
-def _together(names: list[str]) -> list[str]:
-    """As many techniques as exclude each other in no way: what is tested all at once."""
-    kept: list[str] = []
-    for name in names:
-        try:
-            check_conflicts([CASES[other].make() for other in (*kept, name)])
-        except ConflictError:
-            continue
-        kept.append(name)
-    return sorted(kept)
-
-
-ALL = _together(NAMES[::-1])
-
-
 class StandaloneToy(ToyMethods, pytorch_lightning.LightningModule):
     """The toy of the standalone namespace."""
 
