@@ -34,10 +34,6 @@ class ShadowWeights(Technique):
 
     phase = Phase.AVERAGE
     label: ClassVar[str] = "average"  # what a checkpoint of these weights says it holds
-    conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "both exchange the weights for evaluation; keep one of them",
-        "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
-    }
 
     def __init__(self) -> None:
         super().__init__()

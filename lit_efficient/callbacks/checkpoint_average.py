@@ -46,7 +46,8 @@ class CheckpointAverage(ShadowWeights):
 
     label = "average"
     conflicts: ClassVar[dict[str, str]] = {
-        **ShadowWeights.conflicts,
+        "WeightAveraging": "both exchange the weights for evaluation; keep one of them",
+        "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
         "EMA": "both exchange the weights for evaluation; keep one of them",
     }
 

@@ -51,7 +51,8 @@ class EMA(ShadowWeights):
 
     label = "ema"
     conflicts: ClassVar[dict[str, str]] = {
-        **ShadowWeights.conflicts,
+        "WeightAveraging": "both exchange the weights for evaluation; keep one of them",
+        "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
         "CheckpointAverage": "both exchange the weights for evaluation; keep one of them",
     }
 
