@@ -170,7 +170,9 @@ def quiet(evaluating: bool = False) -> None:
     Args:
         evaluating: Whether the run writes no checkpoints, so that it does not matter where an earlier run put its own.
     """
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    from lightning_utilities.core import rank_zero  # its logger is that of the Lightning namespace imported last
+
+    logger = rank_zero.log
     if not any(isinstance(existing, _NoAdvertising) for existing in logger.filters):
         logger.addFilter(_NoAdvertising())
     for pattern in (*_NOISE, *(["The dirpath has changed from"] if evaluating else [])):
