@@ -6,7 +6,6 @@ A checkpoint holds the configuration and the tokenizer: ``LanguageModeling.load_
 model that generates text, and a checkpoint never meets tokens of another tokenizer unnoticed.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,6 +19,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import sample_means, token_losses
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.models.sampling import check_sampling
+from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 if TYPE_CHECKING:
@@ -28,22 +28,6 @@ if TYPE_CHECKING:
 _CHECKPOINT_KEY = "language_modeling"
 _MAY_DIFFER = {"dropout", "max_length"}  # of a configuration: weights mean the same under any value of these
 _DEFAULT_MODEL = GPTConfig()
-
-
-def warmup_cosine(step: int, warmup: int, total: float) -> float:
-    """Factor on the learning rate: linear from 0 over ``warmup`` steps, then half a cosine to 0 at ``total``.
-
-    Args:
-        step: optimizer step, from 0; the first one already has a factor above 0.
-        warmup: steps of warm-up.
-        total: steps of the run; infinity keeps the factor at 1 after the warm-up.
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if math.isinf(total):
-        return 1.0
-    progress = (step - warmup) / max(1.0, total - warmup)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class LanguageModeling(LightningModule):

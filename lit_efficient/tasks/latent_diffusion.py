@@ -24,6 +24,7 @@ from lit_efficient.losses.diffusion_sampling import ddim_sample, guide, sampling
 from lit_efficient.models.autoencoder import sample_posterior
 from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.optimizers.schedules import warmup_cosine
 
 _VALIDATION_SEED = 1_000_003
 _WARMUP_STEPS = 100
@@ -43,15 +44,6 @@ class LatentSource(Protocol):
 
     def score_samples(self, images: Tensor, labels: Tensor) -> dict[str, float]:
         """Metrics by name, of images [M, C, H, W] in [-1, 1] that were meant to be ``labels`` [M]."""
-
-
-def warmup_cosine(step: int, warmup: int, total: float) -> float:
-    """Factor of the learning rate: linear to 1 over ``warmup`` steps, then half a cosine to 0 at ``total`` (or inf)."""
-    rise = min(1.0, (step + 1) / max(1, warmup))
-    if math.isinf(total):
-        return rise
-    progress = min(1.0, max(0.0, (step - warmup) / max(1.0, total - warmup)))
-    return rise * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class LatentDiffusion(LightningModule):

@@ -15,7 +15,7 @@ from lit_efficient.data.python_corpus import PythonCorpus
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE, sample_means, token_losses
 from lit_efficient.models.gpt import GPTConfig
-from lit_efficient.tasks.language_modeling import LanguageModeling, warmup_cosine
+from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 SMALL = GPTConfig(dim=16, depth=2, num_heads=2, max_length=64)
@@ -232,15 +232,6 @@ def test_matrices_alone_decay_and_the_rate_follows_the_schedule(tmp_path: Path, 
     assert all(p.ndim == 2 for p in optimizer.param_groups[0]["params"])
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)  # the run is over
-
-
-def test_warmup_then_cosine() -> None:
-    factors = [warmup_cosine(step, 4, 20) for step in range(21)]
-    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert factors[12] == pytest.approx(0.5)
-    assert factors[20] == 0.0
-    assert factors[4:] == sorted(factors[4:], reverse=True)
-    assert warmup_cosine(10**9, 4, math.inf) == 1.0
 
 
 @pytest.mark.parametrize("changes", [{"learning_rate": 0.0}, {"weight_decay": -1.0}, {"warmup_steps": -1}])

@@ -8,7 +8,6 @@ from lit_efficient import AutoencoderConfig, DiTConfig, LatentDiffusion, LatentD
 from lit_efficient.data.digits import TensorDictDataset
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.losses.diffusion import alpha_sigma
-from lit_efficient.tasks.latent_diffusion import warmup_cosine
 
 BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=1, heads=2)
 
@@ -218,15 +217,6 @@ def test_shapes_and_classes_must_be_the_datas(tmp_path):
 def test_arguments_are_checked_when_built(wrong, message):
     with pytest.raises(ConfigurationError, match=message):
         LatentDiffusion(**wrong)
-
-
-def test_the_rate_rises_then_falls_to_zero():
-    factors = [warmup_cosine(step, 10, 100) for step in range(101)]
-    assert factors[0] == pytest.approx(0.1)
-    assert max(factors) == factors[10] == 1.0
-    assert factors[55] == pytest.approx(0.5)
-    assert factors[100] == pytest.approx(0.0)
-    assert warmup_cosine(10**6, 10, float("inf")) == 1.0
 
 
 def test_the_schedule_ends_with_the_run_and_the_optimizer_sees_only_what_trains(tmp_path):
