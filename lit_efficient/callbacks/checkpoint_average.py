@@ -19,7 +19,7 @@ from lit_efficient.averaging import whole as gathered
 from lit_efficient.batch_norm import batch_norms, recompute_statistics
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.shadow import ShadowWeights, outside_autograd
-from lit_efficient.technique import Report
+from lit_efficient.technique import Phase, Report
 
 _WEIGHTS = ("uniform", "linear", "exponential")
 
@@ -45,6 +45,7 @@ class CheckpointAverage(ShadowWeights):
     """
 
     label = "average"
+    phase = Phase.AVERAGE
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "both exchange the weights for evaluation; keep one of them",
         "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.averaging import averageable, decay_at, placed_like, precise, update_, whole
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.shadow import ShadowWeights, outside_autograd
-from lit_efficient.technique import Report
+from lit_efficient.technique import Phase, Report
 
 _WARMUPS = ("inverse_gamma", "tf", None)
 
@@ -50,6 +50,7 @@ class EMA(ShadowWeights):
     """
 
     label = "ema"
+    phase = Phase.AVERAGE
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "both exchange the weights for evaluation; keep one of them",
         "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
