@@ -4,7 +4,6 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -84,7 +83,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *PUBLIC})
-
-
-if TYPE_CHECKING:  # what an editor needs to complete the names above
-    pass

@@ -11,7 +11,6 @@ Multiplying a block's output by a mask, as DropPath layers do, saves no time at 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lit_efficient.data.resumable_sampler import mix_seed
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.surgery import find_blocks, mix_in
 from lit_efficient.technique import Phase, Report, Technique
@@ -215,7 +215,7 @@ class StochasticDepth(Technique):
         number = trainer.fit_loop.total_batch_idx
         rank = trainer.global_rank if self.skip == "sample" else 0
         for i, block in enumerate(_droppable(pl_module)):
-            block._drop_seed = _seed_of(self.seed, number, i, rank)
+            block._drop_seed = mix_seed(self.seed, number, i, rank)
             block._drop_now = bool(torch.rand((), generator=_generator(block._drop_seed)) < block._drop_rate)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -226,8 +226,3 @@ class StochasticDepth(Technique):
 
 def _droppable(root: nn.Module) -> list[_Droppable]:
     return [module for module in root.modules() if isinstance(module, _Droppable)]
-
-
-def _seed_of(*numbers: int) -> int:
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
