@@ -61,7 +61,7 @@ def plain_loop(steps: int) -> float:
     batches = chain.from_iterable(repeat(data.train_dataloader()))
     marks = []
     for _, batch in zip(range(steps), batches):
-        loss, _ = sample_means(token_losses(network(batch["input_ids"]), batch["labels"]), batch["labels"])
+        loss, _ = sample_means(token_losses(network(batch["input_ids"]), batch["shift_labels"]), batch["shift_labels"])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), config["trainer"]["gradient_clip_val"])

@@ -61,6 +61,7 @@ PUBLIC: dict[str, str] = {
     "ResumableLoader": "data.resumable",
     "ResumableSampler": "data.resumable_sampler",
     # models
+    "CausalLMConfig": "models.causal_lm",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",
     "DiT": "models.dit",

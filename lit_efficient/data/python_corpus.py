@@ -33,7 +33,7 @@ _EXCLUDE = (
 
 
 class PythonCorpus(LightningDataModule):
-    """Windows of Python source, or of any text, as batches ``{"input_ids": [B, T], "labels": [B, T]}``.
+    """Windows of Python source, or of any text, as batches ``{"input_ids": [B, T], "shift_labels": [B, T]}``.
 
     Labels are already shifted by one. Validation batches also have ``num_bytes`` ``[B]``, the bytes of text that the
     labels of a window stand for. Testing uses the validation files: there is no third split. Prediction continues

@@ -25,13 +25,13 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         return max(0, len(self.tokens) - 1) // self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` ``[T]`` int64 and, if sizes are known, ``num_bytes`` ``[]`` int64."""
+        """``input_ids`` and ``shift_labels`` ``[T]`` int64 and, if sizes are known, ``num_bytes`` ``[]`` int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.length
         window = self.tokens[start : start + self.length + 1].astype(np.int64)
         ids = torch.from_numpy(window)
-        item = {"input_ids": ids[:-1], "labels": ids[1:]}
+        item = {"input_ids": ids[:-1], "shift_labels": ids[1:]}
         if self.token_bytes is not None:
             item["num_bytes"] = torch.tensor(int(self.token_bytes[window[1:]].sum()))
         return item

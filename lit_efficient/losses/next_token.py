@@ -5,6 +5,8 @@
 Holds all logits in float32: 4 B T V bytes, and as many for their gradient.
 """
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,3 +40,18 @@ def sample_means(losses: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     counts = (labels != IGNORE).sum(1)
     sums = losses.sum(1)
     return sums.sum() / counts.sum().clamp(min=1), sums / counts.clamp(min=1)
+
+
+def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """What each position of a batch is to predict.
+
+    Args:
+        batch: with ``shift_labels`` ``[B, T]``, already shifted, or else ``labels`` ``[B, T]`` that stand under their
+            own token, as transformers has them.
+
+    Returns:
+        ``[B, T]``; the last position of ``labels`` predicts nothing.
+    """
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)

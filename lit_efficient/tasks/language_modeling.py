@@ -1,4 +1,4 @@
-"""Train a GPT to predict the next token of text, and let it write.
+"""Train a language model to predict the next token of text, and let it write: our GPT or any of Hugging Face.
 
     loss = -mean_t log p(token_{t+1} | token_1 ... token_t)
 
@@ -6,39 +6,45 @@ A checkpoint holds the configuration and the tokenizer: ``LanguageModeling.load_
 model that generates text, and a checkpoint never meets tokens of another tokenizer unnoticed.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.losses.next_token import sample_means, token_losses
+from lit_efficient.losses.next_token import sample_means, targets_of, token_losses
+from lit_efficient.models import causal_lm
+from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
-from lit_efficient.models.sampling import check_sampling
 from lit_efficient.optimizers.schedules import warmup_cosine
+from lit_efficient.tasks.text_generation import continue_texts
 from lit_efficient.tasks.token_metrics import TokenMetrics
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from lit_efficient.tasks.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 
 _CHECKPOINT_KEY = "language_modeling"
 _MAY_DIFFER = {"dropout", "max_length"}  # of a configuration: weights mean the same under any value of these
+_HF_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "n_embd", "n_layer")
 _DEFAULT_MODEL = GPTConfig()
 
 
 class LanguageModeling(LightningModule):
-    """Next-token prediction on batches ``{"input_ids": [B, T], "labels": [B, T]}``; labels are already shifted.
+    """Next-token prediction on batches ``{"input_ids": [B, T], "labels": [B, T]}``.
+
+    Labels stand under their own token, as transformers has them, and -100 counts for nothing; a batch may have
+    ``shift_labels`` instead, already shifted. ``position_ids`` and ``attention_mask`` ``[B, T]`` go to the network.
 
     Logs ``train/loss``, and ``loss``, ``perplexity`` and (for batches with ``num_bytes`` ``[B]``) ``bits_per_byte``
     under ``val/`` and ``test/``. Prediction continues the texts of a batch ``{"prompts": [...]}``, and gives the loss
     of each sequence ``[B]`` for a batch of tokens.
 
     Args:
-        model: shape of the network; ``vocab_size`` null is taken from the data.
+        model: a `GPTConfig`, the shape of our GPT, or a `CausalLMConfig` (``name_or_path`` or ``config``), a model of
+            Hugging Face; ``vocab_size`` null is taken from the data.
         learning_rate: peak rate of AdamW, used unless the configuration has an ``optimizer`` of its own.
         weight_decay: of the matrices; vectors (norms) have none.
         warmup_steps: optimizer steps until the peak; half a cosine to 0 at the end of training follows.
@@ -46,14 +52,14 @@ class LanguageModeling(LightningModule):
 
     def __init__(
         self,
-        model: GPTConfig = _DEFAULT_MODEL,
+        model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
         if isinstance(model, Mapping):  # as hyper-parameters are stored: a safe load gives primitives only
-            model = GPTConfig(**model)
+            model = GPTConfig(**model) if model.keys() <= asdict(_DEFAULT_MODEL).keys() else CausalLMConfig(**model)
         if learning_rate <= 0:
             raise ConfigurationError(f"LanguageModeling: learning_rate must be above 0, got {learning_rate}.")
         if weight_decay < 0:
@@ -72,8 +78,8 @@ class LanguageModeling(LightningModule):
                 "warmup_steps": warmup_steps,
             }
         )
-        self.network: GPT | None = None
-        self.tokenizer_json: str | None = None
+        self.network: nn.Module | None = None
+        self.tokenizer_state: dict[str, Any] | None = None
         self.epoch_metrics = TokenMetrics()  # of the validation or test epoch under way
 
     # building
@@ -82,10 +88,15 @@ class LanguageModeling(LightningModule):
         """Take the tokenizer from the datamodule, if it has one."""
         tokenizer = getattr(self._datamodule(), "tokenizer", None)
         if tokenizer is not None:
-            self._adopt_tokenizer(tokenizer.to_str(), "the data")
+            self._adopt_tokenizer(pack_tokenizer(tokenizer), "the data")
 
     def configure_model(self) -> None:
-        """Build the network, once. Without data and a vocabulary size it waits for the checkpoint's."""
+        """Build the network, once. Without data and a vocabulary size our GPT waits for the checkpoint's."""
+        if isinstance(self.model, CausalLMConfig):
+            if self.network is None:
+                from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
+                self.network = causal_lm.build(self.model, from_data)
+            return
         offered = getattr(self._datamodule(), "vocab_size", None)
         wanted = self.model.vocab_size
         if offered is not None and wanted is not None and wanted != offered:
@@ -100,7 +111,7 @@ class LanguageModeling(LightningModule):
             raise ConfigurationError(
                 "LanguageModeling: model.vocab_size must be a number when the data is not a datamodule with vocab_size."
             )
-        if self.network is not None and offered not in {None, self.network.config.vocab_size}:
+        if isinstance(self.network, GPT) and offered not in {None, self.network.config.vocab_size}:
             raise ConfigurationError(
                 f"LanguageModeling: the network was built for {self.network.config.vocab_size} token ids, the data has "
                 f"{offered}."
@@ -122,13 +133,19 @@ class LanguageModeling(LightningModule):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits ``[B, T, V]`` for ``[B, T]``."""
-        return self._built()(input_ids)
+        output = self._built()(input_ids)
+        return output if isinstance(output, Tensor) else output.logits
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Loss over all tokens of the batch, and over those of each sequence for who reweights them."""
-        loss, sample_loss = sample_means(self._losses(batch), batch["labels"])
+        losses, targets, router_loss = self._losses(batch)
+        loss, sample_loss = sample_means(losses, targets)
         self.log("train/loss", loss, prog_bar=True)
-        return {"loss": loss, "sample_loss": sample_loss}
+        output = {"loss": loss, "sample_loss": sample_loss}
+        if router_loss is not None:  # of a mixture of experts whose config says output_router_logits
+            self.log("train/router_loss", router_loss)
+            output |= {"loss": loss + router_loss, "extra_loss": router_loss}
+        return output
 
     def on_validation_epoch_start(self) -> None:
         """Forget an epoch that was interrupted."""
@@ -136,7 +153,8 @@ class LanguageModeling(LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add the batch to the figures of the epoch."""
-        self.epoch_metrics.update(self._losses(batch), batch["labels"], batch.get("num_bytes"))
+        losses, targets, _ = self._losses(batch)
+        self.epoch_metrics.update(losses, targets, batch.get("num_bytes"))
 
     def on_validation_epoch_end(self) -> None:
         """Log the figures of the epoch."""
@@ -158,20 +176,19 @@ class LanguageModeling(LightningModule):
         """Continued texts for ``prompts``, else the loss of each sequence ``[B]``."""
         if "prompts" in batch:
             return self.generate_text(batch["prompts"])
-        return sample_means(self._losses(batch), batch["labels"])[1]
+        losses, targets, _ = self._losses(batch)
+        return sample_means(losses, targets)[1]
 
     # text
 
     @property
-    def tokenizer(self) -> "Tokenizer":
-        """The tokenizer that the network was trained with."""
-        from tokenizers import Tokenizer
-
-        if self.tokenizer_json is None:
+    def tokenizer(self) -> Any:
+        """The tokenizer that the network was trained with, of the kind that the data has."""
+        if self.tokenizer_state is None:
             raise ConfigurationError(
                 "LanguageModeling: no tokenizer: train on a datamodule that has one, or load a checkpoint that was."
             )
-        return Tokenizer.from_str(self.tokenizer_json)
+        return unpack_tokenizer(self.tokenizer_state)
 
     def generate_text(
         self,
@@ -194,40 +211,22 @@ class LanguageModeling(LightningModule):
         Returns:
             The prompts with their continuations, up to where the model ends the text.
         """
-        from lit_efficient.data.token_cache import END_OF_TEXT
-
-        check_sampling("generate_text", temperature, top_p)
-        network, tokenizer = self._built(), self.tokenizer
-        room = network.config.max_length - max_new_tokens
-        if max_new_tokens < 1 or room < 1:
-            raise ConfigurationError(
-                f"generate_text: max_new_tokens must be in [1, {network.config.max_length - 1}] (below the model's "
-                f"max_length), got {max_new_tokens}."
-            )
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        texts = []
-        for index, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
-            ids = tokenizer.encode(prompt).ids[-room:]
-            if not ids:  # an empty prompt starts a new text
-                if end is None:
-                    raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
-                ids = [end]
-            output = network.generate(
-                torch.tensor([ids], device=self.device),
-                max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                generator=torch.Generator(self.device).manual_seed(seed + index),
-            )
-            new = output[0, len(ids) :].tolist()
-            texts.append(prompt + tokenizer.decode(new[: new.index(end)] if end in new else new))
-        return texts
+        return continue_texts(
+            self._built(),
+            self.tokenizer,
+            [prompts] if isinstance(prompts, str) else prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            device=self.device,
+        )
 
     # checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what is needed to build the network and to read its tokens."""
-        checkpoint[_CHECKPOINT_KEY] = {"model": asdict(self._built().config), "tokenizer": self.tokenizer_json}
+        checkpoint[_CHECKPOINT_KEY] = {"model": _described(self._built()), "tokenizer": self.tokenizer_state}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network if that is still to be done; refuse weights or tokens that mean something else."""
@@ -238,14 +237,23 @@ class LanguageModeling(LightningModule):
             return
         if saved["tokenizer"] is not None:  # first: another tokenizer is why vocabularies differ in size
             self._adopt_tokenizer(saved["tokenizer"], "the checkpoint")
-        theirs = GPTConfig(**saved["model"])
         if self.network is None:
-            self.network = GPT(replace(self.model, vocab_size=theirs.vocab_size))
-        _check_same_network(self.network.config, theirs)
+            self.network = self._rebuilt(saved["model"])
+        _check_same_network(_described(self.network), saved["model"])
 
     # helpers
 
-    def _built(self) -> GPT:
+    def _rebuilt(self, described: Mapping[str, Any]) -> nn.Module:
+        """The network that a checkpoint was written with; its weights follow, unless they are a base's."""
+        if "hugging_face" not in described:
+            model = self.model if isinstance(self.model, GPTConfig) else GPTConfig(**described)
+            return GPT(replace(model, vocab_size=described["vocab_size"]))
+        if isinstance(self.model, CausalLMConfig) and not self.model.draws_weights:
+            return causal_lm.build(self.model)  # adapters' checkpoints leave the base out
+        dtype = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
+        return causal_lm.from_json(json.loads(described["hugging_face"]), getattr(torch, dtype))
+
+    def _built(self) -> nn.Module:
         if self.network is None:
             raise ConfigurationError(
                 "LanguageModeling: the network is not built yet; a Trainer or a checkpoint does it."
@@ -255,17 +263,26 @@ class LanguageModeling(LightningModule):
     def _datamodule(self) -> object | None:
         return None if self._trainer is None else getattr(self._trainer, "datamodule", None)
 
-    def _adopt_tokenizer(self, tokenizer_json: str, origin: str) -> None:
-        if self.tokenizer_json not in {None, tokenizer_json}:
+    def _adopt_tokenizer(self, state: dict[str, Any], origin: str) -> None:
+        if self.tokenizer_state is not None and self.tokenizer_state["json"] != state["json"]:
             raise ConfigurationError(
                 f"LanguageModeling: the tokenizer of {origin} is not the one this model has: its token ids would mean "
                 "other text. Save the model's (`model.tokenizer.save('tokenizer.json')`) and give it to the data as "
                 "tokenizer_file."
             )
-        self.tokenizer_json = tokenizer_json
+        self.tokenizer_state = state
 
-    def _losses(self, batch: dict[str, Tensor]) -> Tensor:
-        return token_losses(self(batch["input_ids"]), batch["labels"])
+    def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it asks for one."""
+        network, targets = self._built(), targets_of(batch)
+        options = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+        if isinstance(network, GPT):
+            return token_losses(network(batch["input_ids"], **options), targets), targets, None
+        output = network(input_ids=batch["input_ids"], use_cache=False, **options)
+        router_loss = getattr(output, "aux_loss", None)
+        if router_loss is not None:
+            router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef  # type: ignore[operator, union-attr]
+        return token_losses(output.logits, targets), targets, router_loss
 
     def _log_epoch(self, prefix: str) -> None:
         # compute() has already summed over processes; sync_dist averages equal numbers and keeps Lightning quiet.
@@ -273,14 +290,32 @@ class LanguageModeling(LightningModule):
         self.log_dict(figures, prog_bar=True, sync_dist=True)
 
 
-def _check_same_network(ours: GPTConfig, theirs: GPTConfig) -> None:
-    resolved = [
-        asdict(config) | {"num_kv_heads": config.kv_heads, "hidden_dim": config.mlp_dim} for config in (ours, theirs)
-    ]
+def _described(network: nn.Module) -> dict[str, Any]:
+    """What a checkpoint keeps of the network's shape, as primitives."""
+    if isinstance(network, GPT):
+        return asdict(network.config)
+    return {"hugging_face": network.config.to_json_string(use_diff=False)}  # type: ignore[operator, union-attr]
+
+
+def _check_same_network(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     different = [
-        f"{name} is {resolved[1][name]} in the checkpoint and {value} here"
-        for name, value in resolved[0].items()
-        if value != resolved[1][name] and name not in _MAY_DIFFER
+        f"{name} is {then!r} in the checkpoint and {now!r} here"
+        for name, then, now in _compared(ours, theirs)
+        if then != now and name not in _MAY_DIFFER
     ]
     if different:
         raise ConfigurationError(f"LanguageModeling: a checkpoint of another network: {'; '.join(different)}.")
+
+
+def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Names, the checkpoint's values and ours, with what is left open resolved."""
+    kinds = ["of Hugging Face" if "hugging_face" in one else "GPT" for one in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        return [("model", kinds[1], kinds[0])]
+    if kinds[0] == "GPT":
+        configs = [GPTConfig(**one) for one in (ours, theirs)]
+        now, then = (asdict(c) | {"num_kv_heads": c.kv_heads, "hidden_dim": c.mlp_dim} for c in configs)
+    else:
+        now, then = (json.loads(one["hugging_face"]) for one in (ours, theirs))
+        now, then = ({name: one.get(name) for name in _HF_SHAPE} for one in (now, then))
+    return [(name, then[name], now[name]) for name in now]

@@ -47,9 +47,12 @@ def cache_folders(tmp_path: Path) -> list[Path]:
 def test_batches_follow_the_convention(tmp_path: Path) -> None:
     data = ready(corpus(tmp_path))
     batch = next(iter(data.train_dataloader()))
-    assert {name: tuple(value.shape) for name, value in batch.items()} == {"input_ids": (4, 16), "labels": (4, 16)}
-    assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
-    assert batch["labels"].dtype == torch.int64
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (4, 16),
+        "shift_labels": (4, 16),
+    }
+    assert torch.equal(batch["input_ids"][:, 1:], batch["shift_labels"][:, :-1])
+    assert batch["shift_labels"].dtype == torch.int64
     assert isinstance(data.train_dataloader().sampler, torch.utils.data.RandomSampler)
 
 
@@ -57,7 +60,7 @@ def test_windows_do_not_overlap_and_cover_the_text() -> None:
     windows = TokenWindows(np.arange(34, dtype=np.uint16), 8)
     assert len(windows) == 4
     assert torch.cat([windows[i]["input_ids"] for i in range(4)]).tolist() == list(range(32))
-    assert windows[3]["labels"].tolist() == list(range(25, 33))
+    assert windows[3]["shift_labels"].tolist() == list(range(25, 33))
     assert len(TokenWindows(np.arange(8, dtype=np.uint16), 8)) == 0
     with pytest.raises(IndexError):
         windows[4]
@@ -68,7 +71,7 @@ def test_bytes_of_validation_windows_are_exact(tmp_path: Path) -> None:
     assert data.val_windows is not None
     for index in range(len(data.val_windows)):
         item = data.val_windows[index]
-        spelled = [data.tokenizer.id_to_token(token) for token in item["labels"].tolist()]
+        spelled = [data.tokenizer.id_to_token(token) for token in item["shift_labels"].tolist()]
         expected = sum(len(token) for token in spelled if token != token_cache.END_OF_TEXT)
         assert item["num_bytes"] == expected
     # decoding whole files gives back their bytes: é takes two

@@ -70,8 +70,8 @@ def test_validation_figures_are_those_of_all_tokens_at_once(tmp_path: Path, sour
         logits = model.eval()(batch["input_ids"])
     figures = run.validate(model, datamodule=run.datamodule, verbose=False)[0]
     reference = Perplexity()
-    reference.update(logits, batch["labels"])
-    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    reference.update(logits, batch["shift_labels"])
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
     assert figures["val/perplexity"] == pytest.approx(reference.compute().item(), rel=1e-4)
     assert figures["val/bits_per_byte"] == pytest.approx(
         nats.item() / math.log(2) / batch["num_bytes"].sum().item(), rel=1e-5
@@ -193,14 +193,14 @@ def test_the_vocabulary_must_be_that_of_the_data(tmp_path: Path, source: Path) -
     with pytest.raises(ConfigurationError, match=r"model.vocab_size must be that of the data, \d+ .* got 999"):
         trainer(tmp_path).fit(wrong, datamodule=corpus(source))
     ids = torch.zeros(8, dtype=torch.long)
-    loader = DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=2)
+    loader = DataLoader([{"input_ids": ids, "shift_labels": ids}] * 4, batch_size=2)
     with pytest.raises(ConfigurationError, match="vocab_size must be a number when the data is not a datamodule"):
         trainer(tmp_path).fit(LanguageModeling(SMALL), loader, loader)
 
 
 def test_plain_loaders_work_with_a_given_vocabulary(tmp_path: Path) -> None:
     ids = torch.arange(8)
-    loader = DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=2)
+    loader = DataLoader([{"input_ids": ids, "shift_labels": ids}] * 4, batch_size=2)
     model = LanguageModeling(GPTConfig(vocab_size=9, dim=16, depth=1, num_heads=2))
     run = trainer(tmp_path)
     run.fit(model, loader, loader)

@@ -1,0 +1,225 @@
+"""Any causal language model of Hugging Face: its weights from a hub or a folder, or random ones for a configuration.
+
+A folder's weights are read from safetensors into a model that was built on the meta device, so that they are in memory
+once; code that a repository brings along is never run. Costs what the model holds: 4, 2 or about 0.5 bytes a parameter
+in float32, bfloat16 or NF4.
+Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.modes import evaluating
+from lit_efficient.models.sampling import sample_token
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Primitive = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class CausalLMConfig:
+    """A causal language model of Hugging Face, by name or by configuration.
+
+    Args:
+        name_or_path: a hub's name or a local folder; None builds from ``config`` alone.
+        config: fields of the model's configuration that replace the named one's; without ``name_or_path`` the whole
+            configuration, with ``model_type`` (``llama``, ``qwen3``, ...). ``vocab_size`` left out is the data's.
+        random_weights: draw the weights anew although ``name_or_path`` has some.
+        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
+        dtype: number format of the weights; ``auto`` is that of the files.
+        quantize: load the linear layers in 4 bits (NF4, double quantisation) or 8, without the float weights ever being
+            in memory whole; the head stays. Only for weights that are loaded; for random ones use `QuantizeBase`.
+        attention: kernel by transformers' name: ``sdpa``, ``eager``, ``flash_attention_2``, ...; None is its choice.
+    """
+
+    name_or_path: str | None = None
+    config: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
+    random_weights: bool = False
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    quantize: Literal["nf4", "int8"] | None = None
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        owner = "CausalLMConfig"
+        if self.name_or_path is None and "model_type" not in (self.config or {}):
+            raise ConfigurationError(
+                f"{owner}: name_or_path must be a hub's name or a folder, or config must have a model_type; "
+                f"got name_or_path=None and config={self.config!r}."
+            )
+        if self.dtype not in ("float32", "bfloat16", "float16", "auto"):
+            raise ConfigurationError(f"{owner}: dtype must be float32, bfloat16, float16 or auto, got {self.dtype!r}.")
+        if self.quantize not in (None, "nf4", "int8"):
+            raise ConfigurationError(f"{owner}: quantize must be nf4, int8 or null, got {self.quantize!r}.")
+        if self.draws_weights and self.quantize is not None:
+            raise ConfigurationError(
+                f"{owner}: quantize is for weights that are loaded, got {self.quantize!r} with random ones; "
+                "add QuantizeBase to trainer.callbacks instead."
+            )
+        if self.draws_weights and self.dtype == "auto":
+            raise ConfigurationError(f"{owner}: dtype must be a format by name for random weights, got 'auto'.")
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether the weights are random."""
+        return self.name_or_path is None or self.random_weights
+
+
+def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PretrainedConfig":
+    """The whole configuration of the model.
+
+    Args:
+        spec: what the user asked for.
+        from_data: ``vocab_size`` and ids of special tokens (``eos_token_id``, ...), taken where random weights are
+            drawn and ``spec.config`` says nothing of them.
+
+    Raises:
+        ConfigurationError: for a name that has no configuration, or an unknown model type or field.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    changed = dict(spec.config or {})
+    if spec.draws_weights:
+        changed = {**(from_data or {}), **changed}
+    stored = {} if spec.name_or_path is None else _stored(spec)
+    kind = str((changed if spec.name_or_path is None else stored).get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ConfigurationError(f"CausalLMConfig: model_type must be a type that transformers knows, got {kind!r}.")
+    known = CONFIG_MAPPING[kind]()
+    unknown = [name for name in changed if not hasattr(known, name)]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(known.to_dict()), n=3)
+        raise ConfigurationError(
+            f"CausalLMConfig: config has no field {unknown[0]!r} for the model type {kind}"
+            f"{'; near ones: ' + ', '.join(near) if near else ''}."
+        )
+    if "num_hidden_layers" in changed:  # derived from it anew
+        stored.pop("layer_types", None)
+    try:
+        return CONFIG_MAPPING[kind](**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
+    except Exception as error:  # each model validates in its own way
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"CausalLMConfig: config does not make a {kind}: {reason}") from error
+
+
+def _stored(spec: CausalLMConfig) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    try:
+        stored, _ = PretrainedConfig.get_config_dict(spec.name_or_path or "", revision=spec.revision)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return dict(stored)
+
+
+def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PreTrainedModel":
+    """The model, in training mode.
+
+    Args:
+        spec: what the user asked for. Random weights come from torch's global generator.
+        from_data: as for `resolve`.
+
+    Raises:
+        ConfigurationError: if the data has more token ids than the model has rows, or nothing can be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = resolve(spec, from_data)
+    vocab_size = (from_data or {}).get("vocab_size")
+    rows = int(config.get_text_config().vocab_size)
+    if vocab_size is not None and vocab_size > rows:
+        raise ConfigurationError(
+            f"CausalLMConfig: the data has {vocab_size} token ids, the model {rows}: use the model's own tokenizer."
+        )
+    options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
+    dtype = spec.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    try:
+        if spec.draws_weights:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                spec.name_or_path or "",
+                config=config,
+                revision=spec.revision,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                quantization_config=_quantization(spec, dtype),
+                **options,
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {str(error).splitlines()[0]}") from error
+    return model.train()
+
+
+def _quantization(spec: CausalLMConfig, dtype: Any) -> Any:
+    if spec.quantize is None:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if spec.quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = torch.float32 if dtype == "auto" else dtype
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+
+
+def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+    """An empty model for weights that a checkpoint brings, from its configuration as stored in it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(config["model_type"])
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields), dtype=dtype, trust_remote_code=False)
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: nn.Module,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator,
+    stop: set[int],
+) -> Tensor:
+    """Continue one sequence token by token with the model's own cache of keys and values.
+
+    Unlike the model's ``generate`` it neither reads nor changes the global random state.
+
+    Args:
+        model: a causal model of transformers.
+        input_ids: ``[1, T]``.
+        max_new_tokens: most tokens to add.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: in (0, 1].
+        generator: the only source of randomness, on the device of ``input_ids``.
+        stop: ids that end the text; the one that was drawn is returned, too.
+
+    Returns:
+        ``[1, T + n]`` with n at most ``max_new_tokens``.
+    """
+    past, pending = None, input_ids
+    with evaluating(model):
+        for _ in range(max_new_tokens):
+            output = model(input_ids=pending, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            pending = sample_token(output.logits[:, -1], temperature, top_p, generator)
+            input_ids = torch.cat((input_ids, pending), dim=1)
+            if int(pending) in stop:
+                break
+    return input_ids

@@ -1,0 +1,94 @@
+"""Continue texts with a language model, our GPT or one of transformers, by one set of rules and reproducibly."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.data.token_cache import END_OF_TEXT
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.causal_lm import continue_tokens
+from lit_efficient.models.gpt import GPT
+from lit_efficient.models.sampling import check_sampling
+
+
+def continue_texts(
+    network: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    device: torch.device,
+) -> list[str]:
+    """Continue each text; the global random state is neither read nor changed.
+
+    Args:
+        network: a `GPT`, or a causal model of transformers.
+        tokenizer: its tokenizer, a ``tokenizers.Tokenizer`` or a fast one of transformers.
+        prompts: texts to continue; the last tokens that leave room for the new ones are used.
+        max_new_tokens: most tokens to add.
+        temperature: at least 0; 0 takes the likeliest token.
+        top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
+        seed: prompt number i is continued with the seed ``seed + i``.
+        device: where the network is.
+
+    Returns:
+        The prompts with their continuations, up to where the model ends the text.
+
+    Raises:
+        ConfigurationError: for arguments out of range, or an empty prompt where no token begins a text.
+    """
+    check_sampling("generate_text", temperature, top_p)
+    longest = _longest(network)
+    room = longest - max_new_tokens
+    if max_new_tokens < 1 or room < 1:
+        raise ConfigurationError(
+            f"generate_text: max_new_tokens must be in [1, {longest - 1}] (below the model's "
+            f"max_length), got {max_new_tokens}."
+        )
+    stop = stop_ids(network, tokenizer)
+    texts = []
+    for index, prompt in enumerate(prompts):
+        ids = _encode(tokenizer, prompt)[-room:]
+        if not ids:  # an empty prompt starts a new text
+            if not stop:
+                raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
+            ids = [min(stop)]
+        start = torch.tensor([ids], device=device)
+        generator = torch.Generator(device).manual_seed(seed + index)
+        if isinstance(network, GPT):
+            output = network.generate(start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator)
+        else:
+            output = continue_tokens(
+                network, start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop=stop
+            )
+        new = output[0, len(ids) :].tolist()
+        ends = [new.index(token) for token in stop if token in new]
+        texts.append(prompt + tokenizer.decode(new[: min(ends)] if ends else new))
+    return texts
+
+
+def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:
+    """Ids that end a text: the tokenizer's, and those of the model's generation settings."""
+    found = {getattr(tokenizer, "eos_token_id", None)}
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        found.add(tokenizer.token_to_id(END_OF_TEXT))
+    settings = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
+    found |= set(settings) if isinstance(settings, list) else {settings}
+    return {token for token in found if token is not None}
+
+
+def _longest(network: nn.Module) -> int:
+    if isinstance(network, GPT):
+        return network.config.max_length
+    config: Any = network.config
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    encoded = tokenizer.encode(text)
+    return list(encoded if isinstance(encoded, list) else encoded.ids)

@@ -1,0 +1,130 @@
+"""Models of transformers, built small from their real configurations: what they compute, load and refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_efficient import CausalLMConfig, ConfigurationError
+from lit_efficient.models.causal_lm import build, continue_tokens, resolve
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: {"model_type": name, **SMALL} for name in ("llama", "qwen3", "mistral", "gemma2", "gemma3_text")
+}
+FAMILIES["gpt2"] = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}
+FAMILIES["gpt2"] |= {"eos_token_id": 1, "bos_token_id": 0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+FAMILIES["mixtral"] = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "output_router_logits": True}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    build(CausalLMConfig(config=FAMILIES["llama"])).save_pretrained(tmp_path / "llama")
+    return str(tmp_path / "llama")
+
+
+def test_a_folder_gives_its_weights_and_its_name_alone_random_ones(folder: str) -> None:
+    torch.manual_seed(0)
+    loaded, again = build(CausalLMConfig(folder)), build(CausalLMConfig(folder))
+    random = build(CausalLMConfig(folder, random_weights=True))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), again.state_dict().values()))
+    assert random.config.hidden_size == 32
+    assert not torch.equal(random.lm_head.weight, loaded.lm_head.weight)
+
+
+def test_fields_replace_the_folders_and_leave_derived_ones_consistent(folder: str) -> None:
+    config = resolve(CausalLMConfig(folder, config={"num_hidden_layers": 1}))
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (1, 32, 97)
+    gemma = CausalLMConfig(config={**FAMILIES["gemma2"], "num_hidden_layers": 3})
+    assert len(resolve(gemma).layer_types) == 3
+
+
+def test_random_weights_take_the_datas_token_ids_unless_told(folder: str) -> None:
+    from_data = {"vocab_size": 50, "eos_token_id": 7}
+    fields = {key: value for key, value in FAMILIES["llama"].items() if key not in ("vocab_size", "eos_token_id")}
+    config = resolve(CausalLMConfig(config=fields), from_data)
+    assert (config.vocab_size, config.eos_token_id) == (50, 7)
+    assert resolve(CausalLMConfig(config=FAMILIES["llama"]), from_data).vocab_size == 97
+    assert resolve(CausalLMConfig(folder), from_data).vocab_size == 97
+
+
+@pytest.mark.parametrize(("quantize", "bytes_each"), [("nf4", 0.6), ("int8", 1.1)])
+def test_quantised_loading_keeps_the_head_and_the_function(folder: str, quantize: Any, bytes_each: float) -> None:
+    ids = torch.arange(12)[None]
+    plain, small = build(CausalLMConfig(folder)), build(CausalLMConfig(folder, quantize=quantize))
+    layer = small.model.layers[0].mlp.up_proj.weight
+    assert layer.numel() * layer.element_size() / (32 * 64) <= bytes_each
+    assert type(small.lm_head) is torch.nn.Linear
+    with torch.no_grad():
+        expected, got = (m.eval()(ids, use_cache=False).logits for m in (plain, small))
+    assert (got - expected).norm() < 0.25 * expected.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continuing_with_a_cache_equals_recomputing(family: str) -> None:
+    torch.manual_seed(0)
+    model = build(CausalLMConfig(config=FAMILIES[family]))
+    ids = torch.randint(3, 97, (1, 5))
+    state = torch.get_rng_state()
+    options: Any = {"temperature": 0.0, "top_p": 1.0, "generator": torch.Generator(), "stop": {-1}}
+    got = continue_tokens(model, ids, 6, **options)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    expected = ids
+    with torch.no_grad():
+        for _ in range(6):
+            logits = model.eval()(expected, use_cache=False).logits[:, -1]
+            expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(got, expected)
+    first = int(got[0, 5])
+    assert continue_tokens(model, ids, 6, **{**options, "stop": {first}}).shape[1] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "name_or_path must be"),
+        ({"config": {"hidden_size": 8}}, "must have a model_type"),
+        ({"config": {"model_type": "llama"}, "quantize": "nf4"}, "add QuantizeBase"),
+        ({"config": {"model_type": "llama"}, "dtype": "auto"}, "dtype must be a format by name"),
+        ({"name_or_path": "x", "dtype": "int8"}, "dtype must be float32"),
+        ({"name_or_path": "x", "quantize": "int3"}, "quantize must be nf4, int8 or null, got 'int3'"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        CausalLMConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": {"model_type": "lama"}}, "got 'lama'"),
+        ({"config": {**FAMILIES["llama"], "num_layers": 2}}, "no field 'num_layers'.*num_hidden_layers"),
+        ({"config": {**FAMILIES["llama"], "hidden_size": 30}}, "does not make a llama"),
+        ({"name_or_path": "no/such-model-anywhere"}, "has no configuration"),
+    ],
+)
+def test_what_cannot_be_built_is_said(arguments: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigurationError, match=message):
+        build(CausalLMConfig(**arguments))
+
+
+def test_too_many_token_ids_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the data has 98 token ids, the model 97"):
+        build(CausalLMConfig(config=FAMILIES["llama"]), {"vocab_size": 98})
