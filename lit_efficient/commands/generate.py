@@ -1,0 +1,90 @@
+"""``python -m lit_efficient generate --ckpt FILE --prompt TEXT``: let a trained language model write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def run(argv: Sequence[str]) -> int:
+    """Continue prompts with the model of a checkpoint.
+
+    Args:
+        argv: The arguments after ``generate``.
+
+    Returns:
+        Exit code 0.
+    """
+    parser = argparse.ArgumentParser(
+        "lit_efficient generate",
+        description="Continue texts with the model of a checkpoint: its adapters are applied, and the averaged weights "
+        "of EMA or CheckpointAverage used where the run kept some. The same seed gives the same text.",
+    )
+    parser.add_argument("--ckpt", required=True, help="a checkpoint of LanguageModeling, or of a task derived from it")
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn in the model's chat template")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--top_p", type=float, default=0.95, help="draw among the likeliest tokens of this probability")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto")
+    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
+    arguments = parser.parse_args(argv)
+    model, held = load_language_model(arguments.ckpt, arguments.weights)
+    model.to(arguments.device or _accelerator())
+    print(f"{arguments.ckpt}: {held} weights", file=sys.stderr)
+    prompts = [_as_chat(model.tokenizer, p) for p in arguments.prompt] if arguments.chat else arguments.prompt
+    texts = model.generate_text(
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    for text in texts:
+        print(text)
+    return 0
+
+
+def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
+    """The model of a checkpoint, ready to write.
+
+    Args:
+        path: a checkpoint of `LanguageModeling`.
+        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore.restore`.
+
+    Returns:
+        The module, and which weights it has.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or was not written by a language model.
+    """
+    from lit_efficient.errors import CheckpointError
+    from lit_efficient.files import read
+    from lit_efficient.restore import restore
+    from lit_efficient.tasks.language_modeling import LanguageModeling
+
+    checkpoint = read(path)
+    if "language_modeling" not in checkpoint:
+        raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
+    model = LanguageModeling(checkpoint["hyper_parameters"]["model"])
+    model.on_load_checkpoint(checkpoint)
+    return model, restore(model, checkpoint, weights)
+
+
+def _accelerator() -> str:
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def _as_chat(tokenizer: Any, prompt: str) -> str:
+    from lit_efficient.errors import ConfigurationError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigurationError("generate: --chat needs a tokenizer with a chat template, and the model's has none")
+    turns = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))

@@ -1,0 +1,94 @@
+"""``generate``: the text is that of the trained module, with its adapters and its average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lit_efficient import EMA, CausalLMConfig, LanguageModeling, LoRA, PythonCorpus
+from lit_efficient.__main__ import main
+from lit_efficient.commands.generate import load_language_model
+from tests.models.test_causal_lm import SMALL
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A small Llama with random weights in a folder, an adapter trained beside it, and an average of that."""
+    folder = tmp_path_factory.mktemp("generate")
+    source = folder / "source"
+    source.mkdir()
+    for index in range(12):
+        (source / f"file{index}.py").write_text(f"def function_{index}(self):\n    return self.value + {index}\n" * 9)
+    from lit_efficient.models.causal_lm import build
+
+    torch.manual_seed(0)
+    base = CausalLMConfig(config={"model_type": "llama", **SMALL, "vocab_size": 300})
+    build(base).save_pretrained(folder / "base")
+    model = LanguageModeling(CausalLMConfig(str(folder / "base")), learning_rate=0.1, warmup_steps=1)
+    ema = EMA(decay=0.6, warmup=None)
+    trainer = Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        callbacks=[LoRA(rank=4), ema],
+    )
+    cache = str(folder / "cache")
+    data = PythonCorpus(vocab_size=300, sequence_length=16, batch_size=4, paths=[str(source)], cache_dir=cache)
+    trainer.fit(model, datamodule=data)
+    trainer.save_checkpoint(folder / "full.ckpt")
+    trainer.save_checkpoint(folder / "alone.ckpt", weights_only=True)
+    options: dict[str, Any] = {"max_new_tokens": 12, "seed": 2}
+    raw = model.generate_text("def f", **options)[0]
+    with ema.averaged(model):
+        average = model.generate_text("def f", **options)[0]
+    assert raw != average
+    return {"folder": folder, "raw": raw, "average": average}
+
+
+@pytest.mark.parametrize(
+    ("file", "weights", "kind"), [("full", "auto", "average"), ("full", "raw", "raw"), ("alone", "auto", "average")]
+)
+def test_it_writes_what_the_module_wrote(
+    run: dict[str, Any], file: str, weights: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--ckpt", str(run["folder"] / f"{file}.ckpt"), "--prompt", "def f", "--max_new_tokens", "12"]
+    assert main(["generate", *arguments, "--seed", "2", "--weights", weights, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == run[kind] + "\n"
+
+
+def test_checkpoints_hold_the_adapter_alone_and_the_global_generator_stays(run: dict[str, Any]) -> None:
+    base = sum(file.stat().st_size for file in (run["folder"] / "base").glob("*.safetensors"))
+    assert (run["folder"] / "alone.ckpt").stat().st_size < base
+    model, held = load_language_model(str(run["folder"] / "full.ckpt"))
+    state = torch.get_rng_state()
+    model.generate_text("a", max_new_tokens=2)
+    assert torch.equal(state, torch.get_rng_state())
+    assert held == "ema"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--ckpt", "nowhere.ckpt"], "there is no file nowhere.ckpt"),
+        (["--weights", "raw", "--ckpt", "alone.ckpt"], "holds the weights 'ema' alone"),
+        (["--chat"], "needs a tokenizer with a chat template"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--max_new_tokens", "0"], "max_new_tokens must be in"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(
+    run: dict[str, Any], more: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(run["folder"])
+    assert main(["generate", "--ckpt", "full.ckpt", "--prompt", "x", "--device", "cpu", *more]) == 2
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert "Traceback" not in captured

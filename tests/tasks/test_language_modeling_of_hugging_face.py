@@ -1,0 +1,104 @@
+"""LanguageModeling with models of transformers: the same loss, checkpoints that stand alone, packed documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, PythonCorpus
+from tests.models.test_causal_lm import FAMILIES, SMALL
+
+
+def _trainer(folder: Path, **changes: Any) -> Trainer:
+    settings: dict[str, Any] = {"max_steps": 3, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    settings |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "default_root_dir": folder}
+    return Trainer(**(settings | {"enable_checkpointing": False} | changes))
+
+
+def _corpus(folder: Path) -> PythonCorpus:
+    source = folder / "source"
+    source.mkdir(exist_ok=True)
+    for index in range(12):
+        (source / f"file{index}.py").write_text(f"def function_{index}(self):\n    return self.value + {index}\n" * 9)
+    return PythonCorpus(vocab_size=300, sequence_length=16, batch_size=4, val_fraction=0.2, paths=[str(source)])
+
+
+def _batch(**more: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 97, (2, 10), generator=generator)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels, **more}
+
+
+def _task(family: str) -> LanguageModeling:
+    torch.manual_seed(0)
+    task = LanguageModeling(CausalLMConfig(config=FAMILIES[family]))
+    task.configure_model()
+    task.log = lambda *args, **options: None  # type: ignore[method-assign]
+    return task
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_and_its_gradients_are_the_models_own(family: str) -> None:
+    task, batch = _task(family), _batch()
+    network: Any = task.network
+    task.training_step(batch, 0)["loss"].backward()
+    ours = {name: p.grad.clone() for name, p in network.named_parameters()}
+    network.zero_grad()
+    theirs = network(**batch, use_cache=False)
+    theirs.loss.backward()
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert ("extra_loss" in task.training_step(batch, 0)) is (family == "mixtral")
+
+
+def test_labels_shifted_beforehand_give_the_same_loss() -> None:
+    task, batch = _task("llama"), _batch()
+    shifted = torch.full_like(batch["labels"], -100)
+    shifted[:, :-1] = batch["labels"][:, 1:]
+    expected = task.training_step(batch, 0)["loss"]
+    got = task.training_step({"input_ids": batch["input_ids"], "shift_labels": shifted}, 0)["loss"]
+    assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_documents_packed_by_position_ids_do_not_see_each_other(family: str) -> None:
+    task, batch = _task(family), _batch()
+    packed = {"input_ids": batch["input_ids"].view(1, 20), "labels": batch["labels"].clone().view(1, 20)}
+    packed["labels"][0, 10] = -100  # what would be predicted from the other document
+    packed["position_ids"] = torch.arange(10).repeat(2)[None]
+    apart = task.training_step(batch, 0)["loss"]
+    torch.testing.assert_close(task.training_step(packed, 0)["loss"], apart, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_alone_gives_the_model_and_its_tokens_back(tmp_path: Path) -> None:
+    fields = {key: value for key, value in SMALL.items() if key != "vocab_size" and not key.endswith("token_id")}
+    model = LanguageModeling(CausalLMConfig(config={"model_type": "llama", **fields}), warmup_steps=1)
+    run = _trainer(tmp_path)
+    run.fit(model, datamodule=_corpus(tmp_path))
+    figures = run.validate(model, datamodule=run.datamodule, verbose=False)[0]
+    assert figures["val/bits_per_byte"] > figures["val/loss"] / 8
+    assert model.network.config.vocab_size == model.tokenizer.get_vocab_size()
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    again = LanguageModeling.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    written = again.generate_text("def f", max_new_tokens=8, seed=3)
+    assert written == model.generate_text("def f", max_new_tokens=8, seed=3)
+    assert len(written[0]) > len("def f")
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    task = _task("llama")
+    checkpoint: dict[str, Any] = {}
+    task.on_save_checkpoint(checkpoint)
+    with pytest.raises(ConfigurationError, match="model_type is 'llama' in the checkpoint and 'qwen3' here"):
+        _task("qwen3").on_load_checkpoint(checkpoint)
+    ours = LanguageModeling()
+    ours.model = type(ours.model)(vocab_size=97)
+    ours.configure_model()
+    with pytest.raises(ConfigurationError, match="model is 'of Hugging Face' in the checkpoint and 'GPT' here"):
+        ours.on_load_checkpoint(checkpoint)
