@@ -115,6 +115,8 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
                 found = 5.5, line.strip(" -"), ""  # what an import or a constructor says
             if found:
                 priority, cause, leaf = found
+                if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
+                    priority += 0.01 * sum(f"'{name}':" in message for name in accepted[1].split(", "))
                 place = _place(keys, classes)
                 yield priority, len(here), place, cause, leaf or (keys[-1] if keys else "")
 

@@ -29,9 +29,9 @@ class CausalLMConfig:
     """A causal language model of Hugging Face, by name or by configuration.
 
     Args:
-        name_or_path: a hub's name or a local folder; None builds from ``config`` alone.
-        config: fields of the model's configuration that replace the named one's; without ``name_or_path`` the whole
-            configuration, with ``model_type`` (``llama``, ``qwen3``, ...). ``vocab_size`` left out is the data's.
+        name_or_path: a hub's name or a local folder; None builds from ``config_fields`` alone.
+        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
+            whole configuration, with ``model_type`` (``llama``, ``qwen3``, ...). ``vocab_size`` left out is the data's.
         random_weights: draw the weights anew although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; a commit is what never changes.
         dtype: number format of the weights; ``auto`` is that of the files.
@@ -41,7 +41,7 @@ class CausalLMConfig:
     """
 
     name_or_path: str | None = None
-    config: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
+    config_fields: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
     random_weights: bool = False
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
@@ -50,10 +50,10 @@ class CausalLMConfig:
 
     def __post_init__(self) -> None:
         owner = "CausalLMConfig"
-        if self.name_or_path is None and "model_type" not in (self.config or {}):
+        if self.name_or_path is None and "model_type" not in (self.config_fields or {}):
             raise ConfigurationError(
-                f"{owner}: name_or_path must be a hub's name or a folder, or config must have a model_type; "
-                f"got name_or_path=None and config={self.config!r}."
+                f"{owner}: name_or_path must be a hub's name or a folder, or config_fields must have a model_type; "
+                f"got name_or_path=None and config_fields={self.config_fields!r}."
             )
         if self.dtype not in ("float32", "bfloat16", "float16", "auto"):
             raise ConfigurationError(f"{owner}: dtype must be float32, bfloat16, float16 or auto, got {self.dtype!r}.")
@@ -72,6 +72,11 @@ class CausalLMConfig:
         """Whether the weights are random."""
         return self.name_or_path is None or self.random_weights
 
+    @property
+    def takes_vocabulary(self) -> bool:
+        """Whether the number of token ids is the data's."""
+        return self.draws_weights and "vocab_size" not in (self.config_fields or {})
+
 
 def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PretrainedConfig":
     """The whole configuration of the model.
@@ -79,14 +84,14 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     Args:
         spec: what the user asked for.
         from_data: ``vocab_size`` and ids of special tokens (``eos_token_id``, ...), taken where random weights are
-            drawn and ``spec.config`` says nothing of them.
+            drawn and ``spec.config_fields`` says nothing of them.
 
     Raises:
         ConfigurationError: for a name that has no configuration, or an unknown model type or field.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    changed = dict(spec.config or {})
+    changed = dict(spec.config_fields or {})
     if spec.draws_weights:
         changed = {**(from_data or {}), **changed}
     stored = {} if spec.name_or_path is None else _stored(spec)
@@ -98,7 +103,7 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     if unknown:
         near = difflib.get_close_matches(unknown[0], list(known.to_dict()), n=3)
         raise ConfigurationError(
-            f"CausalLMConfig: config has no field {unknown[0]!r} for the model type {kind}"
+            f"CausalLMConfig: config_fields has {unknown[0]!r}, which is no field of the model type {kind}"
             f"{'; near ones: ' + ', '.join(near) if near else ''}."
         )
     if "num_hidden_layers" in changed:  # derived from it anew
@@ -107,7 +112,7 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
         return CONFIG_MAPPING[kind](**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
     except Exception as error:  # each model validates in its own way
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"CausalLMConfig: config does not make a {kind}: {reason}") from error
+        raise ConfigurationError(f"CausalLMConfig: config_fields do not make a {kind}: {reason}") from error
 
 
 def _stored(spec: CausalLMConfig) -> dict[str, Any]:

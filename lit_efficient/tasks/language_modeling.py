@@ -91,9 +91,10 @@ class LanguageModeling(LightningModule):
             self._adopt_tokenizer(pack_tokenizer(tokenizer), "the data")
 
     def configure_model(self) -> None:
-        """Build the network, once. Without data and a vocabulary size our GPT waits for the checkpoint's."""
+        """Build the network, once. Without data and a vocabulary size it waits for the checkpoint's."""
         if isinstance(self.model, CausalLMConfig):
-            if self.network is None:
+            waits = self.model.takes_vocabulary and self.tokenizer_state is None and self._trainer is None
+            if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 self.network = causal_lm.build(self.model, from_data)
             return

@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from lit_efficient.models.causal_lm import build
 
     torch.manual_seed(0)
-    base = CausalLMConfig(config={"model_type": "llama", **SMALL, "vocab_size": 300})
+    base = CausalLMConfig(config_fields={"model_type": "llama", **SMALL, "vocab_size": 300})
     build(base).save_pretrained(folder / "base")
     model = LanguageModeling(CausalLMConfig(str(folder / "base")), learning_rate=0.1, warmup_steps=1)
     ema = EMA(decay=0.6, warmup=None)

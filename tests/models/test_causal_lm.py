@@ -33,7 +33,7 @@ FAMILIES["mixtral"] = {"model_type": "mixtral", **SMALL, "num_local_experts": 4,
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    build(CausalLMConfig(config=FAMILIES["llama"])).save_pretrained(tmp_path / "llama")
+    build(CausalLMConfig(config_fields=FAMILIES["llama"])).save_pretrained(tmp_path / "llama")
     return str(tmp_path / "llama")
 
 
@@ -47,18 +47,18 @@ def test_a_folder_gives_its_weights_and_its_name_alone_random_ones(folder: str) 
 
 
 def test_fields_replace_the_folders_and_leave_derived_ones_consistent(folder: str) -> None:
-    config = resolve(CausalLMConfig(folder, config={"num_hidden_layers": 1}))
+    config = resolve(CausalLMConfig(folder, config_fields={"num_hidden_layers": 1}))
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (1, 32, 97)
-    gemma = CausalLMConfig(config={**FAMILIES["gemma2"], "num_hidden_layers": 3})
+    gemma = CausalLMConfig(config_fields={**FAMILIES["gemma2"], "num_hidden_layers": 3})
     assert len(resolve(gemma).layer_types) == 3
 
 
 def test_random_weights_take_the_datas_token_ids_unless_told(folder: str) -> None:
     from_data = {"vocab_size": 50, "eos_token_id": 7}
     fields = {key: value for key, value in FAMILIES["llama"].items() if key not in ("vocab_size", "eos_token_id")}
-    config = resolve(CausalLMConfig(config=fields), from_data)
+    config = resolve(CausalLMConfig(config_fields=fields), from_data)
     assert (config.vocab_size, config.eos_token_id) == (50, 7)
-    assert resolve(CausalLMConfig(config=FAMILIES["llama"]), from_data).vocab_size == 97
+    assert resolve(CausalLMConfig(config_fields=FAMILIES["llama"]), from_data).vocab_size == 97
     assert resolve(CausalLMConfig(folder), from_data).vocab_size == 97
 
 
@@ -77,7 +77,7 @@ def test_quantised_loading_keeps_the_head_and_the_function(folder: str, quantize
 @pytest.mark.parametrize("family", FAMILIES)
 def test_continuing_with_a_cache_equals_recomputing(family: str) -> None:
     torch.manual_seed(0)
-    model = build(CausalLMConfig(config=FAMILIES[family]))
+    model = build(CausalLMConfig(config_fields=FAMILIES[family]))
     ids = torch.randint(3, 97, (1, 5))
     state = torch.get_rng_state()
     options: Any = {"temperature": 0.0, "top_p": 1.0, "generator": torch.Generator(), "stop": {-1}}
@@ -98,9 +98,9 @@ def test_continuing_with_a_cache_equals_recomputing(family: str) -> None:
     ("arguments", "message"),
     [
         ({}, "name_or_path must be"),
-        ({"config": {"hidden_size": 8}}, "must have a model_type"),
-        ({"config": {"model_type": "llama"}, "quantize": "nf4"}, "add QuantizeBase"),
-        ({"config": {"model_type": "llama"}, "dtype": "auto"}, "dtype must be a format by name"),
+        ({"config_fields": {"hidden_size": 8}}, "must have a model_type"),
+        ({"config_fields": {"model_type": "llama"}, "quantize": "nf4"}, "add QuantizeBase"),
+        ({"config_fields": {"model_type": "llama"}, "dtype": "auto"}, "dtype must be a format by name"),
         ({"name_or_path": "x", "dtype": "int8"}, "dtype must be float32"),
         ({"name_or_path": "x", "quantize": "int3"}, "quantize must be nf4, int8 or null, got 'int3'"),
     ],
@@ -113,9 +113,12 @@ def test_bad_arguments_are_refused_at_once(arguments: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config": {"model_type": "lama"}}, "got 'lama'"),
-        ({"config": {**FAMILIES["llama"], "num_layers": 2}}, "no field 'num_layers'.*num_hidden_layers"),
-        ({"config": {**FAMILIES["llama"], "hidden_size": 30}}, "does not make a llama"),
+        ({"config_fields": {"model_type": "lama"}}, "got 'lama'"),
+        (
+            {"config_fields": {**FAMILIES["llama"], "num_layers": 2}},
+            "'num_layers', which is.*num_hidden_layers",
+        ),
+        ({"config_fields": {**FAMILIES["llama"], "hidden_size": 30}}, "do not make a llama"),
         ({"name_or_path": "no/such-model-anywhere"}, "has no configuration"),
     ],
 )
@@ -127,4 +130,4 @@ def test_what_cannot_be_built_is_said(arguments: Any, message: str, monkeypatch:
 
 def test_too_many_token_ids_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="the data has 98 token ids, the model 97"):
-        build(CausalLMConfig(config=FAMILIES["llama"]), {"vocab_size": 98})
+        build(CausalLMConfig(config_fields=FAMILIES["llama"]), {"vocab_size": 98})

@@ -37,7 +37,7 @@ def _batch(**more: Any) -> dict[str, Any]:
 
 def _task(family: str) -> LanguageModeling:
     torch.manual_seed(0)
-    task = LanguageModeling(CausalLMConfig(config=FAMILIES[family]))
+    task = LanguageModeling(CausalLMConfig(config_fields=FAMILIES[family]))
     task.configure_model()
     task.log = lambda *args, **options: None  # type: ignore[method-assign]
     return task
@@ -78,13 +78,13 @@ def test_documents_packed_by_position_ids_do_not_see_each_other(family: str) -> 
 
 def test_a_checkpoint_alone_gives_the_model_and_its_tokens_back(tmp_path: Path) -> None:
     fields = {key: value for key, value in SMALL.items() if key != "vocab_size" and not key.endswith("token_id")}
-    model = LanguageModeling(CausalLMConfig(config={"model_type": "llama", **fields}), warmup_steps=1)
+    model = LanguageModeling(CausalLMConfig(config_fields={"model_type": "llama", **fields}), warmup_steps=1)
     run = _trainer(tmp_path)
     run.fit(model, datamodule=_corpus(tmp_path))
     figures = run.validate(model, datamodule=run.datamodule, verbose=False)[0]
     assert figures["val/bits_per_byte"] > figures["val/loss"] / 8
-    assert model.network.config.vocab_size == model.tokenizer.get_vocab_size()
     run.save_checkpoint(tmp_path / "a.ckpt")
+    assert model.network.config.vocab_size == run.datamodule.vocab_size
     again = LanguageModeling.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     written = again.generate_text("def f", max_new_tokens=8, seed=3)
     assert written == model.generate_text("def f", max_new_tokens=8, seed=3)
