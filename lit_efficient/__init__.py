@@ -60,6 +60,7 @@ PUBLIC: dict[str, str] = {
     # data that can be resumed
     "ResumableLoader": "data.resumable",
     "ResumableSampler": "data.resumable_sampler",
+    "train_superbpe": "data.superbpe",
     # models
     "CausalLMConfig": "models.causal_lm",
     "GPT": "models.gpt",

@@ -5,9 +5,15 @@ from collections.abc import Sequence
 
 from lit_efficient import __version__
 
-SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques", "average", "ema-sweep", "export", "generate")
 # Files in lit_efficient/commands.
-COMMANDS = {"average": "average", "ema-sweep": "ema_sweep", "export": "export", "generate": "generate"}
+COMMANDS = {
+    "average": "average",
+    "ema-sweep": "ema_sweep",
+    "export": "export",
+    "generate": "generate",
+    "tokenizer": "tokenizer",
+}
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques", *COMMANDS)
 
 HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
 resume bit-exactly and prove what they save.
@@ -22,6 +28,7 @@ usage: python -m lit_efficient COMMAND ...
   average     the weighted mean of checkpoints:    CKPT... --output FILE
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
   generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]
+  tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
 
   COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Of the standard library: tests, tables, generated text, the editor and what left the library in later versions.
-_EXCLUDE = (
+EXCLUDE = (
     *("site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib", "turtledemo"),
     *("lib2to3", "distutils", "ensurepip", "pydoc_data", "encodings"),
 )
@@ -67,7 +67,7 @@ class PythonCorpus(LightningDataModule):
         val_fraction: float = 0.05,
         paths: list[str] | None = None,
         suffixes: Sequence[str] = (".py",),
-        exclude: Sequence[str] = _EXCLUDE,
+        exclude: Sequence[str] = EXCLUDE,
         tokenizer_file: str | None = None,
         prompts: Sequence[str] = ("def main(", "class Reader:", "import"),
         cache_dir: str | None = None,
