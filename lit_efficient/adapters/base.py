@@ -20,9 +20,11 @@ from lit_efficient.errors import CheckpointError
 
 _MARK = "_lit_efficient_base"
 _SAMPLES = 1024
-ADDED = ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3")  # last parts of adapters' names
-ADDED += ("prefix_keys", "prefix_values", "prefix_embedding")
-ADDED += ("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias")
+ADDED: tuple[str, ...] = (  # last parts of adapters' names
+    *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
+    *("prefix_keys", "prefix_values", "prefix_embedding"),
+    *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias"),
+)
 
 
 class FollowsBase:

@@ -12,10 +12,11 @@ Sources: Li & Liang (2021), https://arxiv.org/abs/2101.00190; P-tuning v2 https:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.adapters.base import FollowsBase
@@ -26,6 +27,22 @@ from lit_efficient.models.modes import evaluating
 from lit_efficient.surgery import mix_in
 
 CHILD = "prefix_tuning"  # the name under which the prefix stands in the decoder
+
+
+def prefix_of(tensors: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Keys and values, [layers, heads, n, head_dim] each, from the tensors of :class:`PrefixVectors` by name."""
+    keys, values, embedding = (tensors.get(f"prefix_{name}") for name in ("keys", "values", "embedding"))
+    assert keys is not None
+    assert values is not None
+    if embedding is None:
+        return keys, values
+    up, up_bias, out, out_bias = (tensors[f"prefix_{name}"] for name in ("up", "up_bias", "out", "out_bias"))
+    assert up is not None
+    assert out is not None
+    change = F.linear(torch.tanh(F.linear(embedding, up, up_bias)), out, out_bias)  # (n, 2 layers heads head_dim)
+    layers, heads, length, width = keys.shape
+    change = change.view(length, 2, layers, heads, width).permute(1, 2, 3, 0, 4)
+    return keys + change[0], values + change[1]
 
 
 class PrefixVectors(nn.Module):
@@ -63,13 +80,7 @@ class PrefixVectors(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Keys and values, [layers, heads, n, head_dim] each."""
-        if self.prefix_embedding is None:
-            return self.prefix_keys, self.prefix_values
-        hidden = torch.tanh(nn.functional.linear(self.prefix_embedding, self.prefix_up, self.prefix_up_bias))
-        change = nn.functional.linear(hidden, self.prefix_out, self.prefix_out_bias)
-        layers, heads, length, width = self.prefix_keys.shape
-        change = change.view(length, 2, layers, heads, width).permute(1, 2, 3, 0, 4)
-        return self.prefix_keys + change[0], self.prefix_values + change[1]
+        return prefix_of({**self._parameters, **self._buffers})
 
 
 class PrefixedDecoder(FollowsBase):
@@ -83,13 +94,13 @@ class PrefixedDecoder(FollowsBase):
         """Start anew from the same tokens, in other weights."""
         if not self.prefix_tokens:
             return
-        keys, values = computed(self, self.prefix_tokens)  # type: ignore[arg-type]
+        keys, values = computed(self, self.prefix_tokens)
         vectors = self.prefix_tuning
         with torch.no_grad():
             vectors.prefix_keys.copy_(keys)
             vectors.prefix_values.copy_(values)
             if vectors.prefix_embedding is not None:
-                vectors.prefix_embedding.copy_(embeddings(self).weight[list(self.prefix_tokens)])  # type: ignore[arg-type]
+                vectors.prefix_embedding.copy_(embeddings(self).weight[list(self.prefix_tokens)])
 
 
 class PrefixedTransformer(PrefixedDecoder):
@@ -139,7 +150,11 @@ def find_decoder(root: nn.Module) -> tuple[str, nn.Module]:
     Raises:
         ConfigurationError: If there is none, or more than one.
     """
-    found = {name: part for name, part in root.named_modules() if isinstance(part, GPT) or _is_transformer(part)}
+    found = {
+        name: part
+        for name, part in root.named_modules()
+        if isinstance(part, GPT | PrefixedTransformer) or _is_transformer(part)
+    }
     inner = [
         name for name in found if not any(other.startswith(f"{name}.".lstrip(".")) for other in found if other != name)
     ]
@@ -168,7 +183,7 @@ def computed(decoder: Any, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([list(tokens)], device=embeddings(decoder).weight.device)
     with torch.no_grad(), evaluating(decoder):
         if not isinstance(decoder, GPT):
-            plain = super(PrefixedTransformer, decoder) if isinstance(decoder, PrefixedTransformer) else decoder
+            plain: Any = super(PrefixedTransformer, decoder) if isinstance(decoder, PrefixedTransformer) else decoder
             return computed_by_transformer(decoder, plain.forward, ids)
         caches = [_Recorder(len(tokens)) for _ in decoder.blocks]
         GPT.features(decoder, ids, caches)  # type: ignore[arg-type]
@@ -192,7 +207,8 @@ def add_prefix(
     Args:
         decoder: What :func:`find_decoder` gave.
         length: Number n of virtual tokens.
-        tokens: The n tokens that it starts from; none: random numbers, as large as the keys and values of one token.
+        tokens: The n tokens that it starts from; none: random numbers, as large as the keys and values of
+            tokens from all over the vocabulary.
         projection: Width inside the small network that makes the prefix; 0: no such network.
         seed: Of random numbers.
 
@@ -210,7 +226,7 @@ def add_prefix(
             f"PrefixTuning: init_tokens must be at least 0 and below the vocabulary's {len(table)}, got "
             f"{min(tokens)} to {max(tokens)}"
         )
-    keys, values = computed(decoder, tokens or [0] * length)
+    keys, values = computed(decoder, tokens or _spread(length, len(table)))
     embedding = table[list(tokens)] if tokens else torch.randn(length, table.shape[1], generator=_generator(seed, 2))
     if not tokens:
         keys, values = (
@@ -227,6 +243,11 @@ def add_prefix(
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     mix_in(decoder, PrefixedTransformer, prefix_positional=names, **attributes)
     return vectors
+
+
+def _spread(length: int, vocabulary: int) -> list[int]:
+    """Tokens from all over the vocabulary; its first is padding in many, with an embedding of zeros."""
+    return [(i + 1) * vocabulary // (length + 1) for i in range(length)]
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:

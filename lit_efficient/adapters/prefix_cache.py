@@ -60,7 +60,7 @@ class _Prefixed:
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.keys.shape[0] != key_states.shape[0] or self.keys.dtype != key_states.dtype:
             self.keys, self.values = _like(self.keys, key_states), _like(self.values, value_states)
-        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
 
 @functools.cache
@@ -176,8 +176,9 @@ def _filled(decoder: Any, cache: Any, keys: Tensor, values: Tensor) -> Any:
 
 
 def _started(layer: Any, key: Tensor, value: Tensor) -> Any:
-    cls = _prefixed(type(layer))
-    started: Any = cls.__new__(cls)
+    kind: Any = type(layer)
+    cls: Any = _prefixed(kind)
+    started = cls.__new__(cls)
     started.__dict__ |= layer.__dict__
     started.lazy_initialization(key, value)
     started.keys, started.values = key[None], value[None]
@@ -210,7 +211,7 @@ def extend_mask(mask: Any, length: int) -> Any:
     return torch.cat((mask.new_full((*mask.shape[:-1], length), seen), mask), dim=-1)
 
 
-def _packed_mask(decoder: Any, positions: Tensor, cache: Any, length: int) -> Tensor | None:
+def _packed_mask(decoder: Any, positions: Tensor, cache: Any, length: int) -> Any:
     """For positions that start over within a row: a mask that keeps documents apart but for the prefix.
 
     transformers makes one by itself from such positions, but only where there is no cache.
@@ -235,7 +236,8 @@ def _packed_mask(decoder: Any, positions: Tensor, cache: Any, length: int) -> Te
         return (document[row, key] == -1) | (document[row, key] == document[row, query])
 
     empty = torch.empty((batch, tokens, 0), dtype=decoder.dtype, device=positions.device)
-    return create_causal_mask(  # type: ignore[no-any-return]
+    mask: Any = create_causal_mask(
         config=decoder.config, inputs_embeds=empty, attention_mask=None, past_key_values=cache,
         position_ids=positions + length, and_mask_function=apart,
     )  # fmt: skip
+    return mask

@@ -21,6 +21,7 @@ from torch import nn
 from lit_efficient.adapters.base import check, freeze_base, trim
 from lit_efficient.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.gpt import GPT
 from lit_efficient.surgery import count, match_modules
 from lit_efficient.technique import Phase, Report, Technique
 
@@ -149,7 +150,8 @@ class PrefixTuning(Technique):
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Leave the frozen base out, and say where the prefix belongs."""
         trim(module, checkpoint)
-        checkpoint["lit_efficient"]["prefix"] = {"decoder": find_decoder(module)[0]}
+        name, decoder = find_decoder(module)
+        checkpoint["lit_efficient"]["prefix"] = {"decoder": name, "transformers": not isinstance(decoder, GPT)}
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
