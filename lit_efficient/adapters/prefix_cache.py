@@ -154,7 +154,8 @@ def prefixed_call(
         kwargs["position_ids"] = positions + length
     output = forward(**kwargs)
     use_cache = kwargs.get("use_cache")
-    if given is None and not (decoder.config.use_cache if use_cache is None else use_cache):
+    wanted = decoder.config.use_cache if use_cache is None else use_cache
+    if given is None and not wanted and not isinstance(output, tuple):
         output.past_key_values = None  # generation without a cache would take it up
     return output
 

@@ -126,4 +126,4 @@ def test_patterns_for_peft_find_exactly_the_scaled_layers() -> None:
 
     assert patterns(["h.0.k", "h.1.k"], ["h.0.down", "h.1.down"], ["h.0.up"]) == (["k", "down"], ["down"])
     assert patterns(["h.0.a.c"], ["h.0.m.p"], ["h.0.a.p"]) == (["a.c", "m.p"], ["m.p"])  # p alone is too short
-    assert patterns(["h.0.k"], [], ["h.1.k"]) == (r"h\.0\.k", "(?!)")
+    assert patterns(["a.h.0.k"], [], ["b.h.0.k"]) == (r"a\.h\.0\.k", "(?!)")
