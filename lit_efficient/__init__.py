@@ -29,6 +29,7 @@ PUBLIC: dict[str, str] = {
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",
+    "PrefixTuning": "callbacks.prefix_tuning",
     "QuantizeBase": "callbacks.quantize_base",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lit_efficient.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.adapters.peft_format import to_peft
+from lit_efficient.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
 from lit_efficient.adapters.targets import is_tied
 from lit_efficient.errors import CheckpointError, ConfigurationError
 
@@ -54,14 +55,20 @@ def export_checkpoint(
         raise ConfigurationError(f"export: output must be a new or empty folder, got {str(output)!r}")
     checkpoint = _read(Path(path))
     if format == "peft":
+        vectors = vectors_to_peft(checkpoint)
+        if vectors is not None:
+            return _written(Path(output), lambda folder: _write_peft(folder, *vectors))
         where, arguments = _adapters(checkpoint)
         if where is None:
-            raise ConfigurationError(f"export: format peft is for checkpoints of LoRA, and {path} holds no adapter")
+            raise ConfigurationError(
+                f"export: format peft is for checkpoints of LoRA, IA3 and PrefixTuning, and {path} holds no adapter"
+            )
         tensors, config = to_peft(checkpoint["state_dict"], where, arguments)
         return _written(Path(output), lambda folder: _write_peft(folder, tensors, config))
     if format == "merged":
         if base is None:
             raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
+        refuse_prefix(checkpoint)
         model = _merged_transformers(checkpoint, str(base))
         return _written(Path(output), model.save_pretrained)
     state = merge_state(checkpoint, None if base is None else _read(Path(base))["state_dict"])
@@ -79,7 +86,7 @@ def merge_state(checkpoint: Mapping[str, Any], base: Mapping[str, Tensor] | None
         CheckpointError: If the weight of an adapted layer is in neither, or is quantised.
     """
     where, arguments = _adapters(checkpoint)
-    state = {**(base or {}), **checkpoint["state_dict"]}
+    state = fold_vectors({**(base or {}), **checkpoint["state_dict"]}, checkpoint)
     prefix = f"{where['root']}." if where and where["root"] else ""
     for name, kind in where["kinds"].items() if where else ():
         key = f"{prefix}{name}.weight"
@@ -103,7 +110,7 @@ def _merged_transformers(checkpoint: Mapping[str, Any], folder: str) -> Any:
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     where, _ = _adapters(checkpoint)
-    root = where["root"] if where else ""
+    root = where["root"] if where else checkpoint.get("lit_efficient", {}).get("ia3", {}).get("root", "")
     prefix = f"{root}." if root else ""
     for name in where["kinds"] if where else ():
         layer = model.get_submodule(name)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_efficient.models.gpt import GPT, GPTConfig
+
 WIDTH = 16
 
 
@@ -43,15 +45,34 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class AttentionNet(nn.Module):
+    """A network for techniques that need attention: each of the WIDTH numbers of a row is one of eight tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = GPTConfig(8, dim=WIDTH, depth=4, num_heads=2, hidden_dim=32, max_length=64, tie_embeddings=False)
+        self.gpt = GPT(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (2 * x + 4).long().clamp(0, 7)
+        return self.gpt(tokens)[..., 0]  # [B, WIDTH], as from Net
+
+
 class ToyMethods:
     """The body of a LightningModule, for either namespace. It knows nothing of techniques."""
 
     prediction = "eps"
 
     def __init__(
-        self, where: str = "init", scheduler: str = "none", protocol: bool = True, optimizers: int = 1
+        self,
+        where: str = "init",
+        scheduler: str = "none",
+        protocol: bool = True,
+        optimizers: int = 1,
+        network: type[nn.Module] = Net,
     ) -> None:
         super().__init__()
+        self.network = network
         self.where, self.scheduler, self.protocol, self.optimizers_wanted = where, scheduler, protocol, optimizers
         self.automatic_optimization = optimizers == 1
         self.net: nn.Module | None = None
@@ -62,7 +83,7 @@ class ToyMethods:
         if self.net is None:
             state = torch.get_rng_state()
             torch.manual_seed(1)
-            self.net = Net()
+            self.net = self.network()
             torch.set_rng_state(state)
 
     def setup(self, stage: str) -> None:

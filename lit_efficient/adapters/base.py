@@ -20,7 +20,19 @@ from lit_efficient.errors import CheckpointError
 
 _MARK = "_lit_efficient_base"
 _SAMPLES = 1024
-ADDED = ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3")  # last parts of adapters' names
+ADDED: tuple[str, ...] = (  # last parts of adapters' names
+    *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
+    *("prefix_keys", "prefix_values", "prefix_embedding"),
+    *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias"),
+)
+
+
+class FollowsBase:
+    """Mix-in of a module whose adapter was made from frozen weights, and is made anew when others are loaded."""
+
+    def follow_base(self) -> None:
+        """Start the adapter anew from the weights that the module has now."""
+        raise NotImplementedError
 
 
 def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_base: bool = False) -> None:
@@ -130,6 +142,8 @@ def _settle(module: nn.Module, incompatible: Any) -> None:
     changed, mark["digests"] = now != mark["digests"], now
     fresh = mark.pop("fresh", False)
     for part in module.modules() if changed else ():
+        if isinstance(part, FollowsBase) and fresh:
+            part.follow_base()
         if not isinstance(part, LowRank):
             continue
         if fresh and part.lora_variant in ("dora", "pissa"):

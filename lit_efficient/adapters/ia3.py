@@ -28,10 +28,11 @@ class IA3Scaled:
         if self.ia3_side == "input":
             return super().forward((x * self.ia3).to(x.dtype))  # type: ignore[misc]
         y: Tensor = super().forward(x)  # type: ignore[misc]
-        return (y * _whole(self.ia3, self.ia3_first)).to(y.dtype)
+        return (y * whole_factors(self.ia3, self.ia3_first)).to(y.dtype)
 
 
-def _whole(factors: Tensor, first: int) -> Tensor:
+def whole_factors(factors: Tensor, first: int) -> Tensor:
+    """Factors for all outputs of a layer, ones for the ``first`` (queries) that are not scaled."""
     return torch.cat((factors.new_ones(first), factors)) if first else factors
 
 
@@ -60,7 +61,7 @@ def add_ia3(layer: Any, side: str) -> None:
 @torch.no_grad()
 def fold_ia3(layer: Any) -> None:
     """Multiply the factors into weight and bias, and make the layer a plain one again."""
-    factors = _whole(layer.ia3, layer.ia3_first)
+    factors = whole_factors(layer.ia3, layer.ia3_first)
     per_row = isinstance(layer, nn.Linear) == (layer.ia3_side == "output")
     layer.weight.copy_(layer.weight * (factors[:, None] if per_row else factors))
     if layer.ia3_side == "output" and layer.bias is not None:

@@ -17,6 +17,7 @@ from torch import nn
 from lit_efficient.adapters.base import check, freeze_base, trim
 from lit_efficient.adapters.ia3 import add_ia3
 from lit_efficient.adapters.low_rank import kind_of
+from lit_efficient.adapters.peft_vectors import ia3_placement
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.surgery import count, match_modules
 from lit_efficient.technique import Phase, Report, Technique
@@ -107,8 +108,9 @@ class IA3(Technique):
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen base out."""
+        """Leave the frozen base out, and say where the factors belong."""
         trim(module, checkpoint)
+        checkpoint["lit_efficient"]["ia3"] = ia3_placement(module)
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

@@ -1,56 +1,70 @@
-"""IA3: the right layers in each family, merging over float and quantised bases, refusals."""
+"""IA3: the right layers in each family, peft's numbers and format, merging over all kinds of bases, refusals."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
 
 from lit_efficient import IA3, ConfigurationError, QuantizeBase, merge_adapters
+from lit_efficient.adapters.peft_vectors import ia3_patterns
 from lit_efficient.application import apply, reports_of
-from tests.support import Toy
-
-SIZES = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 16, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 8}
-
-
-def _model(family: str) -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    if family == "GPT2":
-        config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
-        return transformers.GPT2LMHeadModel(config).eval()
-    config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+from lit_efficient.commands.export import run as export
+from tests.adapters.decoders import FAMILIES, Language, decoder, logits
+from tests.support import QUIET, Toy, data, trainer
 
 
-FAMILIES = {name: {"k_proj", "v_proj", "down_proj"} for name in ("Llama", "Mistral", "Qwen2", "Gemma")}
-FAMILIES["GPT2"] = {"c_attn", "c_proj"}
+def _scaled(family: str) -> Any:
+    """A model of the family with factors that are not one."""
+    root = nn.ModuleDict({"model": decoder(family)})
+    apply(root, [IA3()])
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in root.named_parameters():
+            if name.endswith(".ia3"):
+                p.uniform_(0.5, 2.0, generator=generator)
+    return root
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scales_keys_values_and_feed_forward_in_each_family_and_merges(family: str) -> None:
-    root = nn.ModuleDict({"model": _model(family)})
-    ids = torch.arange(8)[None]
-    before = root["model"](ids).logits
-    apply(root, [IA3()])
+    plain = decoder(family)
+    apply(root := nn.ModuleDict({"model": decoder(family)}), [IA3()])
     report = reports_of(root)["IA3"]
-    assert {name.rpartition(".")[2] for name in report.modules} == FAMILIES[family]
-    assert report.parameters == (16 + 32 if family == "GPT2" else 4 + 4 + 12)  # queries are left alone
+    wanted = {"attn.c_attn", "mlp.c_proj"} if family == "GPT2" else {"k_proj", "v_proj", "down_proj"}
+    assert {name for name, _ in plain.named_modules() if name.endswith(tuple(wanted))} == {
+        name.removeprefix("model.") for name in report.modules
+    }
+    assert report.parameters == 2 * (32 + 64 if family == "GPT2" else 8 + 8 + 24)  # queries are left alone
     assert {name.rpartition(".")[2] for name, p in root.named_parameters() if p.requires_grad} == {"ia3"}
-    assert torch.equal(root["model"](ids).logits, before)
+    assert torch.equal(logits(root["model"]), logits(plain))
+    y = logits(_scaled(family)["model"])
+    assert not torch.allclose(y, logits(plain), atol=1e-4)
+    merged = merge_adapters(_scaled(family))["model"]
+    torch.testing.assert_close(logits(merged), y, rtol=1e-5, atol=1e-5)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computes_what_peft_computes_with_the_same_factors(family: str) -> None:
+    from peft import IA3Config, get_peft_model
+
+    root = _scaled(family)
+    names = [name.removeprefix("model.") for name in reports_of(root)["IA3"].modules]
+    down = [name for name in names if root["model"].get_submodule(name).ia3_side == "input"]
+    config = IA3Config(target_modules=names, feedforward_modules=down, fan_in_fan_out=family == "GPT2")
+    theirs = get_peft_model(decoder(family), config)
     with torch.no_grad():
-        for name, p in root.named_parameters():
-            if name.endswith(".ia3"):
-                p.uniform_(0.5, 2.0)
-    y = root["model"](ids).logits
-    assert not torch.allclose(y, before, atol=1e-4)
-    merge_adapters(root)
-    torch.testing.assert_close(root["model"](ids).logits, y, rtol=1e-5, atol=1e-5)
-    assert root["model"].state_dict().keys() == _model(family).state_dict().keys()
+        for name in names:
+            ours: Any = root["model"].get_submodule(name)
+            factors = theirs.base_model.model.get_submodule(name).ia3_l["default"]
+            factors.view(-1)[ours.ia3_first :] = ours.ia3
+    torch.testing.assert_close(logits(root["model"]), logits(theirs), rtol=1e-6, atol=1e-6)
 
 
 def test_a_quantised_base_is_dequantised_when_it_is_merged() -> None:
@@ -74,3 +88,42 @@ def test_what_it_cannot_place_is_refused_with_what_could_match() -> None:
         apply(Toy(), [IA3(targets=["up"], feedforward=["up"])])
     with pytest.raises(ConfigurationError, match="IA3: targets: the pattern 'k' matches none"):
         apply(Toy(), [IA3(targets=["k"], feedforward=["down"])])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_factors_and_transformers_the_merged_model(family: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    module = Language(decoder(family))
+    run = L.Trainer(callbacks=[IA3()], **QUIET, max_epochs=1)
+    run.fit(module)
+    run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    y = logits(module.network)
+    assert export([str(tmp_path / "a.ckpt"), "--format", "peft", "--output", str(tmp_path / "peft")]) == 0
+    theirs = PeftModel.from_pretrained(decoder(family), tmp_path / "peft")
+    torch.testing.assert_close(logits(theirs), y, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(logits(decoder(family)), y, atol=1e-3)
+    decoder(family).save_pretrained(tmp_path / "base")
+    arguments = ["--format", "merged", "--output", str(tmp_path / "merged"), "--base", str(tmp_path / "base")]
+    assert export([str(tmp_path / "a.ckpt"), *arguments]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_merge_without_the_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer([IA3(targets=["up"], feedforward=["down"])])
+    run.fit(Toy(), data(), data())
+    run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert export([str(tmp_path / "a.ckpt"), "--output", str(tmp_path / "out")]) == 2
+    assert "'net.blocks.0.up.weight', which IA3 scales, is not in the checkpoint" in capsys.readouterr().err
+
+
+def test_patterns_for_peft_find_exactly_the_scaled_layers() -> None:
+    def patterns(outputs: list[str], inputs: list[str], others: list[str]) -> Any:
+        return ia3_patterns([*outputs, *inputs], inputs, [*outputs, *inputs, *others])
+
+    assert patterns(["h.0.k", "h.1.k"], ["h.0.down", "h.1.down"], ["h.0.up"]) == (["k", "down"], ["down"])
+    assert patterns(["h.0.a.c"], ["h.0.m.p"], ["h.0.a.p"]) == (["a.c", "m.p"], ["m.p"])  # p alone is too short
+    assert patterns(["a.h.0.k"], [], ["b.h.0.k"]) == (r"a\.h\.0\.k", "(?!)")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import lit_efficient
 from lit_efficient import (
     EMA,
@@ -18,6 +20,7 @@ from lit_efficient import (
     LoRA,
     LowBitOptimizer,
     PowerEMA,
+    PrefixTuning,
     QuantizeBase,
     ScheduleFree,
     SNRWeighting,
@@ -25,6 +28,7 @@ from lit_efficient import (
     Technique,
 )
 from lit_efficient.technique import check_conflicts
+from tests.support import AttentionNet, Net
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -46,6 +50,7 @@ class Case:
         shadows: Whether evaluation uses other weights than the module's own.
         repacks: Whether a weight has another shape afterwards, under its old name.
         trainer: Arguments that its trainer needs.
+        network: What the toy is made of; another one than the usual takes its place in all sets with the technique.
     """
 
     make: Callable[[], Technique]
@@ -54,6 +59,7 @@ class Case:
     shadows: bool = False
     repacks: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
+    network: type[nn.Module] = Net
 
 
 def _power_ema() -> PowerEMA:
@@ -75,10 +81,16 @@ CASES: dict[str, Case] = {
     "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
     "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
     "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
+    "PrefixTuning": Case(lambda: PrefixTuning(3, init_tokens=[1, 5]), neutral=None, network=AttentionNet),
     "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
 }
+
+
+def network_of(*names: str) -> type[nn.Module]:
+    """The network that all the named techniques can act on."""
+    return next((CASES[name].network for name in names if CASES[name].network is not Net), Net)
 
 
 def _together() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 import lit_efficient
 from lit_efficient import ConflictError, Technique
 from lit_efficient.technique import check_conflicts, in_order
-from tests.contract.table import CASES, TOGETHER
+from tests.contract.table import CASES, TOGETHER, network_of
 from tests.support import Toy, ToyMethods, assert_equal, data, run_script, trainer, weights
 
 NAMES = sorted(CASES)
@@ -30,6 +30,10 @@ class StandaloneToy(ToyMethods, pytorch_lightning.LightningModule):
 
 def _make(*names: str) -> list[Technique]:
     return [CASES[name].make() for name in names]
+
+
+def _toy(names: tuple[str, ...], where: str = "configure_model", scheduler: str = "none", kind: Any = Toy) -> Any:
+    return kind(where, scheduler, network=network_of(*names))
 
 
 def _fit(callbacks: list[Any], module: Any = None, *, ckpt_path: Any = None, **arguments: Any) -> Any:
@@ -79,9 +83,9 @@ def test_arguments_are_attributes_and_primitives(name: str) -> None:
 def test_acts_wherever_the_network_is_built_and_keeps_every_name(
     name: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = _fit([], Toy(where))
+    plain = _fit([], _toy((name,), where))
     with caplog.at_level("INFO"):
-        _fit(_make(name), module := Toy(where))
+        _fit(_make(name), module := _toy((name,), where))
     before, after = plain.lightning_module.state_dict(), module.state_dict()
     assert before.keys() <= after.keys()
     assert CASES[name].repacks or all(after[key].shape == tensor.shape for key, tensor in before.items())
@@ -93,7 +97,7 @@ def test_acts_wherever_the_network_is_built_and_keeps_every_name(
 @pytest.mark.parametrize("name", [name for name in NAMES if CASES[name].neutral])
 def test_neutral_setting_equals_plain_lightning_bit_for_bit(name: str) -> None:
     technique = CASES[name].neutral()  # type: ignore[misc]
-    plain, neutral = _fit([]), _fit([technique])
+    plain, neutral = (_fit(callbacks, _toy((name,), scheduler="lambda")) for callbacks in ([], [technique]))
     assert_equal(_state(plain), _state(neutral))
     assert plain.callback_metrics["val/loss"] == neutral.callback_metrics["val/loss"]
 
@@ -105,9 +109,10 @@ def test_resumes_bit_exactly_or_is_refused(names: tuple[str, ...], tmp_path: Pat
         check_conflicts(_make(*names))
     except ConflictError:
         return
-    whole = _fit(_make(*names), max_epochs=2)
-    _fit([*_make(*names), _SaveAfterEpoch(tmp_path / "half.ckpt")], max_epochs=1)
-    resumed = _fit(_make(*names), max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
+    whole = _fit(_make(*names), _toy(names, scheduler="lambda"), max_epochs=2)
+    half = [*_make(*names), _SaveAfterEpoch(tmp_path / "half.ckpt")]
+    _fit(half, _toy(names, scheduler="lambda"), max_epochs=1)
+    resumed = _fit(_make(*names), _toy(names, scheduler="lambda"), max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
     assert resumed.global_step == whole.global_step == 8
     assert_equal(_state(whole), _state(resumed))
     assert whole.callback_metrics["val/loss"] == resumed.callback_metrics["val/loss"]
@@ -124,7 +129,7 @@ def test_the_order_of_the_list_never_matters() -> None:
 
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), TOGETHER], ids="+".join)
 def test_one_module_through_all_stages_is_transformed_once(names: tuple[str, ...]) -> None:
-    module = Toy("configure_model")
+    module = _toy(names)
     run = trainer(_make(*names), max_epochs=1)
     for _ in range(2):
         run.fit(module, data(), data())
@@ -145,7 +150,7 @@ def test_one_module_through_all_stages_is_transformed_once(names: tuple[str, ...
 
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), TOGETHER], ids="+".join)
 def test_wraps_are_gone_after_a_run(names: tuple[str, ...]) -> None:
-    module = Toy("configure_model")
+    module = _toy(names)
     methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint"}
     _fit(_make(*names), module)
     assert not methods & module.__dict__.keys()
@@ -205,7 +210,7 @@ def test_a_deep_copy_in_the_middle_of_a_run_is_independent(names: tuple[str, ...
                 copies.append(copy.deepcopy(pl_module))
                 pl_module._trainer = run
 
-    module = Toy("configure_model")
+    module = _toy(names)
     _fit([*_make(*names), Copy()], module)
     twin = copies[0]
     kept = weights(twin)
@@ -219,8 +224,8 @@ def test_a_deep_copy_in_the_middle_of_a_run_is_independent(names: tuple[str, ...
 
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), TOGETHER], ids="+".join)
 def test_the_standalone_namespace_trains_alike(names: tuple[str, ...]) -> None:
-    ours = _fit(_make(*names), Toy("configure_model"))
-    theirs = _fit(_make(*names), StandaloneToy("configure_model"), namespace=pytorch_lightning)
+    ours = _fit(_make(*names), _toy(names))
+    theirs = _fit(_make(*names), _toy(names, kind=StandaloneToy), namespace=pytorch_lightning)
     assert_equal(_state(ours), _state(theirs))
     one = pytorch_lightning.Trainer(callbacks=CASES[names[0]].make(), logger=False, enable_checkpointing=False)
     assert any(isinstance(callback, Technique) for callback in one.callbacks)

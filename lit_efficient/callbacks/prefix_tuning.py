@@ -1,0 +1,201 @@
+"""Prefix tuning: train keys and values that stand before every sequence, in every layer of a frozen decoder.
+
+    attention(q, [P_k; k], [P_v; v])    P_k, P_v [n, heads, head_dim] a layer
+
+Saves: gradients and optimizer states of all but 2 n heads head_dim values a layer; checkpoints hold these alone
+Costs: n more keys in each attention, for good: it cannot be merged; n positions of the context
+Source: Li & Liang (2021), https://arxiv.org/abs/2101.00190; P-tuning v2: https://arxiv.org/abs/2110.07602
+
+What the prefix starts from, and the small network that may make it, are in :mod:`lit_efficient.adapters.prefix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lit_efficient.adapters.base import check, freeze_base, trim
+from lit_efficient.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.gpt import GPT
+from lit_efficient.surgery import count, match_modules
+from lit_efficient.technique import Phase, Report, Technique
+
+
+class PrefixTuning(Technique):
+    """Freeze a decoder and train keys and values that stand before every sequence.
+
+    Works on the decoders of transformers with a key-value cache (Llama, Mistral, Qwen, Gemma, GPT-2) and on this
+    package's GPT. Callers go on giving masks and positions of real tokens alone, also in ``generate``. Behind a sliding
+    window the prefix is out of sight, as any first token is.
+
+    Args:
+        num_virtual_tokens: Length n of the prefix, at least 1; ``None``: as many as the tokens that it starts from.
+            Fewer tokens are repeated, more are cut.
+        init: ``tokens``: start from the keys and values that the frozen network computes for ``init_tokens`` or
+            ``init_text``. ``random`` is known to train worse and less reliably, most of all with little data.
+        init_tokens: Token numbers to start from.
+        init_text: Text to start from, best about the task; needs ``tokenizer``.
+        tokenizer: A ``tokenizer.json``, or a folder that has one.
+        projection: Width of a small network that makes the prefix while it trains (Li & Liang: 800 or 512), for
+            training that is less sensitive to the rate; ``None``: the prefix itself is trained.
+        modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
+        save_base: Whether checkpoints hold the frozen weights, too.
+        seed: Of random numbers, which are the same on all ranks.
+
+    Raises:
+        ConfigurationError: Without a start or a decoder that can have a prefix, and with gradient checkpointing.
+        CheckpointError: When resuming beside another base than the prefix was trained with.
+
+    Example:
+        >>> Trainer(callbacks=[PrefixTuning(init_text="Summarize:", tokenizer="gpt2/")])  # doctest: +SKIP
+    """
+
+    phase = Phase.ADAPT
+    alters = ("weights",)
+    conflicts: ClassVar[dict[str, str]] = {
+        "LoRA": "each freezes all but its own parameters; keep one of them",
+        "IA3": "each freezes all but its own parameters; keep one of them",
+        "ActivationCheckpointing": "a block that is recomputed would meet a cache that has its keys already, or none; "
+        "save memory by a smaller batch with accumulate_grad_batches, or use LoRA",
+        "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",
+    }
+
+    def __init__(
+        self,
+        num_virtual_tokens: int | None = None,
+        init: str = "tokens",
+        init_tokens: list[int] | None = None,
+        init_text: str | None = None,
+        tokenizer: str | None = None,
+        projection: int | None = None,
+        modules_to_save: list[str] | None = None,
+        save_base: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if init not in ("tokens", "random"):
+            raise ConfigurationError(f"PrefixTuning: init must be tokens or random; got {init!r}")
+        for name, value in (("num_virtual_tokens", num_virtual_tokens), ("projection", projection)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"PrefixTuning: {name} must be at least 1 or null, got {value}")
+        given = [name for name, v in (("init_tokens", init_tokens), ("init_text", init_text)) if v]
+        if init == "tokens" and len(given) != 1:
+            raise ConfigurationError(
+                "PrefixTuning: init='tokens' needs either init_tokens or init_text, got "
+                f"{' and '.join(given) or 'neither'}. A random start is known to train worse; choose it by "
+                "init='random' with num_virtual_tokens"
+            )
+        if init == "random" and (given or num_virtual_tokens is None):
+            raise ConfigurationError(
+                "PrefixTuning: init='random' needs num_virtual_tokens and takes neither init_tokens nor init_text"
+            )
+        if bool(init_text) != (tokenizer is not None):
+            raise ConfigurationError(
+                "PrefixTuning: init_text and tokenizer (a tokenizer.json, or its folder) go together"
+            )
+        self.num_virtual_tokens = num_virtual_tokens
+        self.init = init
+        self.init_tokens = init_tokens
+        self.init_text = init_text
+        self.tokenizer = tokenizer
+        self.projection = projection
+        self.modules_to_save = modules_to_save
+        self.save_base = save_base
+        self.seed = seed
+        self._text_tokens = read_tokens(init_text, tokenizer) if init_text and tokenizer else None
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments, a text as its tokens: a checkpoint must not need the tokenizer's folder."""
+        arguments = super().arguments()
+        if self._text_tokens is not None:
+            arguments |= {"init_tokens": list(self._text_tokens), "init_text": None, "tokenizer": None}
+        return arguments
+
+    def transform(self, module: nn.Module) -> Report:
+        """Add the prefix and freeze the rest."""
+        saved = (
+            match_modules(module, self.modules_to_save, who="PrefixTuning: modules_to_save")
+            if self.modules_to_save
+            else []
+        )
+        name, decoder = find_decoder(module)
+        if isinstance(decoder, PrefixedDecoder):
+            raise ConfigurationError(f"PrefixTuning: {name!r} has a prefix already; build the module anew")
+        source = self._text_tokens or self.init_tokens or []
+        length = self.num_virtual_tokens or len(source)
+        tokens = list(islice(cycle(source), length)) if source else []
+        prefix = add_prefix(decoder, length, tokens, projection=self.projection or 0, seed=self.seed)
+        trained = list(prefix.parameters()) + [p for _, part in saved for p in part.parameters()]
+        freeze_base(module, trained, save_base=self.save_base)
+        return self._report(module, name, prefix, length)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that the optimizers know the prefix: one that was built too early would never train it."""
+        super().on_fit_start(trainer, pl_module)
+        stepped = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
+        _, decoder = find_decoder(pl_module)
+        lost = [name for name, p in decoder.prefix_tuning.named_parameters() if id(p) not in stepped]  # type: ignore[union-attr]
+        if stepped and lost:
+            raise ConfigurationError(
+                f"PrefixTuning: no optimizer holds {', '.join(lost)}: build the optimizer in configure_optimizers, "
+                "over all parameters with requires_grad"
+            )
+
+    @classmethod
+    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Leave the frozen base out, and say where the prefix belongs."""
+        trim(module, checkpoint)
+        name, decoder = find_decoder(module)
+        checkpoint["lit_efficient"]["prefix"] = {"decoder": name, "transformers": not isinstance(decoder, GPT)}
+
+    @classmethod
+    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+        """Compare the base with the one that the prefix was trained beside."""
+        check(module, checkpoint)
+
+    def _report(self, module: nn.Module, name: str, prefix: Any, length: int) -> Report:
+        trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()
+        share = count(trained) / count(module.parameters())
+        size = sum(p.nbytes for p in trained)
+        layers, heads, _, width = prefix.prefix_keys.shape
+        start = "random numbers" if self.init == "random" else "real tokens"
+        return Report(
+            f"{length} virtual tokens in {layers} layers, from {start}: {count(trained):,} parameters train "
+            f"({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint",
+            modules=(name,),
+            parameters=count(trained),
+            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients never made
+            details={
+                "trainable_share": share,
+                "adapter_bytes": size,
+                "cache_bytes": 2 * layers * heads * length * width * prefix.prefix_keys.element_size(),
+            },
+        )
+
+
+def read_tokens(text: str, path: str) -> list[int]:
+    """The token numbers of a text, without special tokens.
+
+    Args:
+        text: What to encode.
+        path: A ``tokenizer.json``, or a folder that has one.
+
+    Raises:
+        ConfigurationError: If there is no such file, or the text has no tokens.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ConfigurationError(
+            f"PrefixTuning: tokenizer must be a tokenizer.json or a folder that has one, got {path!r}"
+        )
+    from tokenizers import Tokenizer
+
+    tokens: list[int] = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    if not tokens:
+        raise ConfigurationError(f"PrefixTuning: init_text={text!r} has no tokens in {path!r}")
+    return tokens
