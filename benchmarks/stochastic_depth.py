@@ -2,9 +2,9 @@
 
     python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--steps 60]
 
-A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L
-to rate. Every step of every contender is interleaved with the others', and its time is this process's own on one thread,
-so a busy machine slows all alike; read the ratios. timm's DropPath is used if timm is installed, otherwise the same mask.
+A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L to rate. The steps
+of all contenders are interleaved, and their times are this process's own on one thread, so that a busy machine slows
+all alike; read the ratios. timm's DropPath is used if timm is installed, otherwise the same mask.
 """
 
 from __future__ import annotations
