@@ -1,6 +1,6 @@
 """A training step with stochastic depth: ours against DropPath masks and against the plain network.
 
-    python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--steps 60]
+    python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 60]
 
 A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L to rate. The steps
 of all contenders are interleaved, and their times are this process's own on one thread, so that a busy machine slows
@@ -100,10 +100,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--batch", type=int, default=32, help="rows of 64 tokens; the optimizer's time stays")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    x = torch.randn(8, 64, options.width)
+    x = torch.randn(options.batch, 64, options.width)
     mask, name = drop_path()
     rates = linear_rates(options.rate, options.blocks)
     nets = {"plain": network(options.blocks, options.width)}
@@ -118,7 +119,8 @@ def main() -> None:
         for step in steps.values():
             step.run(number)
     means = {label: mean(step.seconds[3:]) for label, step in steps.items()}  # the draws differ from step to step
-    print(f"{options.blocks} blocks of width {options.width}, linear rates to {options.rate}: {options.steps} steps")
+    size = f"{options.blocks} blocks of width {options.width}, {options.batch} rows of 64 tokens"
+    print(f"{size}, linear rates to {options.rate}: {options.steps} steps")
     print(f"blocks dropped: {mean(rates):.1%} expected, {1 - counts.ran / counts.all:.1%} drawn for skip='batch'")
     for label, seconds in means.items():
         print(f"{label:32} {seconds * 1e3:8.1f} ms a step   {seconds / means['plain']:6.1%} of plain")
