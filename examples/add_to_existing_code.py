@@ -1,6 +1,7 @@
-"""Add techniques to a LightningModule that knows nothing of them: four lines, marked below.
+"""Add techniques to a LightningModule that knows nothing of them: five lines, marked below.
 
     python examples/add_to_existing_code.py
+    python -m lit_efficient fit --config examples/add_to_existing_code.yaml --allow-import examples   # the same run
 
 The module is an ordinary one: it builds its network in __init__, returns a loss and configures AdamW with a schedule.
 """
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_efficient import ExactResume, LowBitOptimizer, SafeCheckpointIO, StochasticDepth
+from lit_efficient import EMA, ExactResume, LoRA, LowBitOptimizer, SafeCheckpointIO, StochasticDepth
 
 
 class Block(nn.Module):
@@ -24,8 +25,18 @@ class Block(nn.Module):
 
 
 class Regression(L.LightningModule):
-    def __init__(self, width: int = 64, depth: int = 8) -> None:
+    """A small residual network.
+
+    Args:
+        width: Features of a row.
+        depth: Number of blocks.
+        rows: Number of rows to train on.
+    """
+
+    def __init__(self, width: int = 64, depth: int = 8, rows: int = 2048) -> None:
         super().__init__()
+        self.rows = rows
+        self.width = width
         self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
         self.head = nn.Linear(width, 1)
 
@@ -36,28 +47,33 @@ class Regression(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=320)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def train_dataloader(self) -> DataLoader:
+        x = torch.randn(self.rows, self.width, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(x, torch.sin(3 * x[:, 0]) + x[:, 1] * x[:, 2]), batch_size=64, shuffle=True)
 
-def main() -> L.Trainer:
+
+def main(max_epochs: int = 10, rows: int = 2048) -> L.Trainer:
     L.seed_everything(0, verbose=False)
-    x = torch.randn(2048, 64)
-    data = DataLoader(TensorDataset(x, torch.sin(3 * x[:, 0]) + x[:, 1] * x[:, 2]), batch_size=64, shuffle=True)
+    module = Regression(rows=rows)
     trainer = L.Trainer(
         accelerator="cpu",
-        max_epochs=10,
+        max_epochs=max_epochs,
         logger=False,
         enable_checkpointing=False,
         callbacks=[
-            StochasticDepth(rate=0.3),  # saves the time of the dropped blocks
-            LowBitOptimizer(bits=8),  # saves three quarters of the optimizer's memory
-            ExactResume(),  # interrupted and resumed equals uninterrupted
+            StochasticDepth(rate=0.3),  # 1: saves the time of the dropped blocks
+            LoRA(rank=16, modules_to_save=["head"]),  # 2: trains small matrices beside the frozen ones, and the head
+            LowBitOptimizer(bits=8, min_size=1024),  # 3: saves three quarters of the optimizer's memory
+            EMA(decay=0.99),  # 4: evaluates an average of the weights
+            ExactResume(),  # 5: interrupted and resumed equals uninterrupted
         ],
         plugins=[SafeCheckpointIO()],  # checkpoints that are whole or absent
     )
-    trainer.fit(Regression(), data)
+    trainer.fit(module)
     return trainer
 
 

@@ -49,6 +49,7 @@ PUBLIC: dict[str, str] = {
     "ScheduleFreeAdamW": "optimizers.schedule_free",
     "muon_groups": "optimizers.muon",
     "parameter_groups": "optimizers.groups",
+    "snr_weight": "losses.snr",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.protocol import check_loss, weigh
+from lit_efficient.protocol import check_loss, product, weigh
 from lit_efficient.technique import Report, Technique, check_conflicts, in_order, overrides, techniques_of
 
 _ABSENT = "absent"  # a string, so that it survives a deep copy and a pickle
@@ -262,9 +262,14 @@ def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
 
 def _weighed(module: Any, *args: Any) -> Any:
     session: Session = module.__dict__["_lit_efficient_session"]
-    output = _call_inner(module, "training_step", session.previous, *args)
     techniques = in_order(t for t in techniques_of(module.trainer) if overrides(t, "sample_weights"))
     weighers = [(type(t).__name__, lambda out, t=t: t.sample_weights(out, module)) for t in techniques]
+    contexts = (t.weigh_inside(module, lambda out: product(out, weighers)) for t in techniques)
+    inside = next((context for context in contexts if context is not None), None)
+    if inside is not None:
+        with inside:
+            return _call_inner(module, "training_step", session.previous, *args)
+    output = _call_inner(module, "training_step", session.previous, *args)
     weighed = weigh(output, weighers, type(module).__name__)
     if output is not None and not session.protocol_checked:  # once: it costs a synchronisation
         check_loss(output, module)

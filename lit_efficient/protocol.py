@@ -8,6 +8,7 @@ later hooks see the dict with the new ``loss`` and without the protocol's extras
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,16 @@ from lit_efficient.errors import ConfigurationError
 PROTOCOL = """return a dict from training_step:
   {"loss": sample_loss.mean(), "sample_loss": Tensor [B], "log_snr": Tensor [B]},
   or "timesteps": Tensor [B] for "log_snr" where the module has alphas_cumprod or a noise_scheduler;
-  a further term of the loss goes into "extra_loss": a scalar, added to "loss", which no weight touches"""
+  a further term of the loss goes into "extra_loss": a scalar, added to "loss", which no weight touches;
+  or leave the module as it is: SNRWeighting(adapter="mse_loss") if it calls a scheduler's add_noise and F.mse_loss"""
 
 _EXTRAS = ("sample_loss", "timesteps", "log_snr", "extra_loss")
 
 
-def weigh(output: Any, weighers: Sequence[tuple[str, Callable[[Mapping[str, Any]], Tensor]]], owner: str) -> Any:
+Weigher = tuple[str, Callable[[Mapping[str, Any]], Tensor]]
+
+
+def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> Any:
     """Recompute ``output["loss"]`` from weighted sample losses and drop the protocol's extras.
 
     Args:
@@ -47,6 +52,11 @@ def weigh(output: Any, weighers: Sequence[tuple[str, Callable[[Mapping[str, Any]
         sample_loss = sample_loss * weights.to(sample_loss)
     loss = sample_loss.mean() + output["extra_loss"] if "extra_loss" in output else sample_loss.mean()
     return {key: value for key, value in output.items() if key not in _EXTRAS} | {"loss": loss}
+
+
+def product(output: Mapping[str, Any], weighers: Sequence[Weigher]) -> Tensor:
+    """The product of all weights [B], for losses that are weighted where they are computed."""
+    return math.prod((weights_of(output) for _, weights_of in weighers[1:]), start=weighers[0][1](output))
 
 
 def _sample_loss(output: Any, complaint: str) -> Tensor:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -106,6 +107,15 @@ class Technique(Callback):
     def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
         """Weights [B] for the samples' losses, from what ``training_step`` returned."""
         raise NotImplementedError
+
+    def weigh_inside(
+        self, module: nn.Module, weights_of: Callable[[Mapping[str, Any]], Tensor]
+    ) -> AbstractContextManager[None] | None:
+        """For a module that returns no sample losses: a context around ``training_step`` that weighs them in there.
+
+        ``weights_of`` gives the product of all techniques' weights [B] for what they would have been returned.
+        """
+        return None
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
         """Change what is about to be saved. Unlike ``on_save_checkpoint`` it also acts on weights-only checkpoints."""

@@ -12,34 +12,40 @@ Multiplying a block's output by a mask, as DropPath layers do, saves no time at 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from lit_efficient.data.resumable_sampler import mix_seed
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.residual import Streams, declared_streams, probe_streams, why_not_residual, without_cache
 from lit_efficient.surgery import find_blocks, mix_in
 from lit_efficient.technique import Phase, Report, Technique
 
+Stream = TypeVar("Stream", Tensor, tuple[Tensor, ...])  # one residual stream, or several of them
+
+# Keyword arguments that all rows share, even where their first size happens to be that of the batch.
+_SHARED = ("cache_position", "image_rotary_emb", "rotary_emb", "freqs_cis")
+
 
 def drop_block(
-    block: Callable[..., Tensor],
-    x: Tensor,
+    block: Callable[..., Stream],
+    x: Stream,
     rate: float,
     *args: Any,
     parameters: Iterable[Tensor] = (),
     drop: bool | None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Stream:
     """Skip a residual block for the whole batch with probability ``rate``; otherwise scale its residual up.
 
     The expectation over the draw equals ``block(x)`` exactly.
 
     Args:
-        block: A residual block: ``block(x, ...) -> Tensor`` of the shape of ``x``.
-        x: Input, [B, ...].
+        block: A residual block: ``block(x, ...)`` returns what ``x`` is, of its shape.
+        x: Input, [B, ...], or a tuple of the inputs of several residual streams.
         rate: Probability of the skip, at least 0 and below 1.
         *args: Further arguments of the block.
         parameters: The block's parameters. A skip gives them zero gradients instead of none, as a mask would, so that
@@ -52,40 +58,54 @@ def drop_block(
     if drop is None:
         drop = bool(torch.rand(()) < rate)
     if drop:
-        return _ZeroGradients.apply(x, *(p for p in parameters if p.requires_grad))
-    y = _same_shape(block(x, *args, **kwargs), x)
-    return y if rate == 0 else x + (y - x) / (1 - rate)
+        streams = (x,) if isinstance(x, Tensor) else x
+        passed = _ZeroGradients.apply(len(streams), *streams, *(p for p in parameters if p.requires_grad))
+        return passed[0] if isinstance(x, Tensor) else passed
+    y = block(x, *args, **kwargs)
+    _check_shapes(x, y)
+    return y if rate == 0 else tree_map(lambda before, after: before + (after - before) / (1 - rate), x, y)
 
 
 def drop_rows(
-    block: Callable[..., Tensor], x: Tensor, rate: float, *args: Any, rows: Tensor | None = None, **kwargs: Any
-) -> Tensor:
+    block: Callable[..., Stream], x: Stream, rate: float, *args: Any, rows: Tensor | None = None, **kwargs: Any
+) -> Stream:
     """Run a residual block on a random subset of the batch's rows; the others pass unchanged.
 
     Of B rows, ``n = max(1, round(B (1 - rate)))`` are run and their residuals scaled by B / n, so that the expectation
     over the draw equals ``block(x)`` exactly.
 
     Args:
-        block: A residual block: ``block(x, ...) -> Tensor`` of the shape of ``x``; rows must not depend on each other.
-        x: Input, [B, ...].
+        block: A residual block: ``block(x, ...)`` returns what ``x`` is, of its shape; rows must not depend on each
+            other.
+        x: Input, [B, ...], or a tuple of the inputs of several residual streams.
         rate: Share of the rows that skip the block, at least 0 and below 1.
         *args: Further arguments; every tensor in them whose first size is B is cut to the same rows.
         rows: The draw, if it is made already (:func:`draw_rows`); ``None`` draws from torch's global generator.
-        **kwargs: Further keyword arguments, treated likewise.
+        **kwargs: Further keyword arguments, treated likewise, except for those whose names say that all rows share
+            them (``cache_position``, ``image_rotary_emb``, ...).
 
     Source: Oquab et al. (2023), https://arxiv.org/abs/2304.07193, section 5.
     """
-    batch = x.shape[0]
-    rows = (draw_rows(batch, rate) if rows is None else rows).to(x.device)
+    first = x if isinstance(x, Tensor) else x[0]
+    batch = len(first)
+    rows = (draw_rows(batch, rate) if rows is None else rows).to(first.device)
     if len(rows) == batch:
-        return _same_shape(block(x, *args, **kwargs), x)
+        y = block(x, *args, **kwargs)
+        _check_shapes(x, y)
+        return y
 
     def cut(value: Any) -> Any:
         return value[rows] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
 
-    part = x[rows]
-    residual = _same_shape(block(part, *tree_map(cut, args), **tree_map(cut, kwargs)), part) - part
-    return x.index_add(0, rows, residual.to(x.dtype), alpha=batch / len(rows))
+    part = tree_map(cut, x)
+    named = {key: value if key in _SHARED else tree_map(cut, value) for key, value in kwargs.items()}
+    y = block(part, *tree_map(cut, args), **named)
+    _check_shapes(part, y)
+
+    def merge(whole: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return whole.index_add(0, rows, (after - before).to(whole.dtype), alpha=batch / len(rows))
+
+    return tree_map(merge, x, part, y)
 
 
 def draw_rows(batch: int, rate: float, generator: torch.Generator | None = None) -> Tensor:
@@ -98,27 +118,30 @@ def linear_rates(rate: float, blocks: int) -> list[float]:
     return [rate * (block + 1) / blocks for block in range(blocks)]
 
 
-def _same_shape(y: Any, x: Tensor) -> Tensor:
-    if isinstance(y, Tensor) and y.shape == x.shape:
-        return y
-    found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-    raise ConfigurationError(
-        f"StochasticDepth: a block maps {list(x.shape)} to {found}; only residual blocks can be dropped, which return "
-        "one tensor of their input's shape: name them with blocks="
+def _check_shapes(x: Any, y: Any) -> None:
+    before, after = tree_flatten(x)[0], tree_flatten(y)[0]
+    shapes, found = (
+        [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in ts] for ts in (before, after)
     )
+    if shapes != found:
+        shown = [", ".join(map(str, items)) for items in (shapes, found)]
+        raise ConfigurationError(
+            f"StochasticDepth: a block maps {shown[0]} to {shown[1]}; only residual blocks can be dropped, which "
+            "return tensors of their inputs' shapes: name them with blocks="
+        )
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """The identity on x which gives the parameters that it passes by zero gradients instead of none."""
+    """The identity on the streams, which gives the parameters that it passes by zero gradients instead of none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
-        return x.view_as(x)
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(stream.view_as(stream) for stream in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads[0], *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *grads, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
 class _Droppable(nn.Module):
@@ -129,17 +152,31 @@ class _Droppable(nn.Module):
 
     _drop_rate: float
     _drop_by: str
+    _drop_streams: Streams | None  # None until a block that does not declare what it returns has shown it
     _drop_now: bool | None  # None outside a trainer's loop: draw from torch's global generator
     _drop_seed: int | None  # likewise
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         block = super().forward
         if not self.training or self._drop_rate == 0:
-            return block(x, *args, **kwargs)
+            return block(*args, **kwargs)
+        streams = self._drop_streams
+        if streams is None:
+            streams = self._drop_streams = probe_streams(self, block, args, kwargs)
         if self._drop_by == "sample":
-            return drop_rows(block, x, self._drop_rate, *args, rows=_rows_of(self, x.shape[0]), **kwargs)
+            args, kwargs = without_cache(args), without_cache(kwargs)
+        x, rest, named = streams.take(args, kwargs)
+
+        def run(x: tuple[Tensor, ...], *rest: Any, **named: Any) -> tuple[Tensor, ...]:
+            positional, keywords = streams.put(x, rest, named)
+            return streams.unpack(block(*positional, **keywords))
+
+        if self._drop_by == "sample":
+            rows = _rows_of(self, len(x[0]))
+            return streams.pack(drop_rows(run, x, self._drop_rate, *rest, rows=rows, **named))
         parameters = tuple(self.parameters())
-        return drop_block(block, x, self._drop_rate, *args, parameters=parameters, drop=self._drop_now, **kwargs)
+        y = drop_block(run, x, self._drop_rate, *rest, parameters=parameters, drop=self._drop_now, **named)
+        return streams.pack(y)
 
 
 @torch.compiler.disable
@@ -162,7 +199,8 @@ class StochasticDepth(Technique):
             at least 0 and below 1.
         mode: ``linear``: from rate / L at the first of L blocks to ``rate`` at the last; ``uniform``: the same for all.
         skip: ``batch`` drops a block for the whole batch; ``sample`` runs each block on a random subset of the rows.
-        blocks: ``auto`` finds repeated blocks; otherwise regular expressions for the dotted names of residual blocks.
+        blocks: ``auto`` finds repeated residual blocks and leaves those out that change the shape; otherwise regular
+            expressions for the dotted names of residual blocks.
         seed: Seed of the draws.
 
     Raises:
@@ -199,16 +237,29 @@ class StochasticDepth(Technique):
 
     def transform(self, module: nn.Module) -> Report:
         """Mix the drop into each block's class."""
-        found = find_blocks(module, self.blocks, who="StochasticDepth")
+        found, left_out = self._blocks_of(module)
         rates = linear_rates(self.rate, len(found)) if self.mode == "linear" else [self.rate] * len(found)
         for (_, block), rate in zip(found, rates, strict=True):
+            streams = declared_streams(block.forward)
             mix_in(block, _Droppable, _drop_rate=rate, _drop_by=self.skip, _drop_now=None, _drop_seed=None)
+            cast(_Droppable, block)._drop_streams = streams
         kinds = ", ".join(sorted({type(block).__name__ for _, block in found}))
+        summary = f"{len(found)} blocks ({kinds}), dropped by {self.skip} at rates {rates[0]:.2f} to {rates[-1]:.2f}"
         return Report(
-            f"{len(found)} blocks ({kinds}), dropped by {self.skip} at rates {rates[0]:.2f} to {rates[-1]:.2f}",
+            f"{summary}; left out: {_reasons(left_out)}" if left_out else summary,
             modules=tuple(name for name, _ in found),
             details={"expected_share_dropped": sum(rates) / len(rates)},
         )
+
+    def _blocks_of(self, module: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[str, str]]:
+        """The blocks that can be dropped, and why others cannot."""
+        found = find_blocks(module, self.blocks, who="StochasticDepth")
+        left_out = {name: why for name, block in found if (why := why_not_residual(block)) is not None}
+        if left_out and (self.blocks != "auto" or len(left_out) == len(found)):
+            raise ConfigurationError(
+                f"StochasticDepth: blocks that cannot be skipped: {_reasons(left_out)}; name others with blocks="
+            )
+        return [(name, block) for name, block in found if name not in left_out], left_out
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         """Set the batch's draws."""
@@ -226,3 +277,7 @@ class StochasticDepth(Technique):
 
 def _droppable(root: nn.Module) -> list[_Droppable]:
     return [module for module in root.modules() if isinstance(module, _Droppable)]
+
+
+def _reasons(left_out: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({why})" for name, why in left_out.items())

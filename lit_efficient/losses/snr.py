@@ -1,72 +1,121 @@
-"""Min-SNR weighting: one weight for the clean sample, converted to whatever the network predicts.
+"""SNR weights: one weight for the clean sample, converted to whatever the network predicts.
 
-    lambda = log SNR = log(alpha^2 / sigma^2),    w_x0 = min(SNR, gamma)
+    lambda = log SNR = log(alpha^2 / sigma^2)
+
+    rule           w_x0                             as its paper writes it
+    min_snr        min(SNR, gamma)                  gamma = 5
+    soft_min_snr   SNR gamma / (SNR + gamma)        1 / (sigma^2 / alpha^2 + 1 / gamma), gamma = 4
+    p2             SNR / (1 + SNR)^gamma            1 / (1 + SNR)^gamma for eps, gamma = 1
+    debiased       sqrt(SNR)                        1 / sqrt(SNR) for eps
+    truncated      max(SNR, 1)                      max(SNR, 1) for x0
 
 A squared error in another target T weighs the error in x0 by ``(dT/dx0)^2``, so ``w_T = w_x0 / (dT/dx0)^2``:
 
-    x0    1                         min(SNR, gamma)
-    eps   SNR                       min(SNR, gamma) / SNR
-    v     SNR + 1                   min(SNR, gamma) / (SNR + 1)
-    flow  1 / sigma^2               min(SNR, gamma) sigma^2,    sigma = 1 / (1 + sqrt(SNR))  (alpha = 1 - sigma)
+    target   (dT/dx0)^2     min_snr, for example
+    x0       1              min(SNR, gamma)
+    eps      SNR            min(SNR, gamma) / SNR
+    v        SNR + 1        min(SNR, gamma) / (SNR + 1)
+    flow     1 / sigma^2    min((1 - t)^2, gamma t^2),    t = sigma = 1 / (1 + sqrt(SNR)), alpha = 1 - t
 
-Source: Hang et al. (2023), https://arxiv.org/abs/2303.09556; v: Salimans & Ho (2022), https://arxiv.org/abs/2202.00512.
+Sources: Min-SNR: Hang et al. (2023), https://arxiv.org/abs/2303.09556; soft Min-SNR: Crowson et al. (2024),
+https://arxiv.org/abs/2401.11605; P2: Choi et al. (2022), https://arxiv.org/abs/2204.00227; debiased: Yu et al. (2023),
+https://arxiv.org/abs/2310.08442; truncated, and v: Salimans & Ho (2022), https://arxiv.org/abs/2202.00512.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
 
 from lit_efficient.errors import ConfigurationError
 
 PREDICTIONS = ("eps", "v", "x0", "flow")
+RULES = ("min_snr", "soft_min_snr", "p2", "debiased", "truncated")
+GAMMAS = {"min_snr": 5.0, "soft_min_snr": 4.0, "p2": 1.0}  # of the papers; the other rules have no parameter
+
+# At e^150 every weight has reached its limit: in float32 e^-150 is 0 and e^150 infinite, but no term is inf - inf.
+_LIMIT = 150.0
 
 
-def min_snr_weight(log_snr: Tensor, gamma: float = 5.0, prediction: str = "eps", zero_snr: str = "unit") -> Tensor:
+def snr_weight(
+    log_snr: Tensor,
+    rule: str = "min_snr",
+    gamma: float | None = None,
+    prediction: str = "eps",
+    zero_snr: str = "unit",
+) -> Tensor:
     """Weights for the squared errors of a diffusion model at the given noise levels.
+
+    Under one rule the gradient with respect to a network's output, converted to x0, is the same for every prediction.
 
     Args:
         log_snr: ``log(alpha^2 / sigma^2)`` of each sample, any shape; ``-inf`` is pure noise, ``+inf`` is clean.
-        gamma: Where the weight of the clean sample is capped, above 0; 5 in the paper.
-        prediction: What the error is measured in: ``eps``, ``v``, ``x0`` or ``flow``.
-        zero_snr: What to do at zero SNR, where the weight of ``eps`` is 0/0 and that of ``v`` is 0, so that the step
-            would never be trained: ``unit`` gives it the weight 1, ``error`` raises.
+        rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased`` or ``truncated``.
+        gamma: Above 0: for ``min_snr`` and ``soft_min_snr`` what the weight of x0 approaches as the noise vanishes,
+            for ``p2`` the exponent. ``None`` is the paper's: 5, 4 and 1. The other rules have none.
+        prediction: What the error is measured in: ``eps``, ``v``, ``x0`` or ``flow`` (noise minus sample).
+        zero_snr: What to do at exactly zero SNR (the last step of a zero-terminal schedule), where the weight of
+            ``eps`` is 0/0 or infinite and most others are 0, so that the step would never be trained: ``unit`` gives
+            it the weight 1 for every rule and target, ``error`` raises.
 
     Returns:
-        Weights of the shape of ``log_snr``, float32 at least; 0 for ``flow`` at infinite SNR, where sigma is 0.
+        Weights of the shape of ``log_snr``, float32 at least. Finite for finite float32 SNRs, except that ``debiased``
+        and ``truncated`` grow without bound: for ``x0`` where the noise vanishes, ``debiased`` for ``eps`` also where
+        the signal does.
 
     Raises:
         ConfigurationError: For an argument out of range, or zero SNR with ``zero_snr="error"``.
+
+    Example:
+        >>> snr_weight(torch.tensor([0.0, 4.0]).log(), gamma=2.0, prediction="v", zero_snr="unit")
+        tensor([1.0000, 0.4000])
     """
-    check_snr_arguments(gamma, prediction, zero_snr)
+    check_snr_arguments(rule, gamma, prediction, zero_snr)
     log_snr = log_snr.to(torch.promote_types(log_snr.dtype, torch.float32))
-    log_cap = torch.tensor(gamma, dtype=log_snr.dtype, device=log_snr.device).log()
-    capped = torch.minimum(log_snr, log_cap)  # in logarithms: exp(log_snr) may overflow where the weight does not
-    if prediction == "x0":
-        return capped.exp()
-    if prediction == "flow":
-        return (capped - 2 * torch.nn.functional.softplus(log_snr / 2)).exp()
-    log_scale = torch.nn.functional.softplus(log_snr) if prediction == "v" else log_snr
-    return _at_zero_snr((capped - log_scale).exp(), log_snr, zero_snr)
-
-
-def _at_zero_snr(weight: Tensor, log_snr: Tensor, policy: str) -> Tensor:
+    bounded = log_snr.clamp(-_LIMIT, _LIMIT)
+    gamma = GAMMAS.get(rule, 1.0) if gamma is None else gamma
+    weight = (_log_weight_of_x0(bounded, rule, gamma) - _log_jacobian(bounded, prediction)).exp()
     zero = torch.isneginf(log_snr)
-    if policy == "error":
-        if bool(zero.any()):
-            raise ConfigurationError(
-                "min_snr_weight: zero_snr='error', and the batch has samples at zero SNR (a zero-terminal schedule): "
-                "use zero_snr='unit', or a schedule that ends above zero"
-            )
-        return weight
+    if zero_snr == "error" and bool(zero.any()):
+        raise ConfigurationError(
+            "snr_weight: zero_snr='error', and the batch has samples at zero SNR (a zero-terminal schedule): "
+            "use zero_snr='unit', or a schedule that ends above zero"
+        )
     return torch.where(zero, torch.ones_like(weight), weight)
 
 
-def check_snr_arguments(gamma: float, prediction: str, zero_snr: str) -> None:
-    """Raise :class:`ConfigurationError` for an argument out of range."""
-    if not gamma > 0:
-        raise ConfigurationError(f"min_snr_weight: gamma must be above 0, got {gamma}")
+def _log_weight_of_x0(log_snr: Tensor, rule: str, gamma: float) -> Tensor:
+    if rule == "p2":
+        return log_snr - gamma * softplus(log_snr)
+    if rule == "debiased":
+        return log_snr / 2
+    if rule == "truncated":
+        return log_snr.clamp(min=0.0)
+    log_gamma = torch.tensor(gamma, dtype=log_snr.dtype, device=log_snr.device).log()
+    if rule == "soft_min_snr":
+        return log_gamma + logsigmoid(log_snr - log_gamma)
+    return torch.minimum(log_snr, log_gamma)
+
+
+def _log_jacobian(log_snr: Tensor, prediction: str) -> Tensor:
+    """``log (dT/dx0)^2`` at a fixed noisy sample."""
+    if prediction == "eps":
+        return log_snr
+    if prediction == "v":
+        return softplus(log_snr)
+    return 2 * softplus(log_snr / 2) if prediction == "flow" else torch.zeros_like(log_snr)
+
+
+def check_snr_arguments(
+    rule: str, gamma: float | None, prediction: str, zero_snr: str, *, who: str = "snr_weight"
+) -> None:
+    """Raise :class:`ConfigurationError` for an argument out of range, in the name of ``who``."""
+    if rule not in RULES:
+        raise ConfigurationError(f"{who}: rule must be one of {', '.join(RULES)}; got {rule!r}")
+    if gamma is not None and rule not in GAMMAS:
+        raise ConfigurationError(f"{who}: rule {rule!r} has no gamma, got {gamma}; leave it unset (null in YAML)")
+    if gamma is not None and not gamma > 0:
+        raise ConfigurationError(f"{who}: gamma must be above 0, got {gamma}")
     if prediction not in PREDICTIONS:
-        raise ConfigurationError(
-            f"min_snr_weight: prediction must be one of {', '.join(PREDICTIONS)}; got {prediction!r}"
-        )
+        raise ConfigurationError(f"{who}: prediction must be one of {', '.join(PREDICTIONS)}; got {prediction!r}")
     if zero_snr not in ("unit", "error"):
-        raise ConfigurationError(f"min_snr_weight: zero_snr must be unit or error, got {zero_snr!r}")
+        raise ConfigurationError(f"{who}: zero_snr must be unit or error, got {zero_snr!r}")

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_efficient import ConfigurationError, SNRWeighting
-from lit_efficient.losses.snr import min_snr_weight
+from lit_efficient import ConfigurationError, SNRWeighting, snr_weight
 from tests.support import Toy, data, trainer
 
 
@@ -26,7 +25,7 @@ def test_the_training_loss_is_the_weighted_mean() -> None:
         def on_before_backward(self, loss: torch.Tensor) -> None:
             with torch.no_grad():
                 output = Toy.training_step(self, self.batch, 0)
-            weight = min_snr_weight(output["log_snr"], 2.0, "eps")
+            weight = snr_weight(output["log_snr"], "min_snr", 2.0, "eps")
             seen.append((loss.item(), float((weight * output["sample_loss"]).mean())))
 
         def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
@@ -43,7 +42,7 @@ def test_the_training_loss_is_the_weighted_mean() -> None:
 def test_timesteps_are_looked_up_in_the_schedule() -> None:
     alphas_cumprod = torch.tensor([0.99, 0.5, 0.01])
     output = {"sample_loss": torch.ones(2), "timesteps": torch.tensor([2, 0])}
-    expected = min_snr_weight(torch.logit(alphas_cumprod[[2, 0]]), 5.0, "v")
+    expected = snr_weight(torch.logit(alphas_cumprod[[2, 0]]), "min_snr", 5.0, "v")
     for module in (
         module_with(prediction="v", alphas_cumprod=alphas_cumprod),
         module_with(
@@ -68,10 +67,12 @@ def test_what_is_missing_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "max_snr"}, "SNRWeighting: rule must be min_snr, got 'max_snr'"),
-        ({"gamma": -1}, "gamma must be above 0, got -1"),
+        ({"rule": "max_snr"}, "SNRWeighting: rule must be one of min_snr, .*, truncated; got 'max_snr'"),
+        ({"gamma": -1}, "SNRWeighting: gamma must be above 0, got -1"),
+        ({"rule": "truncated", "gamma": 5.0}, "SNRWeighting: rule 'truncated' has no gamma, got 5.0"),
         ({"prediction": "noise"}, "SNRWeighting: prediction must be one of auto, eps, v, x0, flow; got 'noise'"),
-        ({"zero_snr": 0}, "zero_snr must be unit or error, got 0"),
+        ({"zero_snr": 0}, "SNRWeighting: zero_snr must be unit or error, got 0"),
+        ({"adapter": "l1_loss"}, "SNRWeighting: adapter must be one of none, mse_loss; got 'l1_loss'"),
     ],
 )
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:

@@ -142,7 +142,9 @@ def test_blocks_that_are_not_residual_are_refused() -> None:
     apply(net, [StochasticDepth(0.5)])
     for layer in net.layers:
         layer._drop_now = False
-    with pytest.raises(ConfigurationError, match=r"maps \[2, 4\] to \[2, 8\]; only residual blocks can be dropped"):
+    with pytest.raises(
+        ConfigurationError, match=r"maps input \[2, 4\] to a tensor \[2, 8\]; only residual blocks can be dropped"
+    ):
         net(torch.ones(2, 4))
 
 

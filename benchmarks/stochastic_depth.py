@@ -1,0 +1,130 @@
+"""A training step with stochastic depth: ours against DropPath masks and against the plain network.
+
+    python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 60]
+
+A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L to rate. The steps
+of all contenders are interleaved, and their times are this process's own on one thread, so that a busy machine slows
+all alike; read the ratios. timm's DropPath is used if timm is installed, otherwise the same mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from statistics import mean
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lit_efficient import StochasticDepth
+from lit_efficient.application import apply
+from lit_efficient.callbacks.stochastic_depth import linear_rates
+
+
+class MaskedRows(nn.Module):
+    """DropPath: the residual of each row is multiplied by 0 or 1 / (1 - rate), after it was computed."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        mask = x.new_empty(len(x), *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
+        return x * mask / (1 - self.rate)
+
+
+def drop_path() -> tuple[Any, str]:
+    try:
+        from timm.layers.drop import DropPath
+    except ImportError:
+        return MaskedRows, "DropPath (an own mask)"
+    return DropPath, "DropPath (timm)"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, drop: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+def network(blocks: int, width: int, drops: list[nn.Module] | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(width, drops[i] if drops else nn.Identity()) for i in range(blocks)])
+
+
+class Step:
+    """One contender: a network, its optimizer, and the seconds of its steps."""
+
+    def __init__(self, net: nn.Module, x: torch.Tensor) -> None:
+        self.net, self.x, self.seconds = net.train(), x, []
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, foreach=True)
+
+    def run(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        start = time.process_time()
+        self.net(self.x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.process_time() - start)
+
+
+class Counts:
+    """How many blocks ran, of how many."""
+
+    def __init__(self, net: nn.Module, blocks: int) -> None:
+        self.ran, self.all = 0, blocks
+        for block in net:
+            block.up.register_forward_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.ran += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--batch", type=int, default=32, help="rows of 64 tokens; the optimizer's time stays")
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    x = torch.randn(options.batch, 64, options.width)
+    mask, name = drop_path()
+    rates = linear_rates(options.rate, options.blocks)
+    nets = {"plain": network(options.blocks, options.width)}
+    nets[name] = network(options.blocks, options.width, [mask(rate) for rate in rates])
+    for skip in ("batch", "sample"):
+        net = nets[f"StochasticDepth(skip={skip!r})"] = network(options.blocks, options.width)
+        apply(net, [StochasticDepth(options.rate, skip=skip)])
+    counts = Counts(nets["StochasticDepth(skip='batch')"], options.blocks * options.steps)
+    steps = {label: Step(net, x) for label, net in nets.items()}
+    for number in range(options.steps + 3):
+        counts.ran *= number != 3  # three steps warm up
+        for step in steps.values():
+            step.run(number)
+    means = {label: mean(step.seconds[3:]) for label, step in steps.items()}  # the draws differ from step to step
+    size = f"{options.blocks} blocks of width {options.width}, {options.batch} rows of 64 tokens"
+    print(f"{size}, linear rates to {options.rate}: {options.steps} steps")
+    print(f"blocks dropped: {mean(rates):.1%} expected, {1 - counts.ran / counts.all:.1%} drawn for skip='batch'")
+    for label, seconds in means.items():
+        print(f"{label:32} {seconds * 1e3:8.1f} ms a step   {seconds / means['plain']:6.1%} of plain")
+
+
+if __name__ == "__main__":
+    main()

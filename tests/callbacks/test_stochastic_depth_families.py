@@ -1,0 +1,224 @@
+"""StochasticDepth in the models of other packages: which blocks it finds, and that a dropped one passes its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import GPT, ConfigurationError, DiT, DiTConfig, GPTConfig, StochasticDepth
+from lit_efficient.application import apply
+from tests.timm_models import import_timm
+
+IDS = torch.arange(12).view(3, 4) % 7
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A small model, a call of it, the blocks to be found, and which outputs of a block continue which arguments."""
+
+    make: Callable[[], nn.Module]
+    call: Callable[[nn.Module], Any]
+    blocks: list[str]
+    read_elsewhere: str = "-"  # a part of a block that the model itself uses, too
+    streams: tuple[str, ...] = ("",)  # names of the arguments, in the order of the output; "" is the first one
+
+
+def _transformers(name: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, name)(getattr(transformers, config)(**arguments))
+
+    return make
+
+
+def _diffusers(name: str, **arguments: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import diffusers
+
+        return getattr(diffusers, name)(**arguments)
+
+    return make
+
+
+def _timm(kind: str, **arguments: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        timm = import_timm()
+        if kind == "vit":
+            return timm.models.vision_transformer.VisionTransformer(**arguments)
+        return timm.models.resnet.ResNet(timm.models.resnet.BasicBlock, **arguments)
+
+    return make
+
+
+def _latents(*_: Any, **further: Any) -> dict[str, Any]:
+    return {"hidden_states": torch.ones(3, 4, 8, 8), "timestep": torch.tensor([1, 2, 3]), **further}
+
+
+PATCHES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "patch_size": 4}
+IMAGES = torch.linspace(-1, 1, 3 * 3 * 16 * 16).view(3, 3, 16, 16)
+TEXT = torch.linspace(-1, 1, 3 * 4 * 16).view(3, 4, 16)
+
+FAMILIES: dict[str, Family] = {
+    "GPT": Family(
+        lambda: GPT(GPTConfig(vocab_size=8, dim=16, depth=2, num_heads=2, max_length=8)),
+        lambda net: net(IDS),
+        ["blocks.0", "blocks.1"],
+    ),
+    "DiT": Family(
+        lambda: DiT(DiTConfig(size=4, width=16, depth=2, heads=2)),
+        lambda net: net(torch.ones(3, 4, 4, 4), torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0, 1, 2])),
+        ["blocks.0", "blocks.1"],
+    ),
+    "Llama": Family(  # with its cache of keys and values, which is on by default
+        _transformers("LlamaForCausalLM", "LlamaConfig", vocab_size=8, num_key_value_heads=2, **SMALL),
+        lambda net: net(input_ids=IDS, use_cache=True).logits,
+        ["model.layers.0", "model.layers.1"],
+    ),
+    "GPT-2": Family(
+        _transformers("GPT2LMHeadModel", "GPT2Config", vocab_size=8, n_embd=16, n_layer=2, n_head=2, n_positions=8),
+        lambda net: net(input_ids=IDS, use_cache=True, attention_mask=torch.ones_like(IDS)).logits,
+        ["transformer.h.0", "transformer.h.1"],
+    ),
+    "BERT": Family(
+        _transformers("BertModel", "BertConfig", vocab_size=8, **SMALL),
+        lambda net: net(input_ids=IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state,
+        ["encoder.layer.0", "encoder.layer.1"],
+    ),
+    "ViT": Family(
+        _transformers("ViTModel", "ViTConfig", image_size=16, patch_size=8, **SMALL),
+        lambda net: net(pixel_values=IMAGES).last_hidden_state,
+        ["layers.0", "layers.1"],
+    ),
+    "DiTTransformer2DModel": Family(
+        _diffusers("DiTTransformer2DModel", in_channels=4, num_embeds_ada_norm=10, **PATCHES),
+        lambda net: net(**_latents(class_labels=torch.tensor([1, 2, 3]))).sample,
+        ["transformer_blocks.0", "transformer_blocks.1"],
+        read_elsewhere="norm1.emb",
+    ),
+    "PixArtTransformer2DModel": Family(
+        _diffusers(
+            "PixArtTransformer2DModel",
+            in_channels=4,
+            cross_attention_dim=16,
+            caption_channels=16,
+            use_additional_conditions=False,
+            **PATCHES,
+        ),
+        lambda net: (
+            net(
+                **_latents(encoder_hidden_states=TEXT, added_cond_kwargs={"resolution": None, "aspect_ratio": None})
+            ).sample
+        ),
+        ["transformer_blocks.0", "transformer_blocks.1"],
+    ),
+    "SD3Transformer2DModel": Family(  # two streams, by keyword, returned in the other order; as many tokens in each
+        _diffusers(
+            "SD3Transformer2DModel",
+            in_channels=4,
+            out_channels=4,
+            joint_attention_dim=16,
+            caption_projection_dim=16,
+            pooled_projection_dim=16,
+            pos_embed_max_size=8,
+            **PATCHES,
+        ),
+        lambda net: net(**_latents(encoder_hidden_states=TEXT, pooled_projections=TEXT[:, 0])).sample,
+        ["transformer_blocks.0", "transformer_blocks.1"],
+        streams=("encoder_hidden_states", "hidden_states"),
+    ),
+    "timm ViT": Family(
+        _timm("vit", img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3),
+        lambda net: net(IMAGES),
+        ["blocks.0", "blocks.1"],
+    ),
+    "timm ResNet": Family(
+        _timm("resnet", layers=(2, 2, 2, 2), channels=(64, 16, 16, 16), num_classes=3),
+        lambda net: net(IMAGES),
+        ["layer1.0", "layer1.1", "layer2.1", "layer3.1", "layer4.1"],
+    ),
+}
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return FAMILIES[name].make()
+
+
+def calls_of(net: nn.Module, names: list[str]) -> dict[str, tuple[tuple, dict, Any]]:
+    """What each block is called with, and what it returns, from now on."""
+    seen: dict[str, tuple[tuple, dict, Any]] = {}
+    for name in names:
+        net.get_submodule(name).register_forward_hook(
+            lambda _, args, kwargs, output, name=name: seen.__setitem__(name, (args, kwargs, output)), with_kwargs=True
+        )
+    return seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_finds_the_blocks_and_a_dropped_one_passes_its_input(name: str) -> None:
+    family, net = FAMILIES[name], built(name)
+    with torch.no_grad():
+        expected = family.call(net.eval())
+    report = apply(net, [StochasticDepth(0.5, mode="uniform")])["StochasticDepth"]
+    assert list(report.modules) == family.blocks
+    with torch.no_grad():
+        assert torch.equal(family.call(net), expected)  # in eval it is the identity
+    for block in family.blocks:
+        net.get_submodule(block)._drop_now = True
+    buffers = {key: value.clone() for key, value in net.named_buffers() if key.startswith(tuple(family.blocks))}
+    seen = calls_of(net, family.blocks)
+    output = family.call(net.train())
+    for args, kwargs, returned in seen.values():
+        elements = (returned,) if isinstance(returned, torch.Tensor) else returned
+        for stream, element in zip(family.streams, elements, strict=True):
+            given = kwargs[stream] if stream else args[0] if args else kwargs["hidden_states"]
+            assert element is None or torch.equal(element, given)
+    assert seen.keys() == set(family.blocks)
+    output.float().sum().backward()
+    for block in family.blocks:
+        parameters = net.get_submodule(block).named_parameters()
+        moved = [name for name, p in parameters if p.grad is not None and p.grad.any()]
+        assert not [name for name in moved if not name.startswith(family.read_elsewhere)]
+    for key, value in buffers.items():
+        assert torch.equal(dict(net.named_buffers())[key], value), key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_that_skip_pass_and_the_others_are_trained(name: str) -> None:
+    family, net = FAMILIES[name], built(name)
+    apply(net, [StochasticDepth(0.3, mode="uniform", skip="sample")])
+    last = family.blocks[-1]
+    seen = calls_of(net, [last])
+    output = family.call(net.train())
+    args, kwargs, returned = seen[last]
+    stream = family.streams[-1]
+    after = returned if isinstance(returned, torch.Tensor) else returned[-1]
+    before = kwargs[stream] if stream else args[0] if args else kwargs["hidden_states"]
+    changed = sum(not torch.equal(*rows) for rows in zip(before, after))
+    assert changed <= 2  # of three rows two run; a block that begins as the identity changes none
+    output.float().square().sum().backward()
+    assert all(p.grad is not None for p in net.get_submodule(last).parameters() if p.requires_grad)
+
+
+def test_blocks_that_change_the_shape_are_left_out_with_the_reason() -> None:
+    net = built("timm ResNet")
+    report = apply(net, [StochasticDepth(0.5)])["StochasticDepth"]
+    assert "left out: layer2.0 (its downsample changes the shape), layer3.0" in report.summary
+    with pytest.raises(ConfigurationError, match=r"cannot be skipped: layer2\.0 \(its downsample changes the shape\)"):
+        apply(built("timm ResNet"), [StochasticDepth(0.5, blocks=[r"layer2\.\d"])])
+
+
+def test_a_cache_that_holds_something_is_not_thrown_away() -> None:
+    net = built("Llama").eval()
+    with torch.no_grad():
+        cache = net(input_ids=IDS, use_cache=True).past_key_values
+    apply(net, [StochasticDepth(0.5, skip="sample")])
+    with pytest.raises(ConfigurationError, match="given a cache of keys and values that is not empty"):
+        net.train()(input_ids=IDS, past_key_values=cache)
