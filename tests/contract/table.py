@@ -15,10 +15,12 @@ from lit_efficient import (
     CheckpointAverage,
     ConflictError,
     ExactResume,
+    GradualUnfreezing,
     LoRA,
     LowBitOptimizer,
     PowerEMA,
     QuantizeBase,
+    ReplaceHead,
     ScheduleFree,
     SNRWeighting,
     StochasticDepth,
@@ -75,6 +77,10 @@ CASES: dict[str, Case] = {
     "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
     "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
     "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
+    "GradualUnfreezing": Case(
+        lambda: GradualUnfreezing(every_n_steps=1), neutral=lambda: GradualUnfreezing([".*"], every_n_steps=1)
+    ),
+    "ReplaceHead": Case(lambda: ReplaceHead(16), neutral=None),
     "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
