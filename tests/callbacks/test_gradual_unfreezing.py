@@ -17,6 +17,7 @@ from lit_efficient import (
     CheckpointAverage,
     ConfigurationError,
     ConflictError,
+    ExactResume,
     GradualUnfreezing,
     LoRA,
     LowBitOptimizer,
@@ -134,21 +135,22 @@ def test_resumes_at_every_step_with_equal_training_and_weights(scheduler: str, t
         fitted = _fit([*callbacks, watch], Toy("configure_model", scheduler), max_epochs=2, **arguments)
         return fitted, watch
 
-    whole, watched = run([GradualUnfreezing(every_n_steps=1)])
+    whole, watched = run([GradualUnfreezing(every_n_steps=1), ExactResume(0)])
     expected = weights(whole.lightning_module), whole.optimizers[0].state_dict()
     for done in range(1, 8):
-        resumed, watch = run([GradualUnfreezing(every_n_steps=1)], ckpt_path=tmp_path / f"{done}.ckpt")
+        resumed, watch = run([GradualUnfreezing(every_n_steps=1), ExactResume(0)], ckpt_path=tmp_path / f"{done}.ckpt")
         assert watch.training == watched.training[done:]
         assert_equal(expected, (weights(resumed.lightning_module), resumed.optimizers[0].state_dict()))
 
 
-def test_the_report_and_each_thaw_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_and_each_thaw_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        run = _fit([GradualUnfreezing(GROUPS, every_n_steps=1), LearningRateMonitor()], logger=L.loggers.CSVLogger("."))
+        run = _fit(
+            [GradualUnfreezing(GROUPS, every_n_steps=1), LearningRateMonitor()], logger=L.loggers.CSVLogger(tmp_path)
+        )
     text = caplog.text
-    assert "6 groups, 272 of 9,056 parameters train at the start (net.head), one more at steps 1, 2, 3, 4, 5" in text
+    assert "6 groups, 272 of 9,184 parameters train at the start (net.head), one more at steps 1, 2, 3, 4, 5" in text
     assert [text.count(f"net.blocks.{i} thaws, 2,160 parameters") for i in range(4)] == [0, 1, 1, 1]
-    assert run.lightning_module is not None
 
 
 class Normed(Toy):
@@ -168,7 +170,7 @@ class Normed(Toy):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_epoch_start(self) -> None:
         self.train()  # as users do
 
 
@@ -184,9 +186,8 @@ def test_statistics_of_frozen_batchnorm_stand_still(train_batchnorm: bool) -> No
 
     module, seen = Normed("configure_model"), Statistics()
     groups = ["head", "block1", "block0", "stem"]
-    # Lightning calls callbacks before the module's hook, which puts all layers into training mode.
     callbacks = [GradualUnfreezing(groups, every_n_steps=2, train_batchnorm=train_batchnorm), seen]
-    _fit(callbacks, module, rows=32)
+    _fit(callbacks, module, max_epochs=2)
     if train_batchnorm:
         assert seen.counts == [[i] * 4 for i in range(1, 9)]
     else:
@@ -209,7 +210,7 @@ def test_parameters_that_were_frozen_before_stay_frozen() -> None:
 
 def test_with_adapters_it_is_they_that_thaw_and_checkpoints_hold_them_all(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
-        return [GradualUnfreezing(every_n_steps=2), LoRA(rank=2, variant="dora")]
+        return [GradualUnfreezing(every_n_steps=2), LoRA(rank=2, variant="dora"), ExactResume(0)]
 
     watch, module = Watch(tmp_path), Toy("configure_model")
     whole = _fit([*callbacks(), watch], module, rows=28)
@@ -270,9 +271,9 @@ class WithOptimizer(Toy):
     ("make", "callbacks"),
     [
         (lambda ps: torch.optim.AdamW(ps, fused=True), []),
-        (lambda ps: MuonAdamW(ps), []),
+        (MuonAdamW, []),
         (lambda ps: torch.optim.Adagrad(ps, lr=0.1), []),
-        (lambda ps: torch.optim.AdamW(ps), [LowBitOptimizer(min_size=0)]),
+        (torch.optim.AdamW, [LowBitOptimizer(min_size=0)]),
         (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1), [StochasticDepth(0.5)]),
     ],
     ids=["fused", "muon", "adagrad", "low_bit", "sgd"],
