@@ -145,9 +145,7 @@ def test_resumes_at_every_step_with_equal_training_and_weights(scheduler: str, t
 
 def test_the_report_and_each_thaw_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        run = _fit(
-            [GradualUnfreezing(GROUPS, every_n_steps=1), LearningRateMonitor()], logger=L.loggers.CSVLogger(tmp_path)
-        )
+        _fit([GradualUnfreezing(GROUPS, every_n_steps=1), LearningRateMonitor()], logger=L.loggers.CSVLogger(tmp_path))
     text = caplog.text
     assert "6 groups, 272 of 9,184 parameters train at the start (net.head), one more at steps 1, 2, 3, 4, 5" in text
     assert [text.count(f"net.blocks.{i} thaws, 2,160 parameters") for i in range(4)] == [0, 1, 1, 1]
