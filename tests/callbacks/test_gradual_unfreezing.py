@@ -446,7 +446,7 @@ def sharded(epochs, ckpt_path=None):
 
 run, module, seen = sharded(2)
 assert [len(names) for names in seen.training] == [2, 8, 14, 20, 26, 28, 28, 28], [len(n) for n in seen.training]
-assert type(module.net.stem.weight).__name__ == "DTensor"
+assert type(module.state_dict()["net.stem.weight"]).__name__ == "DTensor"
 first = seen.weights
 stem = [w["net.stem.weight"].full_tensor() for w in first]
 assert [torch.equal(a, b) for a, b in zip(stem, stem[1:])] == [True] * 4 + [False] * 3
