@@ -67,7 +67,7 @@ class GradualUnfreezing(Technique):
     Raises:
         ConfigurationError: For an argument out of range; for a pattern that matches nothing and a parameter that no
             pattern matches; for an optimizer that lacks a group; for a scheduler under which groups cannot be split.
-        ConflictError: Under FSDP1 and DeepSpeed.
+        ConflictError: Under FSDP1, FSDP2 and DeepSpeed.
 
     Example:
         >>> Trainer(callbacks=[GradualUnfreezing(every_n_epochs=1)])  # doctest: +SKIP
@@ -127,7 +127,13 @@ class GradualUnfreezing(Technique):
         if strategy in ("FSDPStrategy", "DeepSpeedStrategy"):
             raise ConflictError(
                 f"GradualUnfreezing cannot be combined with {strategy}, which joins parameters of all groups before it "
-                "knows which train: use strategy='ddp' or ModelParallelStrategy (FSDP2)"
+                "knows which train: use strategy='ddp'"
+            )
+        if strategy == "ModelParallelStrategy":
+            raise ConflictError(
+                "GradualUnfreezing cannot be combined with ModelParallelStrategy (FSDP2): a checkpoint that is written "
+                "before all groups have thawed could not be resumed, because optimizer states are loaded for every "
+                "parameter of the optimizer there, and frozen groups have none yet: use strategy='ddp'"
             )
 
     def prepare_parameters(self, module: nn.Module) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from lit_efficient import (
@@ -418,43 +420,7 @@ def _one_process() -> tuple[Any, Toy, list[dict[str, torch.Tensor]]]:
     return run, module, watch.seen
 
 
-def test_fsdp2_thaws_shards(tmp_path: Path) -> None:
-    source = (
-        DISTRIBUTED
-        + """
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-
-class Sharded(Toy):
-    def configure_model(self):
-        if self.net is None:
-            super().configure_model()
-            for block in self.net.blocks:
-                fully_shard(block, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-def sharded(epochs, ckpt_path=None):
-    seen = Ranks()
-    run = trainer([GradualUnfreezing(every_n_steps=1), seen], devices=2, max_epochs=epochs, num_sanity_val_steps=1,
-                  strategy=ModelParallelStrategy(2, 1, save_distributed_checkpoint=False))
-    module = Sharded("configure_model")
-    run.fit(module, data(32), data(), ckpt_path=ckpt_path)
-    return run, module, seen
-
-run, module, seen = sharded(2)
-assert [len(names) for names in seen.training] == [2, 8, 14, 20, 26, 28, 28, 28], [len(n) for n in seen.training]
-assert type(module.state_dict()["net.stem.weight"]).__name__ == "DTensor"
-first = seen.weights
-stem = [w["net.stem.weight"].full_tensor() for w in first]
-assert [torch.equal(a, b) for a, b in zip(stem, stem[1:])] == [True] * 4 + [False] * 3
-half, _, _ = sharded(1)
-half.save_checkpoint("half.ckpt", weights_only=False)
-_, again, _ = sharded(2, "half.ckpt")
-assert_equal(gathered(module)[0], gathered(again)[0])
-print("equal")
-"""
-    )
-    assert "equal" in run_script(source, tmp_path, processes=2)
+def test_fsdp2_is_refused_with_its_reason() -> None:
+    run = SimpleNamespace(strategy=ModelParallelStrategy(1, 1))
+    with pytest.raises(ConflictError, match="frozen groups have none yet: use strategy='ddp'"):
+        GradualUnfreezing(every_n_steps=1).check(run, Toy("configure_model"))
