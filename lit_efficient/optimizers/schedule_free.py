@@ -101,6 +101,8 @@ class ScheduleFreeAdamW(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        if not parameters:  # a group that is frozen for now begins its warm-up and its average when it thaws
+            return
         group["steps"] += 1
         lr = float(group["lr"]) * min(1.0, group["steps"] / max(group["warmup_steps"], 1))
         group["lr_max"] = max(lr, group["lr_max"])
