@@ -20,6 +20,7 @@ usage: python -m lit_efficient COMMAND ...
   techniques  list all techniques; `techniques NAME` prints a card, `techniques --matrix` what goes with what
   average     the weighted mean of checkpoints:    CKPT... --output FILE
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
+              and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
 
   COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own
