@@ -123,8 +123,10 @@ class CheckpointAverage(ShadowWeights):
 
     # Snapshots
 
+    @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count steps from here."""
+        """Count steps from here, with restored snapshots sharded as the parameters are."""
+        self._place(pl_module)
         self._step = trainer.global_step
 
     @outside_autograd
