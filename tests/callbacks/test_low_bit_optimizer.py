@@ -169,7 +169,7 @@ def curves_of_32_bits() -> torch.Tensor:
 def test_the_loss_curve_is_within_the_noise_of_the_32_bit_one(
     bits: Any, backend: Any, curves_of_32_bits: torch.Tensor
 ) -> None:
-    """Noise is what another seed does to the 32-bit curve, measured. 4 bits are slower in every run, by less than that."""
+    """Noise is what another seed does to the 32-bit curve, measured; 4 bits are slower, by less than that."""
     spread = curves_of_32_bits.std(0)
     away = (curves(range(3), bits, backend).mean(0) - curves_of_32_bits[:3].mean(0)).abs()
     assert away.max() > 0  # another optimizer, indeed
