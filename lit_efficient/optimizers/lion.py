@@ -78,6 +78,6 @@ class Lion(Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
             moments = [self.state[p]["exp_avg"] for p in parameters]
-            gradients = [p.grad for p in parameters]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             lion(parameters, gradients, moments, float(group["lr"]), group["betas"], group["weight_decay"])
         return loss
