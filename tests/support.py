@@ -225,7 +225,7 @@ def _differences(a: Any, b: Any, path: str) -> Any:
         yield f"{path}: {a!r} != {b!r}"
 
 
-def run_script(source: str, folder: Path, processes: int = 1, timeout: int = 120) -> str:
+def run_script(source: str, folder: Path, processes: int = 1, timeout: int = 240) -> str:
     """Run ``source`` in fresh processes (as torchrun would start them on one node) and return rank 0's output."""
     root = Path(__file__).parent.parent
     script = folder / "script.py"
