@@ -145,7 +145,8 @@ class _LowRankEmbedding(LowRank):
         """The table's rows plus the adapter's."""
         y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
         rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T  # type: ignore[attr-defined]
-        return y + (self.lora_scale * rows).to(y.dtype)
+        # Gemma's tables multiply what they look up: the adapter changes the table, not the product.
+        return y + (self.lora_scale * getattr(self, "embed_scale", 1.0) * rows).to(y.dtype)
 
 
 def kind_of(module: nn.Module) -> str | None:
