@@ -37,7 +37,8 @@ def export_checkpoint(
     Args:
         path: A Lightning checkpoint.
         output: A folder that does not exist yet, or is empty.
-        format: ``peft``: the adapter alone, for ``PeftModel.from_pretrained``. ``merged``: a folder that
+        format: ``peft``: the adapter, for ``PeftModel.from_pretrained``, or diffusers' ``load_lora_adapter(folder,
+            prefix="base_model.model", weight_name="adapter_model.safetensors")``. ``merged``: a folder that
             ``AutoModelForCausalLM.from_pretrained`` loads. ``safetensors``: ``model.safetensors`` with the names of the
             module, adapters merged; QA-LoRA's weights stay in int4.
         base: What the adapters stand beside, where the checkpoint does not hold it (``save_base=True``): the folder of
@@ -199,11 +200,13 @@ def _written(target: Path, write: Callable[[Path], object]) -> Path:
 
 
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    _write_safetensors(folder / "adapter_model.safetensors", tensors)
+    # diffusers reads the configuration from the header, where its keys have the prefix of the tensors'.
+    header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
+    _write_safetensors(folder / "adapter_model.safetensors", tensors, lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+def _write_safetensors(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
     from safetensors.torch import save_file
 
     # Tied weights would share memory, which the format refuses: each name has a copy.
@@ -213,4 +216,4 @@ def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
         shared = tensor.untyped_storage().data_ptr() in seen
         seen.add(tensor.untyped_storage().data_ptr())
         own[key] = tensor.clone() if shared else tensor.contiguous()
-    save_file(own, path, metadata={"format": "pt"})
+    save_file(own, path, metadata={"format": "pt", **metadata})

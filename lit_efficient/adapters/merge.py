@@ -63,6 +63,18 @@ def _forget(module: nn.Module) -> None:
     gone |= set() if any(map(is_quantized, module.modules())) else {"QuantizeBase"}
     ledger = module.__dict__.get("_lit_efficient_ledger", [])
     ledger[:] = [entry for entry in ledger if entry.record["name"] not in gone]
+    for part in module.modules():  # what transformers loaded in 4 or 8 bits must not be saved as if it still were
+        config = getattr(part, "config", None)
+        if not any(map(is_quantized, part.modules())) and hasattr(config, "quantization_config"):
+            del config.quantization_config  # type: ignore[union-attr]
+            for mark in (
+                "hf_quantizer",
+                "is_quantized",
+                "is_loaded_in_4bit",
+                "is_loaded_in_8bit",
+                "quantization_method",
+            ):
+                part.__dict__.pop(mark, None)
 
 
 def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
