@@ -25,7 +25,7 @@ from lit_efficient.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.technique import Phase, Report, Technique
 
 
@@ -80,6 +80,14 @@ class QuantizeBase(Technique):
         self.double_quant = double_quant
         self.skip = tuple(skip)
         self.group_size = group_size
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse int8 under FSDP2: bitsandbytes keeps its scales on the parameter, which sharding replaces."""
+        if self.format == "int8" and type(trainer.strategy).__name__ in ("ModelParallelStrategy", "FSDPStrategy"):
+            raise ConflictError(
+                "QuantizeBase: format='int8' cannot be sharded: its scales stand on the parameter, which "
+                f"{type(trainer.strategy).__name__} replaces; use nf4, fp4 or int4, or strategy='ddp'"
+            )
 
     def transform(self, module: nn.Module) -> Report:
         """Put a quantised layer in the place of each linear one."""
