@@ -26,6 +26,7 @@ PUBLIC: dict[str, str] = {
     "IA3": "callbacks.ia3",
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
+    "MaxBatchSize": "callbacks.max_batch_size",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",

@@ -17,6 +17,7 @@ from lit_efficient import (
     ExactResume,
     LoRA,
     LowBitOptimizer,
+    MaxBatchSize,
     PowerEMA,
     QuantizeBase,
     ScheduleFree,
@@ -63,6 +64,8 @@ def _power_ema() -> PowerEMA:
 CASES: dict[str, Case] = {
     "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
+    # half the batch, accumulated: the same gradient up to rounding
+    "MaxBatchSize": Case(lambda: MaxBatchSize(max_size=2), neutral=MaxBatchSize),
     "OffloadOptimizer": Case(OffloadOptimizer, neutral=OffloadOptimizer, changes=False),
     "ScheduleFree": Case(lambda: ScheduleFree(warmup_steps=2), neutral=None),
     "CheckpointAverage": Case(
