@@ -24,6 +24,7 @@ PUBLIC: dict[str, str] = {
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "IA3": "callbacks.ia3",
+    "LRFinder": "callbacks.lr_finder",
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "MaxBatchSize": "callbacks.max_batch_size",
@@ -49,6 +50,7 @@ PUBLIC: dict[str, str] = {
     "ScheduleFreeAdamW": "optimizers.schedule_free",
     "muon_groups": "optimizers.muon",
     "parameter_groups": "optimizers.groups",
+    "suggest_lr": "lr_test",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",

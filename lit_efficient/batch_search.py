@@ -96,10 +96,11 @@ class BatchSearch:
         self.effective: int | None = None
         self._longest: dict[str, list[int]] = {}
 
-    def run(self, mode: str, keep_effective_batch: bool, max_size: int | None) -> FoundBatch:
+    def run(self, mode: str, keep_effective_batch: bool, min_size: int, max_size: int | None) -> FoundBatch:
         """Find the largest size.
 
         Raises:
+            ConfigurationError: If no size is within the bounds.
             OutOfMemoryError: If the smallest does not fit.
         """
         asked = min(self.asked, self.most)
@@ -110,8 +111,12 @@ class BatchSearch:
             )
         self.effective = asked * self.accumulation if keep_effective_batch else None
         most = min(self.most, max_size or self.most)
-        sizes = candidate_sizes(mode, most, self.effective)
+        sizes = [size for size in candidate_sizes(mode, most, self.effective) if size >= min_size]
+        if not sizes:
+            kept = f" that divides the effective batch of {self.effective}" if self.effective else ""
+            raise ConfigurationError(f"MaxBatchSize: there is no size from {min_size} (min_size) to {most}{kept}")
         found = largest_fitting(sizes, self._fits)
+        self.trials.finish()
         if found is None:
             raise self._too_much(sizes[0])
         peak = next(trial.peak_bytes for trial in self.tried if trial.size == found)

@@ -51,11 +51,12 @@ class Trials:
         self.record = Rewind(roots, shallow, _is_machinery)
 
     @contextmanager
-    def trial(self, accumulate: int = 1) -> Iterator[None]:
+    def trial(self, accumulate: int = 1, alone: bool = True) -> Iterator[None]:
         """Prepare the trainer for steps that nobody is to notice, and put everything back afterwards.
 
         Args:
             accumulate: Batches that an optimizer step has meanwhile.
+            alone: Whether each process steps without the others, as it must where one may run out of memory.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
         with collected(), tempfile.TemporaryDirectory() as folder:
@@ -66,7 +67,8 @@ class Trials:
                 trainer._default_root_dir = str(Path(folder))
                 trainer.save_checkpoint = _nothing
                 trainer.accumulate_grad_batches = accumulate
-                self._step_alone()
+                if alone:
+                    self._step_alone()
                 for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
                     part._restarting = False
                 loop.max_batches = float("inf")
@@ -100,6 +102,13 @@ class Trials:
         value = torch.tensor(own, dtype=torch.float64, device=self.trainer.strategy.root_device)
         distributed.all_reduce(value, distributed.ReduceOp.MIN)
         return float(value)
+
+    def finish(self) -> None:
+        """Wrap the model for several processes anew, if it is: the old wrapper has seen backward passes of trials."""
+        strategy = self.trainer.strategy
+        if self.trainer.world_size > 1:
+            strategy.model = self.trainer.lightning_module
+            strategy.configure_ddp()
 
     def _validate(self, batches: Sequence[Callable[[], Any]]) -> None:
         trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop

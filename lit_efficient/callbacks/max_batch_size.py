@@ -55,6 +55,7 @@ class MaxBatchSize(Technique):
         memory_limit: Bytes that may be used, as a number or like ``12GiB``; null for all there are. On the CPU live
             tensors are measured, parameters and optimizer states included.
         max_size: No size is larger; null for no bound but the dataset's length.
+        min_size: No size is smaller, at least 1; batch normalisation needs 2.
         scan: Samples to look at for the longest ones, at least 1.
         idle: Names of further callback classes that must not act in trials, because they leave traces outside.
 
@@ -83,6 +84,7 @@ class MaxBatchSize(Technique):
         include_validation: bool = True,
         memory_limit: int | str | None = None,
         max_size: int | None = None,
+        min_size: int = 1,
         scan: int = 256,
         idle: Sequence[str] = (),
     ) -> None:
@@ -91,7 +93,7 @@ class MaxBatchSize(Technique):
             raise ConfigurationError(f"MaxBatchSize: mode must be power or binary, got {mode!r}")
         if not 0 <= margin < 1:
             raise ConfigurationError(f"MaxBatchSize: margin must be at least 0 and below 1, got {margin}")
-        for name, value in (("max_size", max_size), ("scan", scan)):
+        for name, value in (("max_size", max_size), ("min_size", min_size), ("scan", scan)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"MaxBatchSize: {name} must be at least 1, got {value}")
         if not target:
@@ -108,6 +110,7 @@ class MaxBatchSize(Technique):
         self.include_validation = include_validation
         self.memory_limit = memory_limit
         self.max_size = max_size
+        self.min_size = min_size
         self.scan = scan
         self.idle = idle
         self.found: FoundBatch | None = None
@@ -197,7 +200,7 @@ class MaxBatchSize(Technique):
         search = BatchSearch(
             trainer, self._place, self.memory_limit, self.margin, self.include_validation, self.scan, self.idle
         )
-        self.found = search.run(self.mode, self.keep_effective_batch, self.max_size)
+        self.found = search.run(self.mode, self.keep_effective_batch, self.min_size, self.max_size)
         self._use(trainer, self.found)
         if trainer.fit_loop._combined_loader is None:
             self._reload(trainer)

@@ -24,6 +24,8 @@ from lit_efficient.rewind import random_states
 from lit_efficient.trials import Trials
 from tests.support import WIDTH, Toy, assert_equal, data, run_script, trainer, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
 
 class Texts(Dataset[torch.Tensor]):
     """Rows of different lengths; one is far longer than the others."""
@@ -218,7 +220,7 @@ def test_everything_is_bit_equal_to_before_and_callbacks_took_part(tmp_path: Pat
     spy, ema = Spy(), EMA(decay=0.5)
     checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=-1)
     run = trainer(
-        [spy, ema, checkpoint, MaxBatchSize(max_size=2)],
+        [spy, ema, checkpoint, MaxBatchSize(max_size=2, min_size=2)],
         logger=CSVLogger(tmp_path, "log", "0"),
         enable_checkpointing=True,
         default_root_dir=tmp_path,
@@ -231,7 +233,7 @@ def test_everything_is_bit_equal_to_before_and_callbacks_took_part(tmp_path: Pat
     np.random.seed(0)
     run.fit(module, data(shuffle=True), data())
     assert spy.before["empty"] == [0]
-    assert trials == [1] * 4 + [2] * 4 + [2] * 2  # two windows of two micro-batches a size; then the two real ones
+    assert trials == [2] * 4 + [2] * 2  # two windows of two micro-batches; then the two real ones
     assert spy.batches == [2, 2]  # the notes of a callback were put back
     assert module.steps == len(module.seen) == 2
     before, after = ({**state, "loops": None} for state in (spy.before, spy.after))
@@ -254,7 +256,7 @@ def test_equals_a_run_that_was_given_the_size_from_the_start() -> None:
         return weights(module)
 
     for own in (False, True):
-        finder = MaxBatchSize(max_size=2)
+        finder = MaxBatchSize(max_size=2, min_size=2)
         found = fit([finder], 4, own)
         assert (finder.found.size, finder.found.accumulation) == (2, 2)  # type: ignore[union-attr]
         assert_equal(found, fit([], 2, own, accumulate_grad_batches=2))
@@ -291,10 +293,9 @@ def test_a_failed_trial_leaves_nothing_allocated() -> None:
             self._count()
             trials = Trials(trainer)
             gc.collect()
-            with pytest.raises(OutOfMemoryError), trials.trial():
-                meter = AllocationMeter(trials.record.tensors, 2**20)
-                with meter:
-                    trials.train(lambda: torch.zeros(64, 512))
+            meter = AllocationMeter(trials.record.tensors, 2**20)
+            with pytest.raises(OutOfMemoryError), trials.trial(), meter:
+                trials.train(lambda: torch.zeros(64, 512))
             assert meter.peak > 2**20
             del trials, meter
             self._count()
@@ -354,6 +355,7 @@ def test_what_cannot_work_is_refused() -> None:
         ({"mode": "fast"}, "mode must be power or binary, got 'fast'"),
         ({"margin": 1.0}, "margin must be at least 0 and below 1, got 1.0"),
         ({"memory_limit": "much"}, "memory_limit: a memory size .* got 'much'"),
+        ({"min_size": 0}, "min_size must be at least 1, got 0"),
         ({"scan": 0}, "scan must be at least 1, got 0"),
     ):
         with pytest.raises(ConfigurationError, match=message):

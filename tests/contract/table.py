@@ -17,6 +17,7 @@ from lit_efficient import (
     ExactResume,
     LoRA,
     LowBitOptimizer,
+    LRFinder,
     MaxBatchSize,
     PowerEMA,
     QuantizeBase,
@@ -61,9 +62,14 @@ def _power_ema() -> PowerEMA:
     return PowerEMA(dirpath=str(Path(tempfile.gettempdir()) / "lit_efficient_snapshots"))
 
 
+def _lr_finder(apply: bool = True) -> LRFinder:
+    return LRFinder(min_lr=1e-3, max_lr=1e-1, num_steps=6, apply=apply)
+
+
 CASES: dict[str, Case] = {
     "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
+    "LRFinder": Case(_lr_finder, neutral=lambda: _lr_finder(apply=False)),
     # half the batch, accumulated: the same gradient up to rounding
     "MaxBatchSize": Case(lambda: MaxBatchSize(max_size=2), neutral=MaxBatchSize),
     "OffloadOptimizer": Case(OffloadOptimizer, neutral=OffloadOptimizer, changes=False),
