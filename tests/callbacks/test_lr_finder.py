@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from PIL import Image
 
 from lit_efficient import ConfigurationError, LRFinder, NonFiniteGuard, suggest_lr
 from lit_efficient.lr_test import rates_to_try, smoothed
 from tests.callbacks.test_max_batch_size import Noisy, _everything
-from tests.support import SCHEDULERS, Toy, assert_equal, data, run_script, trainer
+from tests.support import SCHEDULERS, Toy, assert_equal, data, run_script, trainer, weights
 
 LOW, HIGH = 1e-3, 1e-1
 
@@ -84,7 +87,7 @@ def test_everything_but_the_rate_is_as_before(tmp_path: Path) -> None:
 
     search = finder(apply=False, plot=str(tmp_path / "rates.png"), num_steps=7)
     run = trainer([Spy(), search], accumulate_grad_batches=2)
-    run.fit(Noisy("init", "sequential"), data(12, shuffle=True), data())  # three batches: the data is begun anew
+    run.fit(Noisy("init", "sequential"), data(12), data())  # three batches: the data is begun anew
     assert len(search.losses) == 7
     before, after = states[0], states[1 + 14]
     assert after["step"] == 0
@@ -94,6 +97,17 @@ def test_everything_but_the_rate_is_as_before(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rates.png"]
     picture = Image.open(tmp_path / "rates.png").convert("RGB")
     assert sum(1 for pixel in picture.getdata() if pixel == (214, 39, 40)) > 100  # the suggestion's line
+
+
+def test_without_applying_it_the_run_is_a_plain_one_shuffling_included() -> None:
+    def fit(*callbacks: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        trainer([*callbacks]).fit(module := Noisy(), data(shuffle=True), data())
+        return weights(module)
+
+    assert_equal(fit(), fit(finder(apply=False)))
 
 
 @pytest.mark.parametrize("guard", [False, True])
