@@ -30,8 +30,10 @@ PUBLIC: dict[str, str] = {
     "ExactResume": "callbacks.exact_resume",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
     "IA3": "callbacks.ia3",
+    "LRFinder": "callbacks.lr_finder",
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
+    "MaxBatchSize": "callbacks.max_batch_size",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",
@@ -57,6 +59,7 @@ PUBLIC: dict[str, str] = {
     "muon_groups": "optimizers.muon",
     "parameter_groups": "optimizers.groups",
     "snr_weight": "losses.snr",
+    "suggest_lr": "lr_test",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",

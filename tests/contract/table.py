@@ -20,6 +20,8 @@ from lit_efficient import (
     GradualUnfreezing,
     LoRA,
     LowBitOptimizer,
+    LRFinder,
+    MaxBatchSize,
     PowerEMA,
     PrefixTuning,
     QuantizeBase,
@@ -68,9 +70,16 @@ def _power_ema() -> PowerEMA:
     return PowerEMA(dirpath=str(Path(tempfile.gettempdir()) / "lit_efficient_snapshots"))
 
 
+def _lr_finder(apply: bool = True) -> LRFinder:
+    return LRFinder(min_lr=1e-3, max_lr=3e-1, num_steps=12, apply=apply)
+
+
 CASES: dict[str, Case] = {
     "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
+    "LRFinder": Case(_lr_finder, neutral=lambda: _lr_finder(apply=False)),
+    # half the batch, accumulated: the same gradient up to rounding
+    "MaxBatchSize": Case(lambda: MaxBatchSize(max_size=2), neutral=MaxBatchSize),
     "OffloadOptimizer": Case(OffloadOptimizer, neutral=OffloadOptimizer, changes=False),
     "ScheduleFree": Case(lambda: ScheduleFree(warmup_steps=2), neutral=None),
     "CheckpointAverage": Case(
