@@ -21,6 +21,7 @@ PUBLIC: dict[str, str] = {
     "merge_adapters": "adapters.merge",
     # techniques: slot trainer.callbacks
     "CheckpointAverage": "callbacks.checkpoint_average",
+    "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "IA3": "callbacks.ia3",
@@ -32,6 +33,7 @@ PUBLIC: dict[str, str] = {
     "QuantizeBase": "callbacks.quantize_base",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
+    "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
     "NonFiniteGuard": "callbacks.non_finite_guard",
     "SampleImages": "callbacks.sample_images",
@@ -60,6 +62,8 @@ PUBLIC: dict[str, str] = {
     # data that can be resumed
     "ResumableLoader": "data.resumable",
     "ResumableSampler": "data.resumable_sampler",
+    # losses
+    "chunked_cross_entropy": "losses.chunked_cross_entropy",
     # models
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_efficient.losses.next_token import token_losses
+
 WIDTH = 16
 
 
@@ -47,6 +49,7 @@ class ToyMethods:
     """The body of a LightningModule, for either namespace. It knows nothing of techniques."""
 
     prediction = "eps"
+    network: type[nn.Module] = Net
 
     def __init__(
         self, where: str = "init", scheduler: str = "none", protocol: bool = True, optimizers: int = 1
@@ -62,7 +65,7 @@ class ToyMethods:
         if self.net is None:
             state = torch.get_rng_state()
             torch.manual_seed(1)
-            self.net = Net()
+            self.net = self.network()
             torch.set_rng_state(state)
 
     def setup(self, stage: str) -> None:
@@ -101,6 +104,9 @@ class ToyMethods:
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0])
+
+    def num_tokens(self, batch: Any) -> int:
+        return len(batch[0])
 
     def configure_optimizers(self) -> Any:
         if self.optimizers_wanted > 1:
@@ -147,6 +153,32 @@ SCHEDULERS: dict[str, Any] = {
 
 class Toy(ToyMethods, L.LightningModule):
     """The toy of ``lightning.pytorch``."""
+
+
+class TokenNet(Net):
+    """A network of one token a sequence that gives losses for labels: (B, width) to (B, width) or (B,)."""
+
+    loss_function = staticmethod(token_losses)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return super().forward(x)
+        logits = super().forward(x[:, None])
+        return self.loss_function(logits, labels[:, None])[:, 0]
+
+
+class TokenMethods(ToyMethods):
+    """The body of a toy that predicts which of its input's numbers is the largest, through ``labels``."""
+
+    network = TokenNet
+
+    def _sample_loss(self, batch: Any) -> torch.Tensor:
+        (x,) = batch
+        return self.net(x, labels=x.argmax(-1))
+
+
+class ToyTokens(TokenMethods, L.LightningModule):
+    """The toy with tokens of ``lightning.pytorch``."""
 
 
 class ToyOnBatch(Toy):

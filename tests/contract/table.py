@@ -13,6 +13,7 @@ from lit_efficient import (
     EMA,
     IA3,
     CheckpointAverage,
+    ChunkedCrossEntropy,
     ConflictError,
     ExactResume,
     LoRA,
@@ -23,8 +24,10 @@ from lit_efficient import (
     SNRWeighting,
     StochasticDepth,
     Technique,
+    TokenWeightedAccumulation,
 )
 from lit_efficient.technique import check_conflicts
+from tests.support import TokenMethods, ToyMethods
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -46,6 +49,7 @@ class Case:
         shadows: Whether evaluation uses other weights than the module's own.
         repacks: Whether a weight has another shape afterwards, under its old name.
         trainer: Arguments that its trainer needs.
+        toy: The body of the module that it needs; all others act on that one, too.
     """
 
     make: Callable[[], Technique]
@@ -54,6 +58,7 @@ class Case:
     shadows: bool = False
     repacks: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
+    toy: type[ToyMethods] = ToyMethods
 
 
 def _power_ema() -> PowerEMA:
@@ -71,6 +76,7 @@ CASES: dict[str, Case] = {
         changes=False,
         shadows=True,
     ),
+    "ChunkedCrossEntropy": Case(lambda: ChunkedCrossEntropy(chunk_size=3, z_loss=0.1), neutral=None, toy=TokenMethods),
     "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
     "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
     "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
@@ -78,6 +84,7 @@ CASES: dict[str, Case] = {
     "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
+    "TokenWeightedAccumulation": Case(TokenWeightedAccumulation, neutral=TokenWeightedAccumulation, changes=False),
 }
 
 

@@ -18,7 +18,7 @@ import lit_efficient
 from lit_efficient import ConflictError, Technique
 from lit_efficient.technique import check_conflicts, in_order
 from tests.contract.table import CASES, TOGETHER
-from tests.support import Toy, ToyMethods, assert_equal, data, run_script, trainer, weights
+from tests.support import TokenMethods, Toy, ToyMethods, ToyTokens, assert_equal, data, run_script, trainer, weights
 
 NAMES = sorted(CASES)
 PAIRS = list(itertools.combinations(NAMES, 2))
@@ -28,12 +28,24 @@ class StandaloneToy(ToyMethods, pytorch_lightning.LightningModule):
     """The toy of the standalone namespace."""
 
 
+class StandaloneToyTokens(TokenMethods, pytorch_lightning.LightningModule):
+    """The toy with tokens of the standalone namespace."""
+
+
+def _toy(*names: str, standalone: bool = False) -> type[Any]:
+    """The module that all of these techniques can act on."""
+    if any(CASES[name].toy is TokenMethods for name in names):
+        return StandaloneToyTokens if standalone else ToyTokens
+    return StandaloneToy if standalone else Toy
+
+
 def _make(*names: str) -> list[Technique]:
     return [CASES[name].make() for name in names]
 
 
 def _fit(callbacks: list[Any], module: Any = None, *, ckpt_path: Any = None, **arguments: Any) -> Any:
-    module = module or Toy("configure_model", "lambda")
+    names = [type(callback).__name__ for callback in callbacks if type(callback).__name__ in CASES]
+    module = module or _toy(*names)("configure_model", "lambda")
     torch.manual_seed(0)
     run = trainer(callbacks, **arguments)
     run.fit(module, data(), data(), ckpt_path=ckpt_path)
@@ -79,9 +91,9 @@ def test_arguments_are_attributes_and_primitives(name: str) -> None:
 def test_acts_wherever_the_network_is_built_and_keeps_every_name(
     name: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = _fit([], Toy(where))
+    plain = _fit([], _toy(name)(where))
     with caplog.at_level("INFO"):
-        _fit(_make(name), module := Toy(where))
+        _fit(_make(name), module := _toy(name)(where))
     before, after = plain.lightning_module.state_dict(), module.state_dict()
     assert before.keys() <= after.keys()
     assert CASES[name].repacks or all(after[key].shape == tensor.shape for key, tensor in before.items())
@@ -124,7 +136,7 @@ def test_the_order_of_the_list_never_matters() -> None:
 
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), TOGETHER], ids="+".join)
 def test_one_module_through_all_stages_is_transformed_once(names: tuple[str, ...]) -> None:
-    module = Toy("configure_model")
+    module = _toy(*names)("configure_model")
     run = trainer(_make(*names), max_epochs=1)
     for _ in range(2):
         run.fit(module, data(), data())
@@ -145,8 +157,8 @@ def test_one_module_through_all_stages_is_transformed_once(names: tuple[str, ...
 
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), TOGETHER], ids="+".join)
 def test_wraps_are_gone_after_a_run(names: tuple[str, ...]) -> None:
-    module = Toy("configure_model")
-    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint"}
+    module = _toy(*names)("configure_model")
+    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint", "backward"}
     _fit(_make(*names), module)
     assert not methods & module.__dict__.keys()
     assert "_lit_efficient_session" not in module.__dict__
@@ -185,11 +197,11 @@ class _Bomb(Callback):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_exception_at_any_hook_leaves_the_module_clean(hook: str, tmp_path: Path) -> None:
-    module = Toy("configure_model")
+    module = _toy(*TOGETHER)("configure_model")
     callbacks = [*_make(*TOGETHER), _Bomb(hook), ModelCheckpoint(tmp_path, every_n_train_steps=1)]
     with pytest.raises(RuntimeError, match="bomb"):
         _fit(callbacks, module, num_sanity_val_steps=1, enable_checkpointing=True)
-    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint"}
+    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint", "backward"}
     assert not methods & module.__dict__.keys()
     _fit(_make(*TOGETHER), module.train())  # and it can be trained again
 
@@ -205,7 +217,7 @@ def test_a_deep_copy_in_the_middle_of_a_run_is_independent(names: tuple[str, ...
                 copies.append(copy.deepcopy(pl_module))
                 pl_module._trainer = run
 
-    module = Toy("configure_model")
+    module = _toy(*names)("configure_model")
     _fit([*_make(*names), Copy()], module)
     twin = copies[0]
     kept = weights(twin)
@@ -219,8 +231,8 @@ def test_a_deep_copy_in_the_middle_of_a_run_is_independent(names: tuple[str, ...
 
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), TOGETHER], ids="+".join)
 def test_the_standalone_namespace_trains_alike(names: tuple[str, ...]) -> None:
-    ours = _fit(_make(*names), Toy("configure_model"))
-    theirs = _fit(_make(*names), StandaloneToy("configure_model"), namespace=pytorch_lightning)
+    ours = _fit(_make(*names), _toy(*names)("configure_model"))
+    theirs = _fit(_make(*names), _toy(*names, standalone=True)("configure_model"), namespace=pytorch_lightning)
     assert_equal(_state(ours), _state(theirs))
     one = pytorch_lightning.Trainer(callbacks=CASES[names[0]].make(), logger=False, enable_checkpointing=False)
     assert any(isinstance(callback, Technique) for callback in one.callbacks)
