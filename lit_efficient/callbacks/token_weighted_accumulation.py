@@ -8,8 +8,8 @@ Costs: two sums of one number over the ranks and a pass over the gradients an op
     read from the device
 Source: the analysis of transformers' and Unsloth's accumulation bug, https://huggingface.co/blog/gradient_accumulation
 
-Each loss is scaled by n_rk / n, where n is the mean over the ranks of the window's first counts, and the summed gradients
-by ranks * micro-batches * n / tokens. Both factors are exactly 1 where all counts are equal: then every bit is Lightning's.
+Each loss is scaled by n_rk / n, where n is the mean over the ranks of the window's first counts, and the gradients'
+sum by ranks * micro-batches * n / tokens. Both are exactly 1 where all counts are equal: every bit is Lightning's then.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class TokenWeightedAccumulation(Technique):
         super().__init__()
         if not count or not all(count.split(".")):
             raise ConfigurationError(
-                f"TokenWeightedAccumulation: count must be auto, a dotted path into the batch or self.METHOD, got {count!r}"
+                "TokenWeightedAccumulation: count must be auto, a dotted path into the batch or self.METHOD, got "
+                f"{count!r}"
             )
         self.count = count
         self.ignore_index = ignore_index
@@ -104,13 +105,13 @@ class TokenWeightedAccumulation(Technique):
         name = type(module).__name__
         if not module.automatic_optimization:
             raise ConflictError(
-                f"TokenWeightedAccumulation scales the losses of automatic optimization, but {name} optimizes manually: "
-                "there, divide the sums of the losses by the tokens yourself"
+                f"TokenWeightedAccumulation scales the losses of automatic optimization, but {name} optimizes "
+                "manually: there, divide the sums of the losses by the tokens yourself"
             )
         if trainer.strategy.handles_gradient_accumulation:
             raise ConflictError(
-                f"TokenWeightedAccumulation: {type(trainer.strategy).__name__} accumulates by itself and hands no window "
-                "over; use DDP or ModelParallelStrategy"
+                f"TokenWeightedAccumulation: {type(trainer.strategy).__name__} accumulates by itself and hands no "
+                "window over; use DDP or ModelParallelStrategy"
             )
         if self.count.startswith("self.") and not callable(getattr(module, self.count[5:], None)):
             raise ConfigurationError(
@@ -193,7 +194,8 @@ class TokenWeightedAccumulation(Technique):
         if not isinstance(target, Tensor) or target.is_floating_point():
             kind = f"{target.dtype} tensor" if isinstance(target, Tensor) else type(target).__name__
             raise ConfigurationError(
-                f"TokenWeightedAccumulation: count={path!r} must name labels or a mask (integers or booleans), got a {kind}"
+                f"TokenWeightedAccumulation: count={path!r} must name labels or a mask (integers or booleans), got a "
+                f"{kind}"
             )
         shift = self.shift if self.shift is not None else path == "labels" and any(map(shifts_labels, module.modules()))
         return count_tokens(target != 0 if self.mask else target, ignore_index=self.ignore_index, shift=shift)

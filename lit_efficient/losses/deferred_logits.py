@@ -107,10 +107,10 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> DeferredLogits:
         """The functions of torch that the methods above stand for."""
-        method = {torch.tanh: cls.tanh, torch.mul: cls.__mul__, torch.div: cls.__truediv__}.get(function)
-        if method is None or kwargs or not isinstance(args[0], cls):
+        methods: dict[Any, Any] = {torch.tanh: cls.tanh, torch.mul: cls.__mul__, torch.div: cls.__truediv__}
+        if function not in methods or kwargs or not isinstance(args[0], cls):
             cls._refuse(getattr(function, "__name__", str(function)))
-        return method(*args)
+        return methods[function](*args)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -195,7 +195,8 @@ class _DeferringNetwork:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's own; with labels the output holds no logits."""
         own = super().forward  # type: ignore[misc]
-        position = _position_of_labels(type(self))
+        cls: Any = type(self)
+        position = _position_of_labels(cls)
         labels = args[position] if position < len(args) else kwargs.get("labels")
         if labels is None:
             return own(*args, **kwargs)
@@ -206,7 +207,7 @@ class _DeferringNetwork:
         finally:
             head._deferring = False
         if isinstance(output, Mapping):  # transformers' ModelOutput, whose entries cannot be removed
-            return type(output)(**{key: value for key, value in output.items() if not _deferred(value)})  # type: ignore[call-arg]
+            return type(output)(**{key: value for key, value in output.items() if not _deferred(value)})
         return tuple(value for value in output if not _deferred(value)) if isinstance(output, tuple) else output
 
     @property

@@ -117,6 +117,7 @@ class ModuleHead:
     def backward(self, gradient: Tensor) -> Tensor:
         """As :meth:`MatrixHead.backward`."""
         assert self.output is not None
+        assert self.inputs is not None
         wanted = [self.inputs, *self.parameters]
         parts = torch.autograd.grad(self.output, wanted, gradient.to(self.output.dtype), materialize_grads=True)
         self.inputs = self.output = None
