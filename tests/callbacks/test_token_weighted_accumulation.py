@@ -149,7 +149,7 @@ def test_clipping_sees_the_combined_gradient() -> None:
     (big,) = exact(COUNTS, 8)
     clip = float(big.norm()) / 2
     gradients(COUNTS, [TokenWeightedAccumulation()], module, accumulate_grad_batches=8, gradient_clip_val=clip)
-    torch.testing.assert_close(before - module.table, big / 2, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(before - module.table, big / 2, rtol=1e-4, atol=1e-12)  # clipping adds 1e-6 to the norm
 
 
 def test_counts_by_path_mask_and_method() -> None:
