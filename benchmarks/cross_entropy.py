@@ -4,7 +4,8 @@
 
 Memory is the peak of what is allocated beyond inputs (hidden states, weight), of one forward and backward pass from no
 gradients: summed by torch's profiler on the CPU, max_memory_allocated on a GPU. Times are of this process (of the device
-on a GPU), one thread, medians over interleaved rounds. The line `gradients` is the floor: (V + N) H numbers.
+on a GPU), one thread, medians over interleaved rounds. The line `gradients` is the floor:
+(V + N) H numbers.
 FIGURES
 """
 
@@ -14,6 +15,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,6 +85,38 @@ def peak_bytes(step: Callable[[], None], device: str) -> int:
     return peak
 
 
+def compare(vocabulary: int, options: argparse.Namespace) -> None:
+    """One table."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, options.dtype)
+    hidden = torch.randn(options.tokens, options.width, generator=generator).to(options.device, dtype)
+    weight = (torch.randn(vocabulary, options.width, generator=generator) * 0.02).to(options.device, dtype)
+    labels = torch.randint(0, vocabulary, (options.tokens,), generator=generator).to(options.device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def step(loss: Loss) -> None:
+        loss(hidden, weight, labels).backward()
+        hidden.grad = weight.grad = None
+
+    steps = {name: partial(step, loss) for name, loss in contenders(options.chunks, options.device).items()}
+    peaks: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.rounds):  # interleaved: a busy machine slows all alike
+        for name, run in steps.items():
+            times[name].append(seconds(run, options.device))
+    for name, run in steps.items():
+        peaks[name] = peak_bytes(run, options.device)
+    medians = {name: median(values) for name, values in times.items()}
+    whole, slow = peaks["F.cross_entropy"], medians["F.cross_entropy"]
+    floor = (vocabulary + options.tokens) * options.width * hidden.element_size()
+    print(f"\nvocabulary {vocabulary:,}")
+    print(f"  {'gradients':24} {floor / 2**20:9.0f} MiB  {floor / whole:5.2f} x")
+    for name, peak in peaks.items():
+        memory = f"{peak / 2**20:9.0f} MiB  {peak / whole:5.2f} x"
+        print(f"  {name:24} {memory}   {medians[name]:8.3f} s  {medians[name] / slow:5.2f} x", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -94,42 +128,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dtype = getattr(torch, options.dtype)
-    print(
-        f"{options.tokens} tokens, width {options.width}, {options.dtype}, {options.device}, torch {torch.__version__}"
-    )
+    setting = f"{options.tokens} tokens, width {options.width}, {options.dtype}, {options.device}"
+    print(f"{setting}, torch {torch.__version__}")
     for vocabulary in options.vocabularies:
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(options.tokens, options.width, generator=generator).to(options.device, dtype)
-        weight = (torch.randn(vocabulary, options.width, generator=generator) * 0.02).to(options.device, dtype)
-        labels = torch.randint(0, vocabulary, (options.tokens,), generator=generator).to(options.device)
-        hidden.requires_grad_()
-        weight.requires_grad_()
-        steps: dict[str, Callable[[], None]] = {}
-
-        def step(loss: Loss) -> None:
-            hidden.grad = weight.grad = None
-            loss(hidden, weight, labels).backward()
-
-        for name, loss in contenders(options.chunks, options.device).items():
-            steps[name] = lambda loss=loss: step(loss)
-        bytes_of: dict[str, int] = {}
-        for name, run in steps.items():
-            run()
-            hidden.grad = weight.grad = None
-            bytes_of[name] = peak_bytes(run, options.device)
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(options.rounds):
-            for name, run in steps.items():
-                times[name].append(seconds(run, options.device))
-        medians = {name: median(values) for name, values in times.items()}
-        print(f"\nvocabulary {vocabulary:,}")
-        floor = (vocabulary + options.tokens) * options.width * hidden.element_size()
-        whole, slow = bytes_of["F.cross_entropy"], medians["F.cross_entropy"]
-        print(f"  {'gradients':24} {floor / 2**20:9.0f} MiB  {floor / whole:5.2f} x")
-        for name, peak in bytes_of.items():
-            figures = f"{peak / 2**20:9.0f} MiB  {peak / whole:5.2f} x   {medians[name]:8.3f} s  {medians[name] / slow:5.2f} x"
-            print(f"  {name:24} {figures}")
+        compare(vocabulary, options)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class ChunkedLoss:
 class DeferredLogits:
     """Logits that nobody has computed: hidden states [..., H], and what is to be done with the logits.
 
-    ``c * tanh(a * x)`` is the softcap c of the logits x scaled by a c; ``a * x`` is a scale alone. Anything else that is
-    asked of it is refused by name.
+    ``c * tanh(a * x)`` is the softcap c of the logits x scaled by a c; ``a * x`` is a scale alone. Anything else that
+    is asked of it is refused by name.
     """
 
     def __init__(self, hidden: Tensor, before: float = 1.0, bounded: bool = False, after: float = 1.0) -> None:

@@ -200,7 +200,7 @@ def test_refuses_batches_it_cannot_count(arguments: dict[str, Any], batch: Any, 
 
 
 def test_refuses_what_cannot_be_right() -> None:
-    with pytest.raises(ConfigurationError, match="count must be auto, .* got 'a..b'"):
+    with pytest.raises(ConfigurationError, match=r"count must be auto, .* got 'a\.\.b'"):
         TokenWeightedAccumulation(count="a..b")
     with pytest.raises(ConfigurationError, match="has no such method"):
         trainer([TokenWeightedAccumulation("self.nothing")]).fit(Toy("init"), data(), data())
