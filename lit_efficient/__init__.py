@@ -26,6 +26,7 @@ PUBLIC: dict[str, str] = {
     "thawed": "callbacks.gradual_unfreezing",
     # techniques: slot trainer.callbacks
     "CheckpointAverage": "callbacks.checkpoint_average",
+    "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
@@ -42,6 +43,7 @@ PUBLIC: dict[str, str] = {
     "ReplaceHead": "callbacks.replace_head",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
+    "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
     "NonFiniteGuard": "callbacks.non_finite_guard",
     "SampleImages": "callbacks.sample_images",
@@ -73,6 +75,8 @@ PUBLIC: dict[str, str] = {
     "ResumableLoader": "data.resumable",
     "ResumableSampler": "data.resumable_sampler",
     "train_superbpe": "data.superbpe",
+    # losses
+    "chunked_cross_entropy": "losses.chunked_cross_entropy",
     # models
     "CausalLMConfig": "models.causal_lm",
     "GPT": "models.gpt",

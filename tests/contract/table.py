@@ -15,6 +15,7 @@ from lit_efficient import (
     EMA,
     IA3,
     CheckpointAverage,
+    ChunkedCrossEntropy,
     ConflictError,
     ExactResume,
     GradualUnfreezing,
@@ -30,9 +31,10 @@ from lit_efficient import (
     SNRWeighting,
     StochasticDepth,
     Technique,
+    TokenWeightedAccumulation,
 )
 from lit_efficient.technique import check_conflicts
-from tests.support import AttentionNet, Net
+from tests.support import AttentionNet, Net, TokenAttentionNet, TokenNet
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -88,6 +90,7 @@ CASES: dict[str, Case] = {
         changes=False,
         shadows=True,
     ),
+    "ChunkedCrossEntropy": Case(lambda: ChunkedCrossEntropy(chunk_size=3, z_loss=0.1), neutral=None, network=TokenNet),
     "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
     "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
     "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
@@ -100,12 +103,14 @@ CASES: dict[str, Case] = {
     "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
+    "TokenWeightedAccumulation": Case(TokenWeightedAccumulation, neutral=TokenWeightedAccumulation, changes=False),
 }
 
 
 def network_of(*names: str) -> type[nn.Module]:
     """The network that all the named techniques can act on."""
-    return next((CASES[name].network for name in names if CASES[name].network is not Net), Net)
+    needed = {CASES[name].network for name in names} - {Net}
+    return TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
 
 
 def _together() -> tuple[str, ...]:
