@@ -1,9 +1,9 @@
-"""A small instruction set that every machine has: functions of Python's standard library, to be written from their docs.
+"""A small instruction set that every machine has: functions of Python's standard library, to write from their docs.
 
-    user: "Write the body of this function." + signature and docstring;   assistant: the body
+    user: "Write the body of this Python function." + signature and docstring;   assistant: the body
 
-Made from the modules at the top of the installed library, without a download, in 2 CPU-seconds: 2,000 rows, no two answers
-alike. Good for trying a recipe, not for a model that is to be of use.
+Made from the modules at the top of the installed library, without a download, in 2 CPU-seconds: 2,000 rows, no two
+answers alike. Good for trying a recipe, not for a model that is to be of use.
 """
 
 from __future__ import annotations

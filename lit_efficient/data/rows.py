@@ -127,7 +127,7 @@ def _json_list(path: Path, name: str) -> Iterator[Row]:
 
 def _parquet(path: Path, name: str) -> Iterator[Row]:
     import pyarrow
-    import pyarrow.parquet as parquet
+    from pyarrow import parquet
 
     try:
         file = parquet.ParquetFile(path)

@@ -1,7 +1,7 @@
 """What becomes of a document that is longer than the model reads: nothing is cut without being counted.
 
 A text of which all is learned is cut into pieces that overlap by one token, so that every token but the first is
-predicted once. A conversation loses its end, its beginning, or itself; one that has lost all that is learned is dropped.
+predicted once. A conversation loses its end, its beginning, or itself; one without anything left to learn is dropped.
 """
 
 from __future__ import annotations
