@@ -105,10 +105,10 @@ def test_instructions_from_the_standard_library() -> None:
 
 def test_functions_of_a_module() -> None:
     source = (
-        'class A:\n    def double(self, x: int = 2) -> int:\n        """Twice."""\n        y = 2 * x  # double\n'
-        "        return y\n\n    def silent(self):\n        return 1\n"
+        'class A:\n    def double(self, x: int = 2) -> int:\n        """Twice."""\n        doubled = 2 * x  # double\n'
+        "        return doubled\n\n    def silent(self):\n        return 1\n"
     )
     assert list(functions_of(source)) == [
-        ('def double(self, x: int=2) -> int:\n    """Twice."""', "y = 2 * x  # double\nreturn y")
+        ('def double(self, x: int=2) -> int:\n    """Twice."""', "doubled = 2 * x  # double\nreturn doubled")
     ]
     assert list(functions_of("def broken(:")) == []
