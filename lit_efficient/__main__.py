@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from lit_efficient import __version__
 
-SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques", "average", "ema-sweep", "export")
-COMMANDS = {"average": "average", "ema-sweep": "ema_sweep", "export": "export"}  # files in lit_efficient/commands
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques", "preview", "average", "ema-sweep", "export")
+# Files in lit_efficient/commands.
+COMMANDS = {"preview": "preview", "average": "average", "ema-sweep": "ema_sweep", "export": "export"}
 
 HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
 resume bit-exactly and prove what they save.
@@ -18,6 +19,7 @@ usage: python -m lit_efficient COMMAND ...
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
   techniques  list all techniques; `techniques NAME` prints a card, `techniques --matrix` what goes with what
+  preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
   average     the weighted mean of checkpoints:    CKPT... --output FILE
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR

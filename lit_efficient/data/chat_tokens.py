@@ -192,14 +192,15 @@ class ChatTokens:
             return self._rendered(document.messages, document.tools), []
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, marks = render_jinja_template(
+        rendered: Any = render_jinja_template(  # declared to return a text
             conversations=[list(document.messages)],
             tools=list(document.tools) or None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        return texts[0], sorted((start, stop) for start, stop in marks[0] if stop > start)
+        (text,), (marks,) = rendered
+        return text, sorted((start, stop) for start, stop in marks if stop > start)
 
     def _spans_by_prefixes(self, document: Document, text: str) -> list[Span]:
         messages, spans = document.messages, list[Span]()

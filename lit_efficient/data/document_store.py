@@ -88,6 +88,13 @@ class Documents:
         return ids, labels
 
 
+def labels_of(document: Encoded) -> np.ndarray:
+    """Unshifted labels ``[n]`` of a document that was not stored; as `Documents` gives them."""
+    labels = np.where(document.trained, document.ids, IGNORE)
+    labels[:1] = IGNORE
+    return labels
+
+
 def seal(folder: Path, about: dict[str, Any]) -> None:
     """Write the manifest over all files in ``folder``, with ``about`` in it as it is."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())

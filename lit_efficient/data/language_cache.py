@@ -198,7 +198,8 @@ def say(folder: Path, max_malformed: float) -> None:
     if manifest["end_warning"]:
         rank_zero_warn(f"LanguageData: {manifest['end_warning']}: a model trained on it may never stop")
     for split in splits:
-        rank_zero_info(f"LanguageData: {split}: {summary(manifest['counts'][split])}")
+        if manifest["counts"][split]["rows"]:
+            rank_zero_info(f"LanguageData: {split}: {summary(manifest['counts'][split])}")
     rank_zero_info(f"LanguageData: cache {folder}")
 
 

@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient.data import document_store
 from lit_efficient.data.chat_formats import KEYS, Format
 from lit_efficient.data.chat_tokenizer import SMALLEST_VOCABULARY, load_chat_tokenizer
-from lit_efficient.data.chat_tokens import OnUntrainedEnd, TrainOn
+from lit_efficient.data.chat_tokens import ChatTokens, OnUntrainedEnd, TrainOn
 from lit_efficient.data.collate import packed_batch, padded_batch
 from lit_efficient.data.document_store import Documents
 from lit_efficient.data.language_cache import Recipe, prepare, say
 from lit_efficient.data.packing import Bins, pack_lengths
+from lit_efficient.data.reading import Reader
 from lit_efficient.data.rows import STDLIB_INSTRUCTIONS, open_sources
+from lit_efficient.data.streamed import StreamedRows, StreamLoader
 from lit_efficient.data.truncation import Side
 from lit_efficient.errors import ConfigurationError
 
@@ -89,6 +92,9 @@ class LanguageData(LightningDataModule):
         split: split of a Hugging Face data set to train on.
         val_split: split of one in ``val``.
         subset: configuration of a Hugging Face data set.
+        streaming: read ``train`` while training on it, over and over, without a cache; needs ``tokenizer`` and ``val``.
+        epoch_batches: batches of an epoch of a stream, for each process.
+        buffer: documents of a stream that are packed and shuffled together.
         cache_dir: where the tokens are kept; null is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
         seed: another seed holds out other rows.
     """
@@ -117,13 +123,18 @@ class LanguageData(LightningDataModule):
         split: str = "train",
         val_split: str = "validation",
         subset: str | None = None,
+        streaming: bool = False,
+        epoch_batches: int = 1000,
+        buffer: int = 1000,
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         least = {"max_length": 2, "batch_size": 1, "val_batch_size": 1, "num_workers": 0, "max_rows": 1}
+        least |= {"epoch_batches": 1, "buffer": 1}
         given = {"max_length": max_length, "batch_size": batch_size, "num_workers": num_workers}
         given |= {"val_batch_size": val_batch_size or batch_size, "max_rows": 1 if max_rows is None else max_rows}
+        given |= {"epoch_batches": epoch_batches, "buffer": buffer}
         for name, value in given.items():
             if value < least[name]:
                 raise ConfigurationError(f"LanguageData: {name} must be at least {least[name]}, got {value}.")
@@ -141,6 +152,10 @@ class LanguageData(LightningDataModule):
                 raise ConfigurationError(f"LanguageData: columns may name {', '.join(known)}, got {name!r}.")
         if tokenizer is None and chat_template is not None:
             raise ConfigurationError("LanguageData: chat_template needs a tokenizer; the one trained here has ChatML.")
+        if streaming and (tokenizer is None or val is None):
+            raise ConfigurationError(
+                "LanguageData: streaming needs a tokenizer and val: neither can be made of a stream."
+            )
         if not train or (val is not None and not val):
             raise ConfigurationError("LanguageData: train and val must name at least one source (or val be null).")
         self.train = [train] if isinstance(train, str) else list(train)
@@ -164,13 +179,16 @@ class LanguageData(LightningDataModule):
         self.split = split
         self.val_split = val_split
         self.subset = subset
+        self.streaming = streaming
+        self.epoch_batches = epoch_batches
+        self.buffer = buffer
         self.cache_dir = cache_dir
         self.seed = seed
         self.chat_tokenizer: Any = None
         """The tokenizer as transformers knows it, with its chat template; known after `setup`."""
         self.report: dict[str, Any] = {}
         """What the sources held and lost (the cache's manifest); known after `setup`."""
-        self.train_rows: PackedDocuments | None = None
+        self.train_rows: PackedDocuments | StreamedRows | None = None
         self.val_rows: PackedDocuments | None = None
         self._folder: Path | None = None
 
@@ -208,7 +226,7 @@ class LanguageData(LightningDataModule):
             return
         folder = self._folder or self._prepare(thorough=False)
         report = document_store.read_manifest(folder)
-        documents = {split: Documents(folder, split) for split in ("train", "val")}
+        documents = {split: Documents(folder, split) for split in (("val",) if self.streaming else ("train", "val"))}
         for split, found in documents.items():
             if not len(found):
                 raise ConfigurationError(
@@ -217,19 +235,22 @@ class LanguageData(LightningDataModule):
                     f"{self.max_length})."
                 )
         rows = {split: PackedDocuments(found, self._bins(found)) for split, found in documents.items()}
-        if len(rows["train"]) < self.batch_size:
+        if not self.streaming and len(rows["train"]) < self.batch_size:
             raise ConfigurationError(
                 f"LanguageData: batch_size must be at most the number of rows to train on, {len(rows['train'])}, got "
                 f"{self.batch_size}."
             )
         self._folder, self.report = folder, report
         self.chat_tokenizer = load_chat_tokenizer(str(folder / "tokenizer"))
-        self.train_rows, self.val_rows = rows["train"], rows["val"]
+        self.train_rows, self.val_rows = (self._stream() if self.streaming else rows["train"]), rows["val"]
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> DataLoader[Any] | StreamLoader:
         """Shuffled rows; an incomplete last batch is dropped."""
         assert self.train_rows is not None
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id)
+        if isinstance(self.train_rows, StreamedRows):
+            loader = DataLoader(self.train_rows, self.batch_size, num_workers=self.num_workers, collate_fn=collate)
+            return StreamLoader(loader, self.epoch_batches)
         return DataLoader(
             self.train_rows,
             self.batch_size,
@@ -252,8 +273,23 @@ class LanguageData(LightningDataModule):
     def fill(self, split: str = "train") -> float:
         """Share of the tokens of packed rows that are no filling; 1 if rows are padded to the longest of a batch."""
         rows = self.train_rows if split == "train" else self.val_rows
-        assert rows is not None
+        assert isinstance(rows, PackedDocuments)
         return float(rows.documents.lengths.sum() / (len(rows) * self.max_length)) if self.pack else 1.0
+
+    def _stream(self) -> StreamedRows:
+        sources = [
+            source
+            for entry in self.train
+            for source in open_sources(entry, split=self.split, subset=self.subset, streaming=True)
+        ]
+        reader = Reader(sources, self.format, self.columns, self.max_rows)
+        for sentence in reader.formats:
+            rank_zero_info(f"LanguageData: {sentence}, streamed")
+        encoder = ChatTokens(self.chat_tokenizer, self.train_on, self.untrained_end)
+        if self.chat_tokenizer.chat_template is not None and (wrong := encoder.check_end_of_turn()):
+            rank_zero_warn(f"LanguageData: {wrong}: a model trained on it may never stop")
+        side, seed = self.truncation, self.seed
+        return StreamedRows(reader, encoder, self.max_length, side, self.pack, self.buffer, self.max_malformed, seed)
 
     def _bins(self, documents: Documents) -> Bins:
         if self.pack:
@@ -262,7 +298,9 @@ class LanguageData(LightningDataModule):
 
     def _prepare(self, thorough: bool) -> Path:
         given = None if self.tokenizer_name is None else load_chat_tokenizer(self.tokenizer_name, self.chat_template)
-        wanted = {"train": (self.train, self.split)} | ({"val": (self.val, self.val_split)} if self.val else {})
+        wanted = {} if self.streaming else {"train": (self.train, self.split)}
+        if self.val:
+            wanted["val"] = (self.val, self.val_split)
         sources = {
             name: [source for entry in listed for source in open_sources(entry, split=split, subset=self.subset)]
             for name, (listed, split) in wanted.items()

@@ -168,7 +168,7 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
             f"{name}: neither a file or folder here, nor a data set that could be loaded from the hub: {reason}"
         ) from error
     if streaming:
-        return Source(name, lambda: _numbered(found, name), "")
+        return Source(name, lambda: streamed_rows(found, name), "")
     digest = hashlib.sha256(str(found._fingerprint).encode())
     for entry in found.cache_files:
         with open(entry["filename"], "rb") as content:
@@ -179,6 +179,15 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
 def _numbered(found: Any, name: str) -> Iterator[Row]:
     for number, row in enumerate(found, 1):
         yield f"{name}, row {number}", row
+
+
+def streamed_rows(found: Any, name: str) -> Iterator[Row]:
+    """All rows of a streamed data set: its own loop would give each worker of a loader a part of them."""
+    number = 0
+    for batch in found.iter(batch_size=64):
+        for values in zip(*batch.values()):
+            number += 1
+            yield f"{name}, row {number}", dict(zip(batch, values))
 
 
 def _digest_of_rows(rows: list[dict[str, Any]]) -> str:
