@@ -88,7 +88,7 @@ class StreamedRows(IterableDataset[PackedRow]):
             rows = self._rows(waiting, mix_seed(self.seed, number, yielded, part))
             if not rows and not yielded:
                 raise ConfigurationError(
-                    f"LanguageData: nothing to learn in the stream for part {part + 1} of {parts} (processes x workers)."
+                    f"LanguageData: the stream holds nothing to learn for part {part + 1} of {parts} (process, worker)."
                 )
             yield from rows
 

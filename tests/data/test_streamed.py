@@ -71,6 +71,9 @@ class Watched(LightningModule):
         self.seen.append(batch["input_ids"].flatten().tolist())
         return (self.weight - batch["input_ids"].float().mean()).square()
 
+    def validation_step(self, batch, batch_idx):
+        assert "num_bytes" in batch
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
