@@ -191,6 +191,7 @@ class _DeferringNetwork:
     training: bool
     chunked_loss: ChunkedLoss
     chunked_loss_used: bool
+    _wanted: dict[str, Any] | None  # of a call of `token_losses`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's own; with labels the output holds no logits."""
@@ -209,6 +210,23 @@ class _DeferringNetwork:
         if isinstance(output, Mapping):  # transformers' ModelOutput, whose entries cannot be removed
             return type(output)(**{key: value for key, value in output.items() if not _deferred(value)})
         return tuple(value for value in output if not _deferred(value)) if isinstance(output, tuple) else output
+
+    def token_losses(self, targets: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+        """The loss of each token, for who weighs tokens or samples by themselves.
+
+        Args:
+            targets: [B, T], already shifted.
+            inputs: Of the network's forward, without labels.
+
+        Returns:
+            [B, T], 0 where a target is ignored, and the network's output, whose own loss is not to be used.
+        """
+        self._wanted = {"targets": targets}
+        try:
+            output = self(labels=targets, **inputs)  # type: ignore[operator]
+            return self._wanted["losses"], output
+        finally:
+            self._wanted = None
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
@@ -239,6 +257,11 @@ class _DeferringNetwork:
         if own is token_losses:
             request = _Request(labels.reshape(-1), terms, how, "none")
             return head(logits.hidden, request=request).view(labels.shape)
+        if self._wanted is not None:
+            targets = self._wanted["targets"]
+            losses = head(logits.hidden, request=_Request(targets.reshape(-1), terms, how, "none"))
+            self._wanted["losses"] = losses.view(targets.shape)
+            return losses.detach().mean()
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)
@@ -291,4 +314,4 @@ def defer(network: nn.Module, how: ChunkedLoss) -> None:
     head = output_head(network)
     assert head is not None
     mix_in(head, _DeferringHead, _deferring=False)
-    mix_in(network, _DeferringNetwork, chunked_loss=how, chunked_loss_used=False)
+    mix_in(network, _DeferringNetwork, chunked_loss=how, chunked_loss_used=False, _wanted=None)

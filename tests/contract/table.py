@@ -73,7 +73,7 @@ def _power_ema() -> PowerEMA:
 
 
 def _lr_finder(apply: bool = True) -> LRFinder:
-    return LRFinder(min_lr=1e-3, max_lr=3e-1, num_steps=12, apply=apply)
+    return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=16, early_stop_threshold=None, apply=apply)
 
 
 CASES: dict[str, Case] = {
