@@ -65,7 +65,8 @@ def suggest_lr(rates: Sequence[float], losses: Sequence[float], decay: float = 0
             f"LRFinder: {end} finite losses are too few to suggest a rate; start below min_lr={rates[0]:g}"
         )
     curve = smoothed(losses[:end], decay)
-    lowest = min(range(end), key=curve.__getitem__)
+    settled = min(math.ceil(1 / (1 - decay)), end - 1)  # before that the average is of a few batches, easy ones perhaps
+    lowest = min(range(settled, end), key=curve.__getitem__)
     slopes = [(curve[i] - curve[i - 1]) / math.log(rates[i] / rates[i - 1]) for i in range(1, lowest + 1)]
     if not slopes or min(slopes) >= 0:
         raise ConfigurationError(
