@@ -40,7 +40,8 @@ def export_checkpoint(
         output: A folder that does not exist yet, or is empty.
         format: ``peft``: the adapter, for ``PeftModel.from_pretrained``, or diffusers' ``load_lora_adapter(folder,
             prefix="base_model.model", weight_name="adapter_model.safetensors")``. ``merged``: a folder that
-            ``AutoModelForCausalLM.from_pretrained`` loads. ``safetensors``: ``model.safetensors`` with the names of the
+            ``AutoModelForCausalLM.from_pretrained`` loads, with or without adapters, and the tokenizer if the checkpoint
+            is one of ``LanguageModeling``. ``safetensors``: ``model.safetensors`` with the names of the
             module, adapters merged; QA-LoRA's weights stay in int4.
         base: What the adapters stand beside, where the checkpoint does not hold it (``save_base=True``): the folder of
             a transformers model (``merged``), or a checkpoint or safetensors file (``safetensors``).
@@ -71,7 +72,8 @@ def export_checkpoint(
     if format == "merged":
         refuse_prefix(checkpoint)
         model = _merged_transformers(checkpoint, None if base is None else str(base))
-        return _written(Path(output), model.save_pretrained)
+        packed = checkpoint.get("language_modeling", {}).get("tokenizer")
+        return _written(Path(output), lambda folder: _write_transformers(folder, model, packed))
     state = merge_state(checkpoint, None if base is None else _read(Path(base))["state_dict"])
     return _written(Path(output), lambda folder: _write_safetensors(folder / "model.safetensors", state))
 
@@ -134,9 +136,11 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
 
 def _merged_transformers(checkpoint: Mapping[str, Any], folder: str | None) -> Any:
     where, _ = _adapters(checkpoint)
-    root = where["root"] if where else checkpoint.get("lit_efficient", {}).get("ia3", {}).get("root", "")
+    own = "network" if "language_modeling" in checkpoint else ""
+    root = where["root"] if where else checkpoint.get("lit_efficient", {}).get("ia3", {}).get("root", own)
     prefix = f"{root}." if root else ""
-    model = _from_checkpoint(checkpoint, where, prefix) if folder is None else _from_folder(folder)
+    described = where["config"] if where else _described(checkpoint)
+    model = _from_checkpoint(checkpoint, described, prefix) if folder is None else _from_folder(folder)
     for name in where["kinds"] if where else ():
         layer = model.get_submodule(name)
         if is_tied(model, layer):  # the adapter belongs to one use of the weight
@@ -154,13 +158,19 @@ def _from_folder(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
-def _from_checkpoint(checkpoint: Mapping[str, Any], where: Mapping[str, Any] | None, prefix: str) -> Any:
+def _described(checkpoint: Mapping[str, Any]) -> str | None:
+    """The configuration of transformers that a checkpoint of ``LanguageModeling`` holds, as JSON."""
+    kept: str | None = checkpoint.get("language_modeling", {}).get("model", {}).get("hugging_face")
+    return kept
+
+
+def _from_checkpoint(checkpoint: Mapping[str, Any], described: str | None, prefix: str) -> Any:
     """The model that a checkpoint with a base describes; its weights are still random."""
-    if where is None or where.get("config") is None:
+    if described is None:
         raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    entries = json.loads(where["config"])
+    entries = json.loads(described)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
     lost = [name for name, _ in model.named_parameters() if f"{prefix}{name}" not in checkpoint["state_dict"]]
     if lost:
@@ -211,6 +221,16 @@ def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
     header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
     _write_safetensors(folder / "adapter_model.safetensors", tensors, lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_transformers(folder: Path, model: Any, packed: Mapping[str, Any] | None) -> None:
+    from lit_efficient.tasks.tokenizer_state import save_tokenizer
+
+    if packed is not None:
+        save_tokenizer(packed, folder)
+        if packed["stop"]:  # a chat ends where a turn does, which the model's configuration does not know
+            model.generation_config.eos_token_id = list(packed["stop"])
+    model.save_pretrained(folder)
 
 
 def _write_safetensors(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:

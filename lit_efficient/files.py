@@ -36,6 +36,17 @@ def read(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+def missing_folder(name: str) -> str | None:
+    """What to tell a user who named a folder of a model that is not there; None for what may be a name on a hub."""
+    path = Path(name).expanduser()
+    if path.is_dir() or (name.count("/") < 2 and not name.startswith((".", "/", "~"))):
+        return None
+    return (
+        f"there is no folder {name} (looked for {path.absolute()}). One is made from a checkpoint of LanguageModeling by: "
+        f"python -m lit_efficient export CKPT --format merged --output {name}"
+    )
+
+
 def write(path: str | Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, or its weights alone if ``path`` ends in ``.safetensors``, whole or not at all."""
     if Path(path).suffix == ".safetensors":

@@ -31,6 +31,7 @@ class SampleText(Callback):
         temperature: at least 0; 0 takes the likeliest token.
         top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
         seed: the same at each validation, so that samples differ by the model only.
+        chat: each prompt is a user's turn in the tokenizer's chat template; ``generate_text`` is told by ``chat=True``.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SampleText(Callback):
         temperature: float = 0.8,
         top_p: float = 0.95,
         seed: int = 0,
+        chat: bool = False,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
             raise ConfigurationError(f"SampleText: prompts must be a list of at least one text, got {prompts!r}.")
@@ -52,6 +54,7 @@ class SampleText(Callback):
         self.temperature = temperature
         self.top_p = top_p
         self.seed = seed
+        self.chat = chat
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a module that cannot write, before anything is trained."""
@@ -72,6 +75,7 @@ class SampleText(Callback):
                 temperature=self.temperature,
                 top_p=self.top_p,
                 seed=self.seed,
+                **({"chat": True} if self.chat else {}),  # modules that know no chats need not know the word
             )
         folder = trainer.log_dir  # asked in every process: it is broadcast
         if trainer.is_global_zero:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lit_efficient.data.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files import missing_folder
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 SMALLEST_VOCABULARY = 256 + 3  # bytes, and the three special tokens
@@ -122,6 +123,8 @@ def _bare(path: Path) -> Any:
 def _pretrained(name: str) -> Any:
     from transformers import AutoTokenizer
 
+    if (missing := missing_folder(name)) is not None:
+        raise ConfigurationError(f"tokenizer: {missing}")
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
     except (OSError, ValueError, ImportError) as error:

@@ -69,7 +69,8 @@ class LanguageData(LightningDataModule):
 
     Args:
         train: files (.jsonl, .json, .parquet; any other suffix is text), folders of them or of ``save_to_disk``, names
-            on the Hugging Face hub, or ``stdlib-instructions`` (2,000 functions to write, from Python's own library).
+            on the Hugging Face hub, ``stdlib-instructions`` (2,000 functions to write, from the modules of Python's own
+            library) or ``stdlib-packages`` (the sources of its packages, other files than those of the functions).
         val: the same for validation; null holds out ``val_fraction`` of the training rows.
         format: of the rows; ``auto`` recognises it by their keys and says so.
         columns: own names of keys, {key of the format: key in the rows}.

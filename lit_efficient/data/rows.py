@@ -16,6 +16,7 @@ from typing import Any
 from lit_efficient.errors import ConfigurationError
 
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
+STDLIB_PACKAGES = "stdlib-packages"
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 
@@ -47,7 +48,8 @@ def open_sources(
 
     Args:
         name: a file (.jsonl, .json, .parquet, or text of any other suffix), a folder of such files, a folder written by
-            ``Dataset.save_to_disk``, ``stdlib-instructions``, or the name of a data set on the Hugging Face hub.
+            ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``, or the name of a data set on the
+            Hugging Face hub.
         split: which split of a Hugging Face data set.
         subset: which configuration of a Hugging Face data set.
         streaming: read a data set of the hub while it is being downloaded.
@@ -60,6 +62,8 @@ def open_sources(
 
         rows = instructions()
         return [Source(name, lambda: ((f"{name}:{i}", row) for i, row in enumerate(rows, 1)), _digest_of_rows(rows))]
+    if name == STDLIB_PACKAGES:
+        return [_stdlib_packages()]
     path = Path(name).expanduser()
     if path.is_file():
         return [_file(path, path.name)]
@@ -74,6 +78,18 @@ def open_sources(
     if path.suffix in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
         raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
     return [_hub(name, split, subset, streaming)]
+
+
+def _stdlib_packages() -> Source:
+    """A text a file. None of the modules at the top of the library, which `STDLIB_INSTRUCTIONS` asks about."""
+    from lit_efficient.data.python_corpus import EXCLUDE
+    from lit_efficient.data.text_files import find_files, read_texts, standard_library
+
+    files = find_files([standard_library()], [".py"], EXCLUDE)
+    texts = read_texts((name, path) for name, path in files if "/" in name).files
+    digest = hashlib.sha256(json.dumps([[text.path, text.digest] for text in texts]).encode()).hexdigest()
+    rows = [(f"{STDLIB_PACKAGES}:{text.path}", {"text": text.text}) for text in texts]
+    return Source(STDLIB_PACKAGES, lambda: iter(rows), digest, is_text=True)
 
 
 def _file(path: Path, name: str) -> Source:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files import missing_folder
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 
@@ -118,6 +119,8 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
 def _stored(spec: CausalLMConfig) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
+    if (missing := missing_folder(spec.name_or_path or "")) is not None:
+        raise ConfigurationError(f"CausalLMConfig: name_or_path: {missing}")
     try:
         stored, _ = PretrainedConfig.get_config_dict(spec.name_or_path or "", revision=spec.revision)
     except (OSError, ValueError) as error:

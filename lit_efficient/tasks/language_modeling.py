@@ -213,6 +213,7 @@ class LanguageModeling(LightningModule):
         temperature: float = 0.8,
         top_p: float = 0.95,
         seed: int = 0,
+        chat: bool = False,
     ) -> list[str]:
         """Continue each text; the global random state is neither read nor changed.
 
@@ -222,6 +223,7 @@ class LanguageModeling(LightningModule):
             temperature: at least 0; 0 takes the likeliest token.
             top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
             seed: prompt number i is continued with the seed ``seed + i``.
+            chat: each prompt is a user's turn, to be answered in the tokenizer's chat template.
 
         Returns:
             The prompts with their continuations, up to where the model ends the text.
@@ -235,6 +237,7 @@ class LanguageModeling(LightningModule):
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            chat=chat,
             stop=set((self.tokenizer_state or {}).get("stop", ())),
             device=self.device,
         )

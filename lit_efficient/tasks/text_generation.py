@@ -22,6 +22,7 @@ def continue_texts(
     temperature: float,
     top_p: float,
     seed: int,
+    chat: bool = False,
     stop: set[int],
     device: torch.device,
 ) -> list[str]:
@@ -35,6 +36,7 @@ def continue_texts(
         temperature: at least 0; 0 takes the likeliest token.
         top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
         seed: prompt number i is continued with the seed ``seed + i``.
+        chat: whether each prompt is a user's turn, to be answered.
         stop: further ids that end a text.
         device: where the network is.
 
@@ -42,7 +44,8 @@ def continue_texts(
         The prompts with their continuations, up to where the model ends the text.
 
     Raises:
-        ConfigurationError: for arguments out of range, or an empty prompt where no token begins a text.
+        ConfigurationError: for arguments out of range, an empty prompt where no token begins a text, and a chat without
+            a template.
     """
     check_sampling("generate_text", temperature, top_p)
     longest = _longest(network)
@@ -54,8 +57,9 @@ def continue_texts(
         )
     stop = stop | stop_ids(network, tokenizer)
     texts = []
+    prompts = [user_turn(tokenizer, prompt) for prompt in prompts] if chat else prompts
     for index, prompt in enumerate(prompts):
-        ids = _encode(tokenizer, prompt)[-room:]
+        ids = _encode(tokenizer, prompt, special=not chat)[-room:]
         if not ids:  # an empty prompt starts a new text
             if not stop:
                 raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
@@ -72,6 +76,18 @@ def continue_texts(
         ends = [new.index(token) for token in stop if token in new]
         texts.append(prompt + tokenizer.decode(new[: min(ends)] if ends else new))
     return texts
+
+
+def user_turn(tokenizer: Any, prompt: str) -> str:
+    """A user's turn in the tokenizer's chat template, with what begins the answer.
+
+    Raises:
+        ConfigurationError: if it has no template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigurationError("generate_text: chat needs a tokenizer with a chat template, and the model's has none.")
+    turns = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
 def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:
@@ -91,6 +107,6 @@ def _longest(network: nn.Module) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    encoded = tokenizer.encode(text)
+def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
+    encoded = tokenizer.encode(text, add_special_tokens=special)  # a template writes its own: no second one
     return list(encoded if isinstance(encoded, list) else encoded.ids)

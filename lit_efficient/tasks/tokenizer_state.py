@@ -5,6 +5,7 @@ special tokens and chat template. No file is needed to read it back, and nothing
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError
@@ -47,6 +48,19 @@ def unpack_tokenizer(packed: Mapping[str, Any]) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **packed["special"])
     tokenizer.chat_template = packed["chat_template"]
     return tokenizer
+
+
+def save_tokenizer(packed: Mapping[str, Any], folder: str | Path) -> None:
+    """Write the files from which ``AutoTokenizer.from_pretrained`` loads a packed tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    from lit_efficient.data.token_cache import END_OF_TEXT
+
+    tokenizer = unpack_tokenizer(packed)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        end = {} if tokenizer.token_to_id(END_OF_TEXT) is None else {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **end)
+    tokenizer.save_pretrained(str(folder))
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:
