@@ -69,7 +69,6 @@ class LiveTeacher:
     head: Head
     vocab_size: int | None = None
 
-    @torch.no_grad()
     def compare(self, rows: slice, logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
         """See `Teacher`."""
         theirs = self.head(self.hidden[rows])
@@ -95,7 +94,6 @@ class TopKTeacher:
     log_probs: Tensor
     vocab_size: int | None = None
 
-    @torch.no_grad()
     def compare(self, rows: slice, logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
         """See `Teacher`."""
         ids, log_p = self.ids[rows].long(), self.log_probs[rows]
@@ -217,7 +215,8 @@ class _Sweep:
             with torch.set_grad_enabled(self.trains), self._uncached(hidden.device.type):
                 x = hidden[rows].detach().requires_grad_(self.trains)
                 logits = self.head(x)
-            slope = self._chunk(rows, logits.detach(), losses[:, rows])
+                with torch.no_grad():
+                    slope = self._chunk(rows, logits.detach(), losses[:, rows])
             if not self.trains:
                 continue
             if scale is not None:

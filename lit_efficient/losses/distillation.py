@@ -27,7 +27,9 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
-_LARGEST = 60.0  # exponents beyond it are split off: e^60 is far from float32's limit, and e^-60 far below its precision
+_LARGEST = (
+    60.0  # exponents beyond it are split off: e^60 is far from float32's limit, and e^-60 far below its precision
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def _expectation(p: Tensor, values: Tensor) -> Tensor:
 
 
 def _log_mixture(ratio: Tensor, share: float) -> Tensor:
-    """``log(1 - share + share e^ratio)``, exact to rounding for small shares too: the difference to 0 is what counts."""
+    """``log(1 - share + share e^ratio)``, exact for small shares too: the difference to 0 is what counts."""
     return torch.log1p(share * torch.expm1(ratio.clamp(max=_LARGEST))) + (ratio - _LARGEST).clamp(min=0)
 
 
