@@ -28,6 +28,8 @@ from lit_efficient.losses.next_token import IGNORE, targets_of
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the files; another one is another key
 SHARD_BATCHES = 64
+ROW = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
+"""What of a batch a row is known by."""
 
 Batch = Mapping[str, Tensor]
 Answer = Callable[[Batch], tuple[Tensor, Tensor]]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.data.cache import cache_root
-from lit_efficient.data.teacher_cache import TopKCache, cache_key, write_top_k
+from lit_efficient.data.teacher_cache import ROW, TopKCache, cache_key, write_top_k
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.chunked_distillation import (
     CHUNK_SIZE,
@@ -156,13 +156,6 @@ class Distillation(LanguageModeling):
         if self.cache_top_k is not None:
             self._cache = self._cached(self.cache_top_k)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Put the cached answers beside a training batch."""
-        if self._cache is None or not self.trainer.training:
-            return batch
-        ids, log_probs = self._cache.find(batch)
-        return {**batch, "teacher_ids": ids, "teacher_log_probs": log_probs}
-
     # steps
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -215,8 +208,8 @@ class Distillation(LanguageModeling):
         """Losses ``[B, T]`` (0 where nothing is learned), targets, and the balancing loss of a mixture of experts."""
         network, targets = self._built(), targets_of(batch)
         learned, head = targets != IGNORE, output_head(network)
-        hidden, output = self._hidden_states(network, batch)
         teacher = self._teacher_of(batch, learned, self._vocabulary(head.rows)) if weight else None
+        hidden, output = self._hidden_states(network, batch)
         flat = chunked_losses(
             head,
             hidden[learned],
@@ -244,8 +237,9 @@ class Distillation(LanguageModeling):
         return hidden_states(network, inputs)
 
     def _teacher_of(self, batch: Mapping[str, Tensor], learned: Tensor, vocab_size: int) -> Teacher:
-        if "teacher_ids" in batch:
-            return TopKTeacher(batch["teacher_ids"], batch["teacher_log_probs"], vocab_size)
+        if self._cache is not None:
+            kept = self._cache.find({name: batch[name].cpu() for name in ROW if name in batch})
+            return TopKTeacher(*(tensor.to(self.device) for tensor in kept), vocab_size)
         return self._asked(batch, learned, vocab_size)
 
     @torch.no_grad()
