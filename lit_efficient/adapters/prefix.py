@@ -120,8 +120,13 @@ class PrefixedGPT(PrefixedDecoder):
     config: Any
     embedding: nn.Embedding
 
-    def features(self, input_ids: Tensor, cache: list[Any] | None = None) -> Tensor:
+    def features(self, input_ids: Tensor, cache: list[Any] | None = None, position_ids: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens, which stand at the positions n, n + 1, ..."""
+        if position_ids is not None:
+            raise ConfigurationError(
+                "PrefixTuning: this GPT cannot have a prefix before each document of a packed row; do not pack "
+                "(data.init_args.pack=false), or take a model of transformers"
+            )
         keys, values = self.prefix_tuning()
         seen = cache[0].length if cache else 0
         room = self.config.max_length - self.prefix_length

@@ -228,7 +228,10 @@ class Distillation(LanguageModeling):
         return losses, targets, router_loss
 
     def _hidden_states(self, network: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        inputs: dict[str, Any] = {name: batch[name] for name in _INPUTS if name in batch}
+        # GPT is causal: what fills a row up at its end is seen by nobody. Others get no cache: with one, packed
+        # documents would see each other.
+        names = ("input_ids", "position_ids") if isinstance(network, GPT) else _INPUTS
+        inputs: dict[str, Any] = {name: batch[name] for name in names if name in batch}
         if not isinstance(network, GPT):
             inputs["use_cache"] = False
         if id(network) not in self._checked:
