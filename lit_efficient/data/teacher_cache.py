@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files import write_whole
 from lit_efficient.losses.next_token import IGNORE, targets_of
+from lit_efficient.plugins.atomic_file import replacing
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the files; another one is another key
@@ -96,17 +95,19 @@ def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
 
 
 def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     number = 0
     while shard := list(islice(batches, SHARD_BATCHES)):
         path = folder / f"shard-{number:06d}.safetensors"
         if not path.exists():  # what exists is whole: it was moved there in one step
-            write_whole(path, partial(save_file, _answered(shard, answer)))
+            with replacing(path) as file:
+                file.write(save(_answered(shard, answer)))
         number += 1
     names = [f"shard-{index:06d}.safetensors" for index in range(number)]
     manifest = {"files": {name: _hash(folder / name) for name in names}}
-    write_whole(folder / MANIFEST, lambda temporary: temporary.write_text(json.dumps(manifest, indent=2) + "\n"))
+    with replacing(folder / MANIFEST) as file:
+        file.write((json.dumps(manifest, indent=2) + "\n").encode())
 
 
 def _answered(shard: list[Batch], answer: Answer) -> dict[str, Tensor]:
