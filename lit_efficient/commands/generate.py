@@ -58,11 +58,11 @@ def default_device() -> str:
     return "cpu" if found is None else found.type
 
 
-def as_chat(tokenizer: Any, prompt: str) -> str:
-    """A user's turn in the model's chat template, with what begins the answer."""
+def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "generate: --chat") -> str:
+    """Turns (or a user's only one) in the model's chat template, with what begins the answer."""
     from lit_efficient.errors import ConfigurationError
 
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError("generate: --chat needs a tokenizer with a chat template, and the model's has none")
-    turns = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, and the model's has none")
+    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -44,6 +44,31 @@ def continue_texts(
     Raises:
         ConfigurationError: for arguments out of range, or an empty prompt where no token begins a text.
     """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    options |= {"stop": stop, "device": device}
+    return [
+        prompt + continue_text(network, tokenizer, prompt, seed=seed + index, **options)[0]
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def continue_text(
+    network: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    stop: set[int],
+    device: torch.device,
+) -> tuple[str, bool]:
+    """As `continue_texts`, for one prompt.
+
+    Returns:
+        The continuation alone, and whether the model ended it; otherwise ``max_new_tokens`` did.
+    """
     check_sampling("generate_text", temperature, top_p)
     longest = _longest(network)
     room = longest - max_new_tokens
@@ -53,25 +78,22 @@ def continue_texts(
             f"max_length), got {max_new_tokens}."
         )
     stop = stop | stop_ids(network, tokenizer)
-    texts = []
-    for index, prompt in enumerate(prompts):
-        ids = _encode(tokenizer, prompt)[-room:]
-        if not ids:  # an empty prompt starts a new text
-            if not stop:
-                raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
-            ids = [min(stop)]
-        start = torch.tensor([ids], device=device)
-        generator = torch.Generator(device).manual_seed(seed + index)
-        if isinstance(network, GPT):
-            output = network.generate(start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator)
-        else:
-            output = continue_tokens(
-                network, start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop=stop
-            )
-        new = output[0, len(ids) :].tolist()
-        ends = [new.index(token) for token in stop if token in new]
-        texts.append(prompt + tokenizer.decode(new[: min(ends)] if ends else new))
-    return texts
+    ids = _encode(tokenizer, prompt)[-room:]
+    if not ids:  # an empty prompt starts a new text
+        if not stop:
+            raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
+        ids = [min(stop)]
+    start = torch.tensor([ids], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    if isinstance(network, GPT):
+        output = network.generate(start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator)
+    else:
+        output = continue_tokens(
+            network, start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop=stop
+        )
+    new = output[0, len(ids) :].tolist()
+    ends = [new.index(token) for token in stop if token in new]
+    return tokenizer.decode(new[: min(ends)] if ends else new), bool(ends)
 
 
 def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:
