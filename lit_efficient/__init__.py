@@ -61,10 +61,15 @@ PUBLIC: dict[str, str] = {
     "muon_groups": "optimizers.muon",
     "parameter_groups": "optimizers.groups",
     "snr_weight": "losses.snr",
+    "distillation_divergence": "losses.distillation",
+    "chunked_distillation": "losses.chunked_distillation",
     "suggest_lr": "lr_test",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",
+    "Distillation": "tasks.distillation",
+    "DistillationLoss": "tasks.distillation",
+    "Divergence": "losses.distillation",
     "Autoencoding": "tasks.autoencoding",
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data

@@ -13,6 +13,7 @@ COMMANDS = {
     "export": "export",
     "generate": "generate",
     "tokenizer": "tokenizer",
+    "write-data": "write_data",
 }
 SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques", *COMMANDS)
 
@@ -32,6 +33,7 @@ usage: python -m lit_efficient COMMAND ...
               and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
   generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
+  write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
 
   COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own

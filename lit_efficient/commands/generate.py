@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lit_efficient.tasks.loading import load_language_model
+
 
 def run(argv: Sequence[str]) -> int:
     """Continue prompts with the model of a checkpoint.
@@ -33,58 +35,24 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
     arguments = parser.parse_args(argv)
     model, held = load_language_model(arguments.ckpt, arguments.weights)
-    model.to(arguments.device or _accelerator())
+    model.to(arguments.device or default_device())
     print(f"{arguments.ckpt}: {held} weights", file=sys.stderr)
-    prompts = [_as_chat(model.tokenizer, p) for p in arguments.prompt] if arguments.chat else arguments.prompt
     texts = model.generate_text(
-        prompts,
+        arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        chat=arguments.chat,
     )
     for text in texts:
         print(text)
     return 0
 
 
-def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
-    """The model of a checkpoint, ready to write.
-
-    Args:
-        path: a checkpoint of `LanguageModeling`.
-        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore.restore`.
-
-    Returns:
-        The module, and which weights it has.
-
-    Raises:
-        CheckpointError: if the file cannot be read, or was not written by a language model.
-    """
-    from lit_efficient.errors import CheckpointError
-    from lit_efficient.files import read
-    from lit_efficient.restore import restore
-    from lit_efficient.tasks.language_modeling import LanguageModeling
-
-    checkpoint = read(path)
-    if "language_modeling" not in checkpoint:
-        raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
-    model = LanguageModeling(checkpoint["hyper_parameters"]["model"])
-    model.on_load_checkpoint(checkpoint)
-    return model, restore(model, checkpoint, weights)
-
-
-def _accelerator() -> str:
+def default_device() -> str:
+    """The accelerator, if there is one."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
-
-
-def _as_chat(tokenizer: Any, prompt: str) -> str:
-    from lit_efficient.errors import ConfigurationError
-
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError("generate: --chat needs a tokenizer with a chat template, and the model's has none")
-    turns = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))

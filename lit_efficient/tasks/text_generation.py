@@ -47,6 +47,37 @@ def continue_texts(
         ConfigurationError: for arguments out of range, an empty prompt where no token begins a text, and a chat without
             a template.
     """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    options |= {"stop": stop, "device": device, "special": not chat}
+    prompts = [as_chat(tokenizer, prompt) for prompt in prompts] if chat else prompts
+    return [
+        prompt + continue_text(network, tokenizer, prompt, seed=seed + index, **options)[0]
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def continue_text(
+    network: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    stop: set[int],
+    device: torch.device,
+    special: bool = True,
+) -> tuple[str, bool]:
+    """As `continue_texts`, for one prompt.
+
+    Args:
+        special: whether the tokenizer adds what begins its texts. A chat template has written it already: a second one
+            would be a text that the model has never seen.
+
+    Returns:
+        The continuation alone, and whether the model ended it; otherwise ``max_new_tokens`` did.
+    """
     check_sampling("generate_text", temperature, top_p)
     longest = _longest(network)
     room = longest - max_new_tokens
@@ -56,38 +87,39 @@ def continue_texts(
             f"max_length), got {max_new_tokens}."
         )
     stop = stop | stop_ids(network, tokenizer)
-    texts = []
-    prompts = [user_turn(tokenizer, prompt) for prompt in prompts] if chat else prompts
-    for index, prompt in enumerate(prompts):
-        ids = _encode(tokenizer, prompt, special=not chat)[-room:]
-        if not ids:  # an empty prompt starts a new text
-            if not stop:
-                raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
-            ids = [min(stop)]
-        start = torch.tensor([ids], device=device)
-        generator = torch.Generator(device).manual_seed(seed + index)
-        if isinstance(network, GPT):
-            output = network.generate(start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator)
-        else:
-            output = continue_tokens(
-                network, start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop=stop
-            )
-        new = output[0, len(ids) :].tolist()
-        ends = [new.index(token) for token in stop if token in new]
-        texts.append(prompt + tokenizer.decode(new[: min(ends)] if ends else new))
-    return texts
+    ids = _encode(tokenizer, prompt, special)[-room:]
+    if not ids:  # an empty prompt starts a new text
+        if not stop:
+            raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
+        ids = [min(stop)]
+    start = torch.tensor([ids], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    if isinstance(network, GPT):
+        output = network.generate(start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator)
+    else:
+        output = continue_tokens(
+            network, start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop=stop
+        )
+    new = output[0, len(ids) :].tolist()
+    ends = [new.index(token) for token in stop if token in new]
+    return tokenizer.decode(new[: min(ends)] if ends else new), bool(ends)
 
 
-def user_turn(tokenizer: Any, prompt: str) -> str:
-    """A user's turn in the tokenizer's chat template, with what begins the answer.
+def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "generate_text: chat") -> str:
+    """Turns (or a user's only one) in the tokenizer's chat template, with what begins the answer.
+
+    Args:
+        tokenizer: one of transformers.
+        turns: each with ``role`` and ``content``.
+        owner: who asks, for the error.
 
     Raises:
-        ConfigurationError: if it has no template.
+        ConfigurationError: if the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError("generate_text: chat needs a tokenizer with a chat template, and the model's has none.")
-    turns = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, and the model's has none")
+    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:
@@ -108,5 +140,5 @@ def _longest(network: nn.Module) -> int:
 
 
 def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
-    encoded = tokenizer.encode(text, add_special_tokens=special)  # a template writes its own: no second one
+    encoded = tokenizer.encode(text, add_special_tokens=special)
     return list(encoded if isinstance(encoded, list) else encoded.ids)

@@ -1,0 +1,271 @@
+"""``python -m lit_efficient write-data``: a teacher writes training data by prompts.
+
+One line of JSON a prompt, in the order of the prompts, appended whole. Prompt number i is answered with the seed
+``seed + i``, so a run that was interrupted and goes on writes the same file as one that was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_efficient.commands.generate import default_device
+
+Turns = list[dict[str, str]]
+Row = dict[str, Any]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Answer prompts with a checkpoint's model or one of Hugging Face.
+
+    Args:
+        argv: The arguments after ``write-data``.
+
+    Returns:
+        Exit code 0.
+    """
+    arguments = _parser().parse_args(argv)
+    from lit_efficient.models.causal_lm import CausalLMConfig
+    from lit_efficient.models.sampling import check_sampling
+    from lit_efficient.tasks.loading import load_hugging_face, load_language_model
+    from lit_efficient.tasks.teacher import TeacherSource
+
+    check_sampling("write-data", arguments.temperature, arguments.top_p)
+    prompts = read_prompts(Path(arguments.prompts), arguments.format)
+    spec = arguments.ckpt or CausalLMConfig(arguments.model, dtype=arguments.dtype, quantize=arguments.quantize)
+    named = ("format", "temperature", "top_p", "max_new_tokens", "seed", "keep_cut")
+    settings = {"teacher": TeacherSource(spec).digest()} | {name: getattr(arguments, name) for name in named}
+    output = Path(arguments.output)
+    with _alone(output):
+        done = resume(output, prompts, settings)
+        if done < len(prompts):
+            model = load_language_model(spec)[0] if isinstance(spec, str) else load_hugging_face(spec)
+            model.to(arguments.device or default_device())
+            answer = _answer(model, arguments)
+            written, cut = write_rows(output, prompts, done, answer, arguments.keep_cut)
+            print(
+                f"{output}: {written} rows added from prompt {done} on; {cut} of the answers were cut at "
+                f"max_new_tokens{'' if arguments.keep_cut else ' and left out'}",
+                file=sys.stderr,
+            )
+        else:
+            print(f"{output}: complete", file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lit_efficient write-data",
+        description="Let a teacher write training data: an answer to each prompt, one line of JSON each. Called again "
+        "with the same arguments it goes on where it stopped; the same seed gives the same file.",
+    )
+    teacher = parser.add_mutually_exclusive_group(required=True)
+    teacher.add_argument("--ckpt", help="a checkpoint of LanguageModeling, or of a task derived from it")
+    teacher.add_argument("--model", help="a name or folder of Hugging Face, with its tokenizer")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        help='a .jsonl of {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, or a text file with '
+        "a prompt in each line that is not empty",
+    )
+    parser.add_argument("--output", required=True, help="the .jsonl to write; its settings are kept beside it")
+    parser.add_argument(
+        "--format",
+        choices=("completion", "messages"),
+        default="completion",
+        help='completion goes on with the text and gives {"prompt", "completion"}; messages answers in the chat '
+        'template and gives {"messages"}',
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--top_p", type=float, default=0.95, help="draw among the likeliest tokens of this probability")
+    parser.add_argument("--seed", type=int, default=0, help="prompt number i is answered with seed + i")
+    parser.add_argument(
+        "--keep_cut", action="store_true", help="keep answers that max_new_tokens has cut: they teach to stop anywhere"
+    )
+    parser.add_argument("--dtype", default="auto", help="of --model: float32, bfloat16, float16, or that of its files")
+    parser.add_argument("--quantize", choices=("nf4", "int8"), help="of --model")
+    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
+    return parser
+
+
+def read_prompts(path: Path, form: str) -> list[str | Turns]:
+    """The prompts of a file.
+
+    Args:
+        path: ``.jsonl`` with ``prompt`` or ``messages`` in each row, or text with one a line.
+        form: ``completion`` takes texts alone.
+
+    Raises:
+        ConfigurationError: naming the line, for a row with neither.
+    """
+    from lit_efficient.errors import ConfigurationError
+
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if path.suffix != ".jsonl":
+        prompts: list[str | Turns] = [line for line in lines if line.strip()]
+    else:
+        prompts = [_prompt_of(line, f"{path}:{number}", form) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigurationError(f"write-data: {path} holds no prompts")
+    return prompts
+
+
+def _prompt_of(line: str, where: str, form: str) -> str | Turns:
+    from lit_efficient.errors import ConfigurationError
+
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigurationError(f"write-data: {where} is no JSON: {error}") from error
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    turns = row.get("messages") if isinstance(row, dict) else None
+    if isinstance(prompt, str):
+        return prompt
+    spoken = isinstance(turns, list) and all(
+        isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns
+    )
+    if not turns or not spoken or turns[-1]["role"] == "assistant":
+        raise ConfigurationError(
+            f'write-data: {where} must have a text under "prompt", or under "messages" turns with role and content of '
+            "which the last is not the assistant's"
+        )
+    if form == "completion":
+        raise ConfigurationError(f"write-data: {where} has messages: add --format messages")
+    return turns
+
+
+def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any]) -> int:
+    """Prepare the file to be gone on with: its settings written or compared, half a last line taken off.
+
+    Args:
+        output: the data.
+        prompts: all of them.
+        settings: what decides the answers.
+
+    Returns:
+        The number of the next prompt.
+
+    Raises:
+        ConfigurationError: if the file was made with other settings or prompts.
+    """
+    from lit_efficient.errors import ConfigurationError
+    from lit_efficient.plugins.atomic_file import replacing
+
+    beside = output.with_name(output.name + ".settings.json")
+    other = "Delete both files to begin anew, or name another output."
+    if not output.exists():
+        with replacing(beside) as file:
+            file.write((json.dumps(settings, indent=2) + "\n").encode())
+        output.touch()
+        return 0
+    if not beside.exists():
+        raise ConfigurationError(
+            f"write-data: {output} exists and was not written by this command; name another output"
+        )
+    then = json.loads(beside.read_text(encoding="utf-8"))
+    for name, value in settings.items():
+        if then.get(name) != value:
+            raise ConfigurationError(
+                f"write-data: {output} was begun with {name} {then.get(name)!r}, now it is {value!r}. {other}"
+            )
+    content = output.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(output, len(whole))
+    following = 0
+    for line in whole.splitlines():
+        row = json.loads(line)
+        following = int(row["index"]) + 1
+        if following > len(prompts) or row["asked"] != _hash(prompts[following - 1]):
+            raise ConfigurationError(
+                f"write-data: prompt {following - 1} is not the one that {output} has an answer to. {other}"
+            )
+    return following
+
+
+def write_rows(
+    output: Path,
+    prompts: Sequence[str | Turns],
+    start: int,
+    answer: Callable[[int, str | Turns], tuple[Row, bool]],
+    keep_cut: bool,
+) -> tuple[int, int]:
+    """Answer the prompts from number ``start`` on, each line on the disk before the next prompt is read.
+
+    Args:
+        output: the data, appended to.
+        prompts: all of them.
+        start: the first to answer.
+        answer: number and prompt to the row, and whether the model ended the answer.
+        keep_cut: keep those that it did not.
+
+    Returns:
+        How many rows were written, and how many answers were cut.
+    """
+    written = cut = 0
+    with open(output, "ab", buffering=0) as file:
+        for index, prompt in enumerate(prompts[start:], start):
+            row, ended = answer(index, prompt)
+            cut += not ended
+            if not ended and not keep_cut:
+                continue
+            about = {"index": index, "asked": _hash(prompt)}
+            file.write((json.dumps(row | about, ensure_ascii=False) + "\n").encode())  # one write: a line or less
+            os.fsync(file.fileno())
+            written += 1
+    return written, cut
+
+
+def _answer(model: Any, arguments: argparse.Namespace) -> Callable[[int, str | Turns], tuple[Row, bool]]:
+    from lit_efficient.tasks.text_generation import as_chat, continue_text
+
+    tokenizer = model.tokenizer
+    stop = set((model.tokenizer_state or {}).get("stop", ()))
+    if arguments.format == "messages":
+        as_chat(tokenizer, "", "write-data: --format messages")
+
+    def answer(index: int, prompt: str | Turns) -> tuple[Row, bool]:
+        text = prompt if arguments.format == "completion" else as_chat(tokenizer, prompt)
+        new, ended = continue_text(
+            model.network,
+            tokenizer,
+            str(text),
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=arguments.seed + index,
+            stop=stop,
+            device=model.device,
+            special=arguments.format == "completion",
+        )
+        if arguments.format == "completion":
+            return {"prompt": prompt, "completion": new}, ended
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"messages": [*turns, {"role": "assistant", "content": new}]}, ended
+
+    return answer
+
+
+def _alone(output: Path) -> Any:
+    """A lock: two processes would mix their lines."""
+    from filelock import FileLock, Timeout
+
+    from lit_efficient.errors import ConfigurationError
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigurationError(f"write-data: another process is writing {output}") from error
+
+
+def _hash(prompt: str | Turns) -> str:
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,168 @@
+"""A teacher for distillation: where it comes from, whether it reads the student's tokens, and how it is held.
+
+It is held beside the module, not in it: no technique changes it, no optimizer, average or checkpoint sees it, and no
+strategy shards or replicates it (each process has a whole one).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files import read
+from lit_efficient.models import causal_lm
+from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
+from lit_efficient.tasks.tokenizer_state import token_ids, unpack_tokenizer
+
+
+@dataclass(frozen=True)
+class TeacherSource:
+    """What a user names as a teacher.
+
+    Args:
+        spec: a checkpoint's path, a name or folder of Hugging Face, or a `CausalLMConfig` with one.
+
+    Raises:
+        ConfigurationError: for a model with random weights.
+    """
+
+    spec: str | CausalLMConfig
+
+    def __post_init__(self) -> None:
+        if isinstance(self.spec, CausalLMConfig) and self.spec.draws_weights:
+            raise ConfigurationError("Distillation: teacher must have trained weights, got one that draws them.")
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return self.spec if isinstance(self.spec, str) else str(self.spec.name_or_path)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The path, if it is a checkpoint."""
+        return self.spec if isinstance(self.spec, str) and Path(self.spec).is_file() else None
+
+    @property
+    def config(self) -> CausalLMConfig:
+        """The model of Hugging Face, if it is one."""
+        return CausalLMConfig(self.spec) if isinstance(self.spec, str) else self.spec
+
+    def tokenizer_state(self) -> dict[str, Any] | None:
+        """Its tokenizer as checkpoints have it; None if none lies beside the weights."""
+        if self.checkpoint is None:
+            return hugging_face_tokenizer(self.config)
+        return self._described()["language_modeling"]["tokenizer"]
+
+    def load(self) -> FrozenNetwork:
+        """The network on the CPU; the global random state stays as it is."""
+        with torch.random.fork_rng():
+            if self.checkpoint is not None:
+                return FrozenNetwork(load_language_model(self.checkpoint)[0].network)
+            return FrozenNetwork(causal_lm.build(self.config))
+
+    def digest(self) -> str:
+        """Hash of all that decides its answers: the bytes of its files, and how they are read."""
+        if self.checkpoint is None:
+            return _digest_of_files(self.config)
+        with open(self.checkpoint, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        model = self._described()["hyper_parameters"]["model"]
+        if not model.get("name_or_path") or model.get("random_weights"):
+            return digest
+        return _hash([digest, _digest_of_files(CausalLMConfig(**model))])  # an adapter's base is not in its checkpoint
+
+    def _described(self) -> dict[str, Any]:
+        described = read(self.checkpoint or "")
+        if "language_modeling" not in described:
+            raise CheckpointError(f"{self.checkpoint} is not a checkpoint of LanguageModeling")
+        return described
+
+
+class FrozenNetwork:
+    """A network in eval mode without gradients, which the module that holds it does not see.
+
+    A copy of the module shares it.
+
+    Args:
+        network: is changed in place.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        # In a list, because a model of transformers refuses .to() itself when it is quantised; its parts do not.
+        self._held = nn.ModuleList([network.eval().requires_grad_(False)])
+        self._device: torch.device | None = None
+
+    def on(self, device: torch.device) -> nn.Module:
+        """The network, moved there if it is elsewhere."""
+        if self._device != device:
+            self._held.to(device)
+            self._device = device
+        return self._held[0]
+
+    def __deepcopy__(self, memo: object) -> FrozenNetwork:
+        return self
+
+
+def tokens_in_common(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, name: str) -> int:
+    """Number of ids that mean the same text for both: all of ours. The teacher may know more.
+
+    Args:
+        ours: the student's tokenizer, packed.
+        theirs: the teacher's.
+        name: of the teacher, for errors.
+
+    Raises:
+        ConfigurationError: if a token of ours has another id there, or none.
+    """
+    way_out = (
+        "Give the data the teacher's tokenizer and start the student from random weights or from a model of the "
+        "teacher's family; or let the teacher write the training data: python -m lit_efficient write-data"
+    )
+    if theirs is None:
+        raise ConfigurationError(
+            f"Distillation: the teacher {name} has no tokenizer that could be compared with the student's; save it "
+            f"beside its weights (tokenizer.save_pretrained)."
+        )
+    mine, its = unpack_tokenizer(ours), unpack_tokenizer(theirs)
+    vocabulary, other = mine.get_vocab(), its.get_vocab()
+    unlike = [(token, number) for token, number in vocabulary.items() if other.get(token) != number]
+    if unlike:
+        token, number = min(unlike, key=lambda pair: pair[1])
+        raise ConfigurationError(
+            f"Distillation: the teacher {name} has another tokenizer: {len(unlike)} of {len(vocabulary)} tokens have "
+            f"another id there or none ({token!r} is {number} here, {other.get(token, 'unknown')} there). {way_out}."
+        )
+    return token_ids(mine)["vocab_size"]
+
+
+def _digest_of_files(spec: CausalLMConfig) -> str:
+    folder = Path(spec.name_or_path or "")
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            wanted = ["*.safetensors", "*.json"]
+            folder = Path(snapshot_download(str(spec.name_or_path), revision=spec.revision, allow_patterns=wanted))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+    found = []
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))):
+        with path.open("rb") as file:
+            found.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+    return _hash([{key: value for key, value in asdict(spec).items() if key != "name_or_path"}, found])
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,141 @@
+"""``write-data``: the same file however often it was interrupted, readable as training data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling
+from lit_efficient.__main__ import main
+from lit_efficient.data.chat_formats import recognise
+from lit_efficient.models.causal_lm import build
+from lit_efficient.tasks.tokenizer_state import pack_tokenizer
+from tests.models.test_causal_lm import SMALL
+
+PROMPTS = ["def f", "class Reader:", "import os", "x = 1", "", "for i in range"]
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher that ends its text at one of ten tokens, its prompts, and one as a checkpoint."""
+    folder = tmp_path_factory.mktemp("write_data")
+    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    raw = Tokenizer(BPE(letters, []))
+    raw.pre_tokenizer, raw.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=None)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    torch.manual_seed(0)
+    fields = {**SMALL, "vocab_size": 256, "eos_token_id": list(range(0, 256, 10))}
+    build(CausalLMConfig(config_fields={"model_type": "llama", **fields})).save_pretrained(folder / "teacher")
+    tokenizer.save_pretrained(folder / "teacher")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    (folder / "turns.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n" + json.dumps({"prompt": "Who?"}) + "\n")
+    (folder / "lines.txt").write_text("def f\n\n  \nimport os\n")
+    ours = LanguageModeling(GPTConfig(vocab_size=256, dim=16, depth=1, num_heads=2, max_length=64))
+    ours.tokenizer_state = pack_tokenizer(tokenizer)
+    ours.configure_model()
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.strategy.connect(ours)
+    trainer.save_checkpoint(folder / "ours.ckpt")
+    return folder
+
+
+def write(home: Path, output: Path, *more: str, prompts: str = "prompts.jsonl") -> int:
+    teacher = [] if "--ckpt" in more else ["--model", str(home / "teacher")]
+    options = ["--max_new_tokens", "16", "--device", "cpu", "--output", str(output)]
+    return main(["write-data", *teacher, "--prompts", str(home / prompts), *options, *more])
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_file(home: Path, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    assert write(home, tmp_path / "whole.jsonl", "--keep_cut") == 0
+    assert torch.equal(state, torch.get_rng_state())
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    assert [row["prompt"] for row in rows(tmp_path / "whole.jsonl")] == PROMPTS
+    lines = whole.splitlines(keepends=True)
+    for left in (b"", lines[0], b"".join(lines[:4]) + lines[4][:7]):  # killed early, between two lines, within one
+        (tmp_path / "whole.jsonl").write_bytes(left)
+        assert write(home, tmp_path / "whole.jsonl", "--keep_cut") == 0
+        assert (tmp_path / "whole.jsonl").read_bytes() == whole
+    assert write(home, tmp_path / "seed.jsonl", "--keep_cut", "--seed", "1") == 0
+    ours, other = rows(tmp_path / "whole.jsonl"), rows(tmp_path / "seed.jsonl")
+    assert sum(a["completion"] != b["completion"] for a, b in zip(ours, other)) >= 5
+
+
+def test_answers_that_were_cut_are_left_out(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write(home, tmp_path / "all.jsonl", "--keep_cut") == 0
+    assert write(home, tmp_path / "some.jsonl") == 0
+    every, some = rows(tmp_path / "all.jsonl"), rows(tmp_path / "some.jsonl")
+    assert 0 < len(some) < len(every)
+    assert [row for row in every if row["index"] in {row["index"] for row in some}] == some
+    assert f"{len(some)} rows added from prompt 0 on; {len(every) - len(some)} of the answers were cut" in (
+        capsys.readouterr().err
+    )
+    left_out = [row for row in every if row not in some]
+    assert all(len(row["completion"].encode()) >= 16 for row in left_out)
+
+
+def test_conversations_are_answered_in_the_chat_template(home: Path, tmp_path: Path) -> None:
+    more = ("--keep_cut", "--format", "messages", "--temperature", "0")
+    assert write(home, tmp_path / "a.jsonl", *more, prompts="turns.jsonl") == 0
+    found = rows(tmp_path / "a.jsonl")
+    assert [turn["role"] for turn in found[0]["messages"]] == ["system", "user", "assistant"]
+    assert found[1]["messages"][0] == {"role": "user", "content": "Who?"}
+    assert recognise(found, "a")[0] == "messages"
+    rendered = "system: Be brief.\nuser: Why?\nassistant: "
+    (tmp_path / "rendered.jsonl").write_text(json.dumps({"prompt": rendered}) + "\n")
+    assert write(home, tmp_path / "b.jsonl", *more[:1], *more[3:], prompts=str(tmp_path / "rendered.jsonl")) == 0
+    plain = rows(tmp_path / "b.jsonl")
+    assert recognise(plain, "b")[0] == "completion"
+    assert plain[0]["completion"] == found[0]["messages"][-1]["content"]
+
+
+def test_a_checkpoint_of_ours_writes_too(home: Path, tmp_path: Path) -> None:
+    more = ("--ckpt", str(home / "ours.ckpt"), "--keep_cut")
+    assert write(home, tmp_path / "a.jsonl", *more, prompts="lines.txt") == 0
+    assert [row["prompt"] for row in rows(tmp_path / "a.jsonl")] == ["def f", "import os"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--temperature", "0.5"], "was begun with temperature 0.8, now it is 0.5. Delete both files"),
+        (["--prompts", "lines.txt"], "prompt 1 is not the one that"),
+        (["--prompts", "turns.jsonl"], "turns.jsonl:1 has messages: add --format messages"),
+        (["--prompts", "bad.jsonl"], 'bad.jsonl:2 must have a text under "prompt"'),
+        (["--prompts", "empty.txt"], "empty.txt holds no prompts"),
+        (["--output", "foreign.jsonl"], "exists and was not written by this command"),
+        (["--top_p", "2"], "top_p must be in (0, 1], got 2.0"),
+        (["--output", "new.jsonl", "--max_new_tokens", "0"], "max_new_tokens must be in"),
+        (["--output", "new2.jsonl", "--model", "nowhere"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(
+    home: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if not Path("a.jsonl").exists():
+        assert write(home, Path("a.jsonl"), "--keep_cut") == 0
+        Path("bad.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
+        Path("empty.txt").write_text("\n")
+        Path("foreign.jsonl").write_text("{}\n")
+    assert write(home, Path("a.jsonl"), "--keep_cut", *more) == 2
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert "Traceback" not in captured

@@ -1,0 +1,334 @@
+"""Distillation: what is minimised, who may teach, and that the teacher stays outside of everything."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedTokenizerFast
+
+from lit_efficient import (
+    EMA,
+    CausalLMConfig,
+    ConfigurationError,
+    Distillation,
+    DistillationLoss,
+    Divergence,
+    ExactResume,
+    GPTConfig,
+    LanguageModeling,
+    LoRA,
+    PythonCorpus,
+    QuantizeBase,
+    distillation_divergence,
+)
+from lit_efficient.__main__ import main
+from lit_efficient.losses.next_token import IGNORE, targets_of
+from lit_efficient.models.causal_lm import build
+from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource
+from tests.models.test_causal_lm import FAMILIES, SMALL
+from tests.support import assert_equal, weights
+
+STUDENT = GPTConfig(dim=16, depth=1, num_heads=2, max_length=64)
+JSD = DistillationLoss(Divergence("jsd", beta=0.1, temperature=2.0), weight=0.7, chunk_size=5)
+
+
+def corpus(folder: Path, **changes: Any) -> PythonCorpus:
+    source = folder / "source"
+    source.mkdir(exist_ok=True)
+    for index in range(12):
+        (source / f"file{index}.py").write_text(f"def function_{index}(self):\n    return self.value + {index}\n" * 9)
+    settings = {"vocab_size": 300, "sequence_length": 16, "batch_size": 4, "val_fraction": 0.2, "paths": [str(source)]}
+    return PythonCorpus(**(settings | {"cache_dir": str(folder / "cache")} | changes))
+
+
+def trainer(folder: Path, **changes: Any) -> Trainer:
+    settings: dict[str, Any] = {"max_steps": 3, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    settings |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "default_root_dir": folder}
+    return Trainer(**(settings | {"enable_checkpointing": False, "limit_val_batches": 1} | changes))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher as a folder of Hugging Face with 12 rows of padding, and one as a checkpoint of ours."""
+    folder = tmp_path_factory.mktemp("distillation")
+    data = corpus(folder)
+    data.prepare_data()
+    data.setup()
+    torch.manual_seed(5)
+    llama = build(CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": data.vocab_size + 12}))
+    llama.save_pretrained(folder / "teacher")
+    PreTrainedTokenizerFast(tokenizer_object=data.tokenizer).save_pretrained(folder / "teacher")
+    teacher = LanguageModeling(STUDENT)
+    run = trainer(folder, max_steps=1, limit_val_batches=0)
+    run.fit(teacher, datamodule=data)
+    run.save_checkpoint(folder / "teacher.ckpt")
+    return folder
+
+
+def ready(
+    student: dict[str, Any], teacher: dict[str, Any], objective: DistillationLoss
+) -> tuple[Distillation, dict[str, Any]]:
+    """A task with random student and teacher, without a trainer; what it logs comes back in the second."""
+    torch.manual_seed(0)
+    task = Distillation("unused", CausalLMConfig(config_fields=student), objective)
+    task.configure_model()
+    torch.manual_seed(1)
+    task._live = FrozenNetwork(build(CausalLMConfig(config_fields=teacher)))
+    logged: dict[str, Any] = {}
+    task.log = lambda name, value, **options: logged.update({name: value})  # type: ignore[method-assign]
+    return task, logged
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (2, 10), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = IGNORE
+    return {"input_ids": ids, "labels": labels}
+
+
+def by_hand(task: Distillation, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss from whole logits."""
+    assert task._live is not None
+    objective, targets = task.objective, targets_of(tokens)
+    student = task.network(tokens["input_ids"], use_cache=False).logits[targets != IGNORE]
+    with torch.no_grad():
+        teacher = task._live.on(task.device)(tokens["input_ids"], use_cache=False).logits[targets != IGNORE]
+    divergence = distillation_divergence(student, teacher, objective.divergence).mean()
+    return objective.weight * divergence + (1 - objective.weight) * F.cross_entropy(student, targets[targets != IGNORE])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(family: str) -> None:
+    """Gemma's soft bound, GPT-2's tied head and Mixtral's auxiliary loss included."""
+    task, logged = ready(FAMILIES[family], FAMILIES["gemma2"], JSD)
+    network: Any = task.network
+    output = task.training_step(batch(), 0)
+    output["loss"].backward()
+    ours = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+    network.zero_grad()
+    expected = by_hand(task, batch()) + output.get("extra_loss", torch.tensor(0.0)).detach()
+    torch.testing.assert_close(output["loss"], expected)
+    if family != "mixtral":  # whose auxiliary loss has gradients of its own
+        expected.backward()
+        for name, parameter in network.named_parameters():
+            torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert ("extra_loss" in output) is (family == "mixtral")
+    mixed = 0.7 * logged["train/divergence"] + 0.3 * logged["train/cross_entropy"]
+    torch.testing.assert_close(mixed + output.get("extra_loss", 0.0), output["loss"])
+
+
+def test_losses_of_samples_have_gradients_of_their_own() -> None:
+    task, _ = ready(FAMILIES["llama"], FAMILIES["qwen3"], JSD)
+    network: Any = task.network
+    output = task.training_step(batch(), 0)
+    assert output["sample_loss"].shape == (2,)
+    (output["sample_loss"] * torch.tensor([3.0, 0.5])).sum().backward()
+    ours = network.lm_head.weight.grad.clone()
+    network.zero_grad()
+    rows = [by_hand(task, {name: tensor[i : i + 1] for name, tensor in batch().items()}) for i in range(2)]
+    (3 * rows[0] + 0.5 * rows[1]).backward()
+    torch.testing.assert_close(ours, network.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_rationales_are_a_second_weighted_task() -> None:
+    task, logged = ready(FAMILIES["llama"], FAMILIES["llama"], DistillationLoss(rationale_weight=0.25, chunk_size=4))
+    answers, rationales = batch(), {name: tensor.flip(1) for name, tensor in batch().items()}
+    alone = task.training_step(answers, 0)
+    both = task.training_step(answers | {f"rationale_{name}": tensor for name, tensor in rationales.items()}, 0)
+    logits = task.network(rationales["input_ids"], use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), targets_of(rationales).flatten())
+    torch.testing.assert_close(logged["train/rationale"], expected)
+    torch.testing.assert_close(both["loss"], alone["loss"] + 0.25 * expected)
+    assert both["sample_loss"].shape == (2,)
+    with pytest.raises(ConfigurationError, match="must have a row for each of the 2 answers, got 1"):
+        task.training_step(answers | {f"rationale_{name}": tensor[:1] for name, tensor in rationales.items()}, 0)
+
+
+def test_a_head_that_cannot_be_split_is_refused() -> None:
+    task, _ = ready(FAMILIES["gemma2"], FAMILIES["llama"], JSD)
+    network: Any = task.network
+    forward = network.forward
+
+    def shifted(*arguments: Any, **options: Any) -> Any:
+        output = forward(*arguments, **options)
+        output.logits = output.logits + 1
+        return output
+
+    network.forward = shifted
+    with pytest.raises(ConfigurationError, match="changes its logits after the head in a way that is not known"):
+        task.training_step(batch(), 0)
+
+
+class Learned(Callback):
+    """The divergence before and after."""
+
+    def __init__(self) -> None:
+        self.divergence: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.divergence.append(float(trainer.callback_metrics["val/divergence"]))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_student_comes_nearer_to_a_teacher_with_padded_rows(home: Path, kind: Any) -> None:
+    torch.manual_seed(0)
+    objective = DistillationLoss(Divergence(kind, temperature=2.0), weight=1.0, chunk_size=24)
+    task, seen = Distillation(str(home / "teacher"), STUDENT, objective, learning_rate=0.03, warmup_steps=1), Learned()
+    run = trainer(home, max_steps=12, callbacks=[seen], num_sanity_val_steps=1, val_check_interval=12)
+    run.fit(task, datamodule=corpus(home))
+    assert seen.divergence[-1] < 0.7 * seen.divergence[0]
+    assert {"train/loss", "train/divergence", "train/cross_entropy", "val/loss"} <= run.callback_metrics.keys()
+    assert task._live is not None
+    assert task._live.on(task.device).lm_head.out_features == task.network.head.out_features + 12
+
+
+def test_nothing_touches_the_teacher(home: Path) -> None:
+    torch.manual_seed(0)
+    student = CausalLMConfig(config_fields={"model_type": "llama", **SMALL, "vocab_size": 300})
+    task = Distillation(str(home / "teacher"), student, JSD, warmup_steps=1)
+    run = trainer(home, callbacks=[QuantizeBase(), LoRA(rank=2), EMA(decay=0.5, warmup=None)])
+    run.fit(task, datamodule=corpus(home))
+    run.save_checkpoint(home / "student.ckpt")
+    assert task._live is not None
+    teacher = task._live.on(task.device)
+    assert_equal(weights(teacher), weights(build(CausalLMConfig(str(home / "teacher")))))
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in teacher.parameters())
+    assert not any(module.training for module in teacher.modules())
+    inside = {id(part) for part in (*task.modules(), *task.parameters())}
+    assert not inside & {id(part) for part in (*teacher.modules(), *teacher.parameters())}
+    assert copy.deepcopy(task)._live is task._live
+    saved = torch.load(home / "student.ckpt", weights_only=True)
+    assert saved["state_dict"].keys() < weights(task).keys()
+    assert all("lora" in name for name in saved["state_dict"])
+    assert sum(len(group["params"]) for group in run.optimizers[0].param_groups) == 28  # factors of 14 linear layers
+
+
+def test_a_checkpoint_alone_writes_and_can_teach(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    task = Distillation(str(home / "teacher.ckpt"), STUDENT, JSD, warmup_steps=1)
+    run = trainer(home)
+    run.fit(task, datamodule=corpus(home))
+    run.save_checkpoint(home / "second.ckpt")
+    assert main(["generate", "--ckpt", str(home / "second.ckpt"), "--prompt", "def", "--max_new_tokens", "8"]) == 0
+    assert capsys.readouterr().out == task.generate_text("def", max_new_tokens=8)[0] + "\n"
+    again = Distillation.load_from_checkpoint(home / "second.ckpt", weights_only=True)
+    assert (again.teacher, again.objective) == (task.teacher, JSD)
+    assert again._live is None
+    third = Distillation(str(home / "second.ckpt"), STUDENT, JSD)
+    trainer(home, max_steps=1).fit(third, datamodule=corpus(home))
+    assert third._live is not None
+    assert_equal(weights(third._live.on(third.device)), weights(task.network))
+
+
+class SaveAt(Callback):
+    """A checkpoint after an optimizer step."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def fitted(home: Path, seed: int, *callbacks: Callback, ckpt_path: Path | None = None, **arguments: Any) -> Any:
+    """Two epochs and a bit, shuffled anew in each, with dropout and accumulation."""
+    torch.manual_seed(0 if ckpt_path is None else seed)
+    student = GPTConfig(dim=16, depth=1, num_heads=2, dropout=0.2)
+    task = Distillation(str(home / "teacher"), student, JSD, warmup_steps=1, **arguments)
+    run = trainer(home, max_steps=8, accumulate_grad_batches=2, max_epochs=9, callbacks=[ExactResume(), *callbacks])
+    run.fit(task, datamodule=corpus(home, batch_size=8), ckpt_path=ckpt_path)
+    assert run.current_epoch > 0
+    return {"weights": weights(task), "optimizer": run.optimizers[0].state_dict()}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_resumed_in_the_middle_it_ends_with_the_same_bits(home: Path, tmp_path: Path, cached: bool) -> None:
+    more: dict[str, Any] = {"cache_top_k": 8, "cache_dir": str(tmp_path)} if cached else {}
+    whole = fitted(home, 0, SaveAt(5, tmp_path / "5.ckpt"), **more)
+    assert_equal(whole, fitted(home, 7, ckpt_path=tmp_path / "5.ckpt", **more))
+
+
+def test_a_teacher_asked_once_teaches_as_a_live_one(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of the vocabulary kept; two shuffled epochs."""
+    data = corpus(home)
+    data.prepare_data()
+    data.setup()
+    live = fitted(home, 0)["weights"]
+    every = {"cache_top_k": data.vocab_size, "cache_dir": str(tmp_path)}
+    cached = fitted(home, 0, **every)["weights"]
+    for name, tensor in live.items():
+        torch.testing.assert_close(cached[name], tensor, rtol=1e-5, atol=1e-5)
+    few = fitted(home, 0, **(every | {"cache_top_k": 2}))["weights"]
+    assert not torch.allclose(few["network.head.weight"], live["network.head.weight"], atol=1e-3)
+    assert len(list((tmp_path / "teacher").iterdir())) == 2
+    monkeypatch.setattr(TeacherSource, "load", None)  # what is on disk is not asked for again
+    assert_equal(cached, fitted(home, 0, **every)["weights"])
+
+
+def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from (batch() for _ in range(4))
+
+    task = Distillation(str(home / "teacher"), STUDENT, cache_top_k=4, cache_dir=str(tmp_path))
+    task.model = GPTConfig(vocab_size=97, dim=16, depth=1, num_heads=2)
+    with pytest.raises(ConfigurationError, match="needs one DataLoader over a data set with an index"):
+        trainer(home).fit(task, *(DataLoader(Stream(), batch_size=None) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cache_top_k": 0}, "cache_top_k must be at least 1 or null, got 0"),
+        ({"teacher": CausalLMConfig(config_fields=FAMILIES["llama"])}, "teacher must have trained weights"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Distillation(**{"teacher": "x", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight": 0.0}, "weight must be above 0 .LanguageModeling needs no teacher. and at most 1, got 0.0"),
+        ({"rationale_weight": -1.0}, "rationale_weight must be at least 0, got -1.0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+    ],
+)
+def test_a_bad_objective_is_refused_at_once(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DistillationLoss(**arguments)
+
+
+def test_a_teacher_of_other_tokens_is_refused(home: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    build(CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": 300})).save_pretrained(tmp_path)
+    task = Distillation(str(tmp_path), STUDENT)
+    with pytest.raises(ConfigurationError, match="has no tokenizer that could be compared"):
+        trainer(home).fit(task, datamodule=corpus(home))
+    words = Tokenizer(WordLevel({"def": 1, "return": 2}))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"tokens have another id there or none .*write-data"):
+        trainer(home).fit(task, datamodule=corpus(home))
+    with pytest.raises(ConfigurationError, match="tokenizer of no/such cannot be read"):
+        trainer(home).fit(Distillation("no/such", STUDENT), datamodule=corpus(home))
+
+
+def test_without_a_tokenizer_the_number_of_ids_must_be_the_same() -> None:
+    task, _ = ready(FAMILIES["llama"], {**FAMILIES["llama"], "vocab_size": 104}, JSD)
+    with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 104"):
+        task.training_step(batch(), 0)
