@@ -77,6 +77,12 @@ def test_writes_at_each_validation_but_not_in_the_sanity_check(
     assert "class (): pass" in texts["step-2.txt"]
 
 
+def test_a_chat_is_asked_for_by_name(tmp_path: Path) -> None:
+    """Only of modules that know the word."""
+    assert [call["chat"] for call in fit(tmp_path, [SampleText(["hello"], chat=True)]).calls] == [True, True]
+    assert not any("chat" in call for call in fit(tmp_path, [SampleText(["hello"])]).calls)
+
+
 def test_modes_and_random_state_are_left_alone(tmp_path: Path) -> None:
     class Check(SampleText):
         def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

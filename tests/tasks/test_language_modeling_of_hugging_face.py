@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, PythonCorpus
+from lit_efficient.data.chat_tokenizer import train_chat_tokenizer
+from lit_efficient.tasks.tokenizer_state import pack_tokenizer
 from tests.models.test_causal_lm import FAMILIES, SMALL
 
 
@@ -102,3 +104,33 @@ def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     ours.configure_model()
     with pytest.raises(ConfigurationError, match="model is 'of Hugging Face' in the checkpoint and 'GPT' here"):
         ours.on_load_checkpoint(checkpoint)
+
+
+def test_a_chat_is_answered_in_the_template_and_begins_once() -> None:
+    """Tokenizers like Llama's put a start before every text, and templates write it as well."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = train_chat_tokenizer(["def hello(): return 1\n"] * 4, 300)
+    start = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, tokenizer.eos_token_id)]
+    )
+    tokenizer.chat_template = start + tokenizer.chat_template
+    seen: list[list[int]] = []
+    task = LanguageModeling(CausalLMConfig(config_fields=FAMILIES["llama"] | {"vocab_size": 300}))
+    task.configure_model()
+    task.tokenizer_state = pack_tokenizer(tokenizer)
+    assert task.network is not None
+    task.network.register_forward_pre_hook(
+        lambda _, __, inputs: seen.append(inputs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    rendered = f"{start}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    for prompt, chat in (("hello", True), (rendered.removeprefix(start), False)):
+        text = task.generate_text(prompt, chat=chat, max_new_tokens=1)[0]
+        assert text.startswith(rendered if chat else prompt)
+    assert seen[0] == seen[1]
+    assert seen[0].count(tokenizer.eos_token_id) == 1
+    tokenizer.chat_template = None
+    task.tokenizer_state = pack_tokenizer(tokenizer)
+    with pytest.raises(ConfigurationError, match="chat needs a tokenizer with a chat template"):
+        task.generate_text("hello", chat=True, max_new_tokens=1)
