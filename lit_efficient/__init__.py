@@ -58,6 +58,7 @@ PUBLIC: dict[str, str] = {
     # slot data
     "DigitImages": "data.digits",
     "LatentDigits": "data.latent_digits",
+    "LanguageData": "data.language_data",
     "PythonCorpus": "data.python_corpus",
     # data that can be resumed
     "ResumableLoader": "data.resumable",

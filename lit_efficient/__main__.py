@@ -7,6 +7,7 @@ from lit_efficient import __version__
 
 # Files in lit_efficient/commands.
 COMMANDS = {
+    "preview": "preview",
     "average": "average",
     "ema-sweep": "ema_sweep",
     "export": "export",
@@ -25,6 +26,7 @@ usage: python -m lit_efficient COMMAND ...
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
   techniques  list all techniques; `techniques NAME` prints a card, `techniques --matrix` what goes with what
+  preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
   average     the weighted mean of checkpoints:    CKPT... --output FILE
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
   generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]

@@ -101,12 +101,34 @@ def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: tor
     return torch.stack((angle.cos(), angle.sin()))[None]
 
 
+def packed_layout(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Rotary table and mask of rows that hold several documents each.
+
+    A document begins wherever a position is not its predecessor's plus one, as in Hugging Face's packed batches.
+
+    Args:
+        position_ids: ``[B, T]``, from 0 in every document.
+        head_dim: width of one head.
+        theta: base of the rotary wavelengths.
+
+    Returns:
+        The table for `rotate` ``[B, 2, 1, T, head_dim / 2]``, and which keys a query may see ``[B, 1, T, T]``: those of
+        its own document that are not after it.
+    """
+    length = position_ids.shape[1]
+    table = rotary_table(0, length, head_dim, theta, position_ids.device)[0][:, position_ids]  # (2, B, T, head_dim / 2)
+    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
+    document = begins.cumsum(1)
+    mask = (document[:, :, None] == document[:, None, :]).tril()
+    return table.transpose(0, 1).unsqueeze(2), mask.unsqueeze(1)
+
+
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn each pair ``(x[i], x[i + head_dim / 2])`` by its position's angle.
 
     Args:
         x: queries or keys ``[B, heads, T, head_dim]``.
-        table: `rotary_table` ``[1, 2, T, head_dim / 2]``.
+        table: `rotary_table` ``[1, 2, T, head_dim / 2]``, or one a row ``[B, 2, 1, T, head_dim / 2]``.
     """
     cos, sin = table.to(x.dtype).unbind(1)
     a, b = x.chunk(2, dim=-1)
@@ -150,8 +172,11 @@ class GPTAttention(nn.Module):
         self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Mix ``x`` ``[B, T, D]`` over time; the tokens in ``cache`` come before it."""
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Mix ``x`` ``[B, T, D]`` over time; the tokens in ``cache`` come before it.
+
+        Without a ``mask`` ``[B, 1, T, T]`` (True: may be seen) it is causal.
+        """
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # (B, heads, T, head_dim)
@@ -161,11 +186,13 @@ class GPTAttention(nn.Module):
             past = cache.length
             key, value = cache.append(key, value)
         length = x.shape[1]
-        mask = None
-        if past and length > 1:  # is_causal aligns the corner at the first key, which is right only without a past
+        causal = mask is None and past == 0 and length > 1
+        if (
+            mask is None and past and length > 1
+        ):  # is_causal aligns the corner at the first key, which is right only without a past
             mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
         mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=past == 0 and length > 1, enable_gqa=self.grouped
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
         )
         return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
@@ -195,9 +222,9 @@ class GPTBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Add both residuals to ``x`` ``[B, T, D]``; the shape stays."""
-        x = x + self.attention(self.attention_norm(x), rotary, cache)
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Add both residuals to ``x`` ``[B, T, D]``; the shape stays. ``mask`` as in `GPTAttention`."""
+        x = x + self.attention(self.attention_norm(x), rotary, cache, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -237,12 +264,16 @@ class GPT(nn.Module):
             for projection in (block.attention.out, block.mlp.down):
                 nn.init.normal_(projection.weight, std=0.02 / (2 * self.config.depth) ** 0.5)
 
-    def features(self, input_ids: Tensor, cache: list[KVCache] | None = None) -> Tensor:
+    def features(
+        self, input_ids: Tensor, cache: list[KVCache] | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Hidden states before the head, for losses that never hold all logits.
 
         Args:
             input_ids: ``[B, T]``.
             cache: one `KVCache` a block; ``input_ids`` continue what it holds.
+            position_ids: ``[B, T]``, from 0 in every document of a packed row; documents do not see each other. It
+                cannot be had together with ``cache``.
 
         Returns:
             ``[B, T, D]``; ``head`` turns them into logits.
@@ -253,15 +284,24 @@ class GPT(nn.Module):
             raise ConfigurationError(
                 f"GPT: input_ids hold at most max_length = {self.config.max_length} tokens, got {stop}."
             )
-        rotary = rotary_table(start, stop, self.config.head_dim, self.config.rope_theta, input_ids.device)
+        if position_ids is not None and cache is not None:
+            raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")
         x = self.embedding(input_ids)
+        if position_ids is not None:
+            rotary, mask = packed_layout(position_ids, self.config.head_dim, self.config.rope_theta)
+            for block in self.blocks:
+                x = block(x, rotary, None, mask)
+            return self.norm(x)
+        rotary = rotary_table(start, stop, self.config.head_dim, self.config.rope_theta, input_ids.device)
         for index, block in enumerate(self.blocks):
             x = block(x, rotary) if cache is None else block(x, rotary, cache[index])
         return self.norm(x)
 
-    def forward(self, input_ids: Tensor, cache: list[KVCache] | None = None) -> Tensor:
-        """Logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``; ``cache`` as in `features`."""
-        return self.head(self.features(input_ids, cache))
+    def forward(
+        self, input_ids: Tensor, cache: list[KVCache] | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``; the rest as in `features`."""
+        return self.head(self.features(input_ids, cache, position_ids))
 
     @torch.no_grad()
     def generate(

@@ -1,0 +1,293 @@
+"""``python -m lit_efficient preview --config X``: what a batch of tokens is, before any time is spent on training it.
+
+Builds the data of a config and nothing else: no model, no trainer. Shows which tokens are trained, masked and padded,
+where packed documents begin, what was truncated, and whether the end of a turn is learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.next_token import IGNORE
+
+TRAINED, MASKED, PADDED = "trained", "masked", "padded"
+_STYLES = {
+    TRAINED: "\033[1;32m",
+    MASKED: "\033[2m",
+    PADDED: "\033[33m",
+    "boundary": "\033[1;36m",
+    "warning": "\033[1;31m",
+}
+_RESET = "\033[0m"
+# What would move the cursor or change colours if a text held it; a line break and a tab are harmless.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What each token of a batch is.
+
+    Args:
+        trained: ``[B, T]`` bool: something predicts it.
+        padded: ``[B, T]`` bool: it fills the row up.
+        starts: ``[B, T]`` bool: a document begins with it.
+    """
+
+    trained: Tensor
+    padded: Tensor
+    starts: Tensor
+
+
+def kinds_of(batch: dict[str, Tensor]) -> Kinds:
+    """Tell the tokens of a batch apart.
+
+    Args:
+        batch: ``input_ids`` and ``labels`` ``[B, T]``, shifted by one or not, with ``position_ids`` if it is packed or
+            ``attention_mask`` if it is padded.
+
+    Raises:
+        ConfigurationError: If the labels are neither the tokens nor those that follow.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    counts = labels != IGNORE
+    trained = counts.clone()
+    if not torch.equal(labels[counts], ids[counts]):
+        if not torch.equal(labels[:, :-1][counts[:, :-1]], ids[:, 1:][counts[:, :-1]]):
+            raise ConfigurationError("preview: the labels are neither the tokens nor those that follow each.")
+        trained = torch.cat((torch.zeros_like(counts[:, :1]), counts[:, :-1]), dim=1)
+    starts = torch.zeros_like(counts)
+    starts[:, 0] = True
+    padded = torch.zeros_like(counts)
+    if "attention_mask" in batch:
+        padded = batch["attention_mask"] == 0
+    elif "position_ids" in batch:
+        positions = batch["position_ids"]
+        starts[:, 1:] = positions.diff(dim=1) != 1
+        # The filling is a last document in which nothing is learned; every real one learns something.
+        document = starts.cumsum(1)
+        for row in range(len(ids)):
+            last = document[row] == document[row, -1]
+            padded[row] = last & ~trained[row, last].any() & bool(document[row, -1] > 1)
+    return Kinds(trained, padded, starts & ~padded)
+
+
+def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> dict[str, float]:
+    """Numbers about a batch.
+
+    Args:
+        batch: the batch.
+        kinds: what `kinds_of` said.
+        stop_ids: ids that end a turn or a text.
+
+    Returns:
+        Numbers of ``tokens``, ``trained``, ``masked``, ``padded``, ``documents``; the ``fill``; of the learned
+        ``stretches`` of tokens, and of those that have a stop id at their ``ends``.
+    """
+    ends = torch.zeros_like(kinds.trained)
+    ends[:, :-1] = kinds.trained[:, :-1] & (~kinds.trained[:, 1:] | kinds.starts[:, 1:])
+    ends[:, -1] = kinds.trained[:, -1]
+    stops = torch.isin(batch["input_ids"], torch.tensor(list(stop_ids)))
+    tokens, trained, padded = kinds.trained.numel(), int(kinds.trained.sum()), int(kinds.padded.sum())
+    return {
+        "tokens": tokens,
+        "trained": trained,
+        "masked": tokens - trained - padded,
+        "padded": padded,
+        "documents": int(kinds.starts.sum()),
+        "fill": 1 - padded / tokens,
+        "stretches": int(ends.sum()),
+        "ends": int((ends & stops).sum()),
+    }
+
+
+def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: bool, most: int) -> Iterator[str]:
+    """Yield the lines that show a batch.
+
+    Args:
+        batch: the batch.
+        kinds: what `kinds_of` said.
+        tokenizer: one of transformers or of tokenizers.
+        colour: whether to use colours; without, what is trained stands in «».
+        most: tokens of a row that are shown.
+    """
+    for row, ids in enumerate(batch["input_ids"].tolist()):
+        yield paint(f"=== row {row + 1} of {len(batch['input_ids'])}", "boundary", colour)
+        line, number = "", 0
+        for kind, begins, part in _runs(ids[:most], kinds, row):
+            if begins:
+                number += 1
+                if number > 1:
+                    yield line
+                    yield paint(f"--- document {number} of the row", "boundary", colour)
+                    line = ""
+            if kind == PADDED:
+                line += paint(f"[padded: {int(kinds.padded[row].sum())} tokens]", PADDED, colour)
+                break
+            text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], tokenizer.decode(part, skip_special_tokens=False))
+            line += text if not colour and kind == MASKED else paint(text, kind, colour)
+        yield line
+        if len(ids) > most:
+            yield f"... {len(ids) - most} more tokens (--tokens {len(ids)} shows all)"
+
+
+def _runs(ids: list[int], kinds: Kinds, row: int) -> Iterator[tuple[str, bool, list[int]]]:
+    """Yield the tokens that stand side by side and are alike: their kind, whether a document begins, the ids."""
+    trained, padded, starts = (values[row].tolist() for values in (kinds.trained, kinds.padded, kinds.starts))
+    of = [PADDED if padded[i] else TRAINED if trained[i] else MASKED for i in range(len(ids))]
+    begin = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or of[i] != of[begin] or starts[i]:
+            yield of[begin], starts[begin], ids[begin:i]
+            begin = i
+
+
+def paint(text: str, style: str, colour: bool) -> str:
+    """``text`` in the colour of ``style``, line by line; without colours what is trained in «»."""
+    if colour:
+        return "\n".join(f"{_STYLES[style]}{line}{_RESET}" if line else line for line in text.split("\n"))
+    return f"«{text}»" if style == TRAINED else text
+
+
+def summary_lines(
+    data: Any, numbers: dict[str, float], shape: tuple[int, ...], split: str, colour: bool
+) -> Iterator[str]:
+    """Yield the lines that follow a batch: it in numbers, then the whole split."""
+    from lit_efficient.data.language_cache import summary
+
+    legend = " ".join(paint(kind, kind, colour) for kind in (TRAINED, MASKED, PADDED))
+    yield f"legend   {legend}"
+    shares = ", ".join(
+        f"{numbers[k]:.0f} {k} ({numbers[k] / numbers['tokens']:.1%})" for k in (TRAINED, MASKED, PADDED)
+    )
+    yield f"batch    {' x '.join(map(str, shape))} tokens: {shares}"
+    yield f"         {numbers['documents']:.0f} documents, fill {numbers['fill']:.2%}"
+    if numbers["stretches"]:
+        yield f"         {numbers['ends']:.0f} of {numbers['stretches']:.0f} learned stretches end with a stop token"
+    report = getattr(data, "report", None)
+    if not report:
+        return
+    counts = report["counts"][split]
+    if not counts["rows"]:
+        yield f"{split:<8} streamed: what it holds is not known before it is read"
+        return
+    packing = f"; packed into rows that are {data.fill(split):.2%} full" if data.pack else ""
+    yield f"{split:<8} {summary(counts)}{packing}"
+    if not counts["truncated"]:
+        yield "         nothing truncated"
+    yield from (f"source   {sentence}" for sentence in report["formats"])
+    yield from (
+        f"         malformed: {place}: {why}" for shown in report["malformed"].values() for place, why in shown[:5]
+    )
+    if counts["turns"]:
+        names = {i: data.chat_tokenizer.convert_ids_to_tokens(i) for i in data.stop_ids}
+        end = names.get(report["end_of_turn"])
+        if end and counts["ended"] == counts["turns"]:
+            yield f"stop     the end-of-turn token {end} is trained in every turn"
+        else:
+            text = (
+                f"stop     the end-of-turn token {end or '(none)'} is trained in {counts['ended']} of {counts['turns']}"
+            )
+            yield paint(text + " turns: the model may never stop", "warning", colour)
+
+
+def build_data(argv: Sequence[str]) -> Any:
+    """The datamodule of a config, and nothing else of it.
+
+    Args:
+        argv: as for ``fit``.
+
+    Raises:
+        ConfigurationError: If the config has no data.
+    """
+    from jsonargparse import Namespace
+    from lightning.pytorch import LightningDataModule
+
+    from lit_efficient.cli import LitEfficientCLI
+    from lit_efficient.cli.errors import constructor_error
+    from lit_efficient.cli.parsing import PARSER_MODE, Parser
+
+    class DataOnly(LitEfficientCLI):
+        data: Any = None
+
+        def instantiate_classes(self) -> None:
+            wanted = self._get(self.config, "data")
+            if not wanted:
+                raise ConfigurationError("preview: the config has no `data`.")
+            parser = Parser(parser_mode=PARSER_MODE, exit_on_error=False)
+            parser.add_subclass_arguments(LightningDataModule, "data")
+            try:
+                self.data = parser.instantiate_classes(Namespace(data=wanted)).data
+            except ValueError as error:
+                raise constructor_error(error) from error
+
+        def after_instantiate_classes(self) -> None:
+            """There is no trainer to tell."""
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Nothing runs."""
+
+    return DataOnly(args=["fit", *argv]).data
+
+
+def run(argv: Sequence[str]) -> int:
+    """Show a batch.
+
+    Args:
+        argv: The arguments after ``preview``.
+
+    Returns:
+        Exit code: 0, or 2 for what the user can mend, with a sentence that says what.
+    """
+    parser = argparse.ArgumentParser(
+        "lit_efficient preview",
+        description="Show what a batch is. Takes the options of fit as well: -c CONFIG, --data.batch_size 2, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--split", choices=("train", "val"), default="train")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of a row that are shown (default: 400)")
+    parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (default: 2)")
+    options, rest = parser.parse_known_args(argv)
+    if options.tokens < 1 or options.rows < 1:
+        raise ConfigurationError("preview: --tokens and --rows must be at least 1.")
+    from lit_efficient.cli.errors import explain
+
+    try:
+        data = build_data(rest)
+        data.prepare_data()
+        data.setup("fit")
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        message = explain(error, rest)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    batch = next(iter(data.train_dataloader() if options.split == "train" else data.val_dataloader()))
+    if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
+        raise ConfigurationError(
+            f"preview: shows batches with input_ids and labels; {type(data).__name__} gives "
+            f"{list(batch) if isinstance(batch, dict) else type(batch).__name__}."
+        )
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    kinds = kinds_of(batch)
+    tokenizer = getattr(data, "chat_tokenizer", None) or data.tokenizer
+    shown = {name: values[: options.rows] for name, values in batch.items()}
+    for line in rendered(shown, kinds, tokenizer, colour, options.tokens):
+        print(line)
+    stops = data.stop_ids if hasattr(data, "stop_ids") else []
+    for line in summary_lines(
+        data, figures(batch, kinds, stops), tuple(batch["input_ids"].shape), options.split, colour
+    ):
+        print(line)
+    return 0

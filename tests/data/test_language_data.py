@@ -1,0 +1,319 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lit_efficient.data.document_store import read_manifest
+from lit_efficient.data.language_data import LanguageData
+from lit_efficient.data.resumable import make_resumable
+from lit_efficient.data.rows import open_sources
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.next_token import IGNORE
+from tests.data.chat_kit import PLAIN, THINKING, tokenizer
+
+COUNT = 60
+
+
+def chat(index: int, words: int = 3) -> dict:
+    answer = " ".join([f"w{index}"] * words)
+    return {"messages": [{"role": "user", "content": f"Say {index}"}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(path: Path, count: int = COUNT, start: int = 0) -> Path:
+    path.write_text("\n".join(json.dumps(chat(i, 1 + i % 7)) for i in range(start, start + count)) + "\n", "utf-8")
+    return path
+
+
+def language_data(tmp_path: Path, **changes) -> LanguageData:
+    source = tmp_path / "data.jsonl"
+    if not source.exists():
+        write_rows(source)
+    if not (tmp_path / "tok").exists():
+        tokenizer().save_pretrained(str(tmp_path / "tok"))
+    settings = {"train": str(source), "tokenizer": str(tmp_path / "tok"), "max_length": 64, "val_fraction": 0.1}
+    return LanguageData(**(settings | {"batch_size": 2, "cache_dir": str(tmp_path / "cache")} | changes))
+
+
+def ready(data: LanguageData) -> LanguageData:
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def caches(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "cache" / "language").iterdir() if path.is_dir()}
+
+
+def answers(data: LanguageData, loader) -> list[str]:
+    """What the labels of all batches say, document by document."""
+    found = []
+    for batch in loader:
+        for labels in batch["labels"]:
+            text = data.chat_tokenizer.decode(labels[labels != IGNORE])
+            found += [part for part in text.split("<|im_end|>") if part]
+    return found
+
+
+def test_every_answer_is_learned_once_an_epoch_packed_or_not(tmp_path: Path) -> None:
+    expected = sorted(" ".join([f"w{i}"] * (1 + i % 7)) for i in range(COUNT))
+    for pack in (True, False):
+        data = ready(language_data(tmp_path, pack=pack, batch_size=1))
+        train, val = answers(data, data.train_dataloader()), answers(data, data.val_dataloader())
+        assert sorted(train + val) == expected
+        assert len(val) >= 1
+        assert not set(train) & set(val)
+        batch = next(iter(data.train_dataloader()))
+        assert set(batch) == {"input_ids", "labels", "position_ids" if pack else "attention_mask"}
+        rows = (data.report["counts"]["train"]["tokens"] / data.fill() / 64) if pack else len(train)
+        assert len(data.train_dataloader()) == pytest.approx(rows)
+        assert len(data.train_dataloader()) < 0.7 * len(train) or not pack
+    assert data.stop_ids == sorted(data.chat_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    assert data.report["counts"]["train"]["ended"] == data.report["counts"]["train"]["turns"] == len(train)
+
+
+def test_no_label_stands_at_a_documents_start(tmp_path: Path) -> None:
+    data = ready(language_data(tmp_path, train_on="all"))
+    for batch in data.train_dataloader():
+        assert (batch["labels"][batch["position_ids"] == 0] == IGNORE).all()
+        assert (batch["labels"] != IGNORE).float().mean() > 0.5
+
+
+def test_validation_counts_the_bytes_of_what_it_scores(tmp_path: Path) -> None:
+    data = ready(language_data(tmp_path))
+    for batch in data.val_dataloader():
+        for labels, size in zip(batch["labels"], batch["num_bytes"]):
+            text = data.chat_tokenizer.decode(labels[labels != IGNORE], skip_special_tokens=True)
+            assert size == len(text.encode())
+
+
+def test_the_cache_is_used_again_and_never_stale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ready(language_data(tmp_path))
+    first = caches(tmp_path)
+    stamp = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
+    ready(language_data(tmp_path, batch_size=1, max_malformed=0.5, num_workers=1))
+    assert caches(tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == stamp
+    source = tmp_path / "data.jsonl"
+    source.write_text(source.read_text().replace("w3", "W3", 1))
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        ready(language_data(tmp_path))
+    assert "made anew, because data.jsonl changed since" in caplog.text
+    assert len(caches(tmp_path)) == 2
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        ready(language_data(tmp_path, chat_template=PLAIN))
+    assert "because the tokenizer or its chat template changed" in caplog.text
+    for number, changes in enumerate([{"max_length": 48}, {"train_on": "all"}, {"seed": 1}, {"max_rows": 50}], 4):
+        ready(language_data(tmp_path, **changes))
+        assert len(caches(tmp_path)) == number
+
+
+def test_another_template_is_another_mask_and_another_cache(tmp_path: Path) -> None:
+    thinking = ready(language_data(tmp_path, chat_template=THINKING))
+    assert all("</think>" in answer for answer in answers(thinking, thinking.val_dataloader()))
+
+
+def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
+    ready(language_data(tmp_path))
+    (tokens,) = (tmp_path / "cache").rglob("train.tokens.bin")
+    content = bytearray(tokens.read_bytes())
+    content[5] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"damaged: train.tokens.bin is not what was written"):
+        language_data(tmp_path).prepare_data()
+    tokens.write_bytes(content[:-4])
+    with pytest.raises(ConfigurationError, match=r"train.tokens.bin has \d+ bytes"):
+        language_data(tmp_path).setup("fit")
+
+
+def test_setup_alone_opens_the_same_cache(tmp_path: Path) -> None:
+    prepared = ready(language_data(tmp_path))
+    alone = language_data(tmp_path)
+    alone.setup("validate")
+    assert alone.report == prepared.report
+    assert alone.val_rows is not None
+    assert isinstance(alone.val_rows.documents._tokens, np.memmap)
+
+
+def test_malformed_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "bad.jsonl", 40)
+    lines = source.read_text().splitlines()
+    lines[3] = '{"messages": ['
+    lines[10] = json.dumps({"messages": []})
+    lines[20] = json.dumps({"messages": [{"role": "user", "content": "<|im_end|>"}, chat(0)["messages"][1]]})
+    source.write_text("\n".join(lines))
+    with pytest.raises(ConfigurationError) as error:
+        language_data(tmp_path, train=str(source)).prepare_data()
+    assert "3 of 40 rows for train are malformed (7.50%):" in str(error.value)
+    assert "bad.jsonl:4: no JSON: " in str(error.value)
+    assert "bad.jsonl:11: messages is empty" in str(error.value)
+    assert "bad.jsonl:21: the text of a turn spells the control token" in str(error.value)
+    assert "max_malformed allows 1.00%" in str(error.value)
+    data = language_data(tmp_path, train=str(source), max_malformed=0.1)
+    with pytest.warns(UserWarning, match="3 of 40 rows for train are malformed"):
+        data.prepare_data()
+    data.setup("fit")
+    assert sum(data.report["counts"][split]["documents"] for split in ("train", "val")) == 37
+    with pytest.raises(ConfigurationError, match="3 of 40 rows"):  # from the cache, with the old threshold
+        language_data(tmp_path, train=str(source)).prepare_data()
+
+
+def test_truncation_and_dropping_are_reported(tmp_path: Path) -> None:
+    source = tmp_path / "long.jsonl"
+    rows = [chat(i) for i in range(20)]
+    rows[4]["messages"][0]["content"] = "why " * 100  # no room for the answer
+    rows[5]["messages"][1]["content"] = "because " * 100
+    source.write_text("\n".join(map(json.dumps, rows)))
+    data = ready(language_data(tmp_path, train=str(source), val=str(write_rows(tmp_path / "val.jsonl", 5))))
+    counts = data.report["counts"]["train"]
+    assert (counts["rows"], counts["truncated"], counts["dropped"], counts["documents"]) == (20, 2, 1, 19)
+    assert counts["tokens_lost"] > 100
+    assert counts["turns"] == counts["ended"] == 20  # before anything was cut
+
+
+def test_a_split_off_row_is_never_on_both_sides(tmp_path: Path) -> None:
+    source = tmp_path / "twice.jsonl"
+    rows = [json.dumps(chat(i % 15)) for i in range(60)]
+    source.write_text("\n".join(rows))
+    data = ready(language_data(tmp_path, train=str(source), val_fraction=0.3))
+    assert not set(answers(data, data.train_dataloader())) & set(answers(data, data.val_dataloader()))
+
+
+def test_sources_of_all_kinds_hold_the_same_rows(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"instruction": f"Say {i}", "input": "", "output": f"w{i}"} for i in range(12)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "dict"))
+    for name, split in [
+        ("a", "train"),
+        ("rows.json", "train"),
+        ("rows.parquet", "train"),
+        ("saved", "train"),
+        ("dict", "test"),
+    ]:
+        (source,) = open_sources(str(tmp_path / name), split=split)
+        assert [row for _, row in source.rows()] == rows, name
+        assert [row for _, row in source.rows()] == rows, f"{name}, read again"
+    places = [place for place, _ in open_sources(str(tmp_path / "rows.parquet"))[0].rows()]
+    assert places[:2] == ["rows.parquet, row 1", "rows.parquet, row 2"]
+    before = open_sources(str(tmp_path / "saved"))[0].digest
+    datasets.Dataset.from_list(rows[1:]).save_to_disk(str(tmp_path / "saved"))
+    assert open_sources(str(tmp_path / "saved"))[0].digest != before
+    with pytest.raises(ConfigurationError, match=r"split must be one of \['test'\], got 'train'"):
+        open_sources(str(tmp_path / "dict"))
+
+
+def test_texts_are_cut_into_pieces_and_packed(tmp_path: Path) -> None:
+    for i in range(6):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"word{i} " * (10 + 60 * i))
+    data = ready(language_data(tmp_path, train=str(tmp_path / "texts"), batch_size=1))
+    counts = data.report["counts"]
+    assert counts["train"]["documents"] + counts["val"]["documents"] > 12
+    assert counts["train"]["truncated"] == counts["train"]["tokens_lost"] == 0
+    assert data.report["formats"][0] == "0.txt: text, one document a file"
+    text = "".join(answers(data, data.train_dataloader()) + answers(data, data.val_dataloader()))
+    assert text.count("5") == 310  # none is lost at the edges of pieces, none is learned twice
+
+
+def test_own_columns(tmp_path: Path) -> None:
+    source = tmp_path / "qa.jsonl"
+    source.write_text("\n".join(json.dumps({"q": f"Say {i}:", "a": f" w{i}"}) for i in range(20)))
+    data = ready(language_data(tmp_path, train=str(source), columns={"prompt": "q", "completion": "a"}))
+    found = answers(data, data.val_dataloader())
+    assert all(answer.startswith(" w") and "Say" not in answer for answer in found)
+    assert found
+
+
+def test_interrupted_and_resumed_equals_uninterrupted_with_two_workers(tmp_path: Path) -> None:
+    data = ready(language_data(tmp_path, num_workers=2, max_length=32))
+
+    def loader():
+        return make_resumable(data.train_dataloader(), seed=3, rank=0, epoch=lambda: 1)
+
+    whole, states, current = [], [], loader()
+    for batch in current:
+        whole.append(batch)
+        states.append(current.state_dict())
+    assert len(whole) > 4
+    resumed = loader()
+    resumed.load_state_dict(states[1])
+    rest = list(resumed)
+    assert len(rest) == len(whole) - 2
+    for found, expected in zip(rest, whole[2:]):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_ranks_share_the_rows(tmp_path: Path) -> None:
+    data = ready(language_data(tmp_path, batch_size=1, max_length=32))
+    assert data.train_rows is not None
+    parts = []
+    for rank in range(2):
+        sampler = torch.utils.data.DistributedSampler(data.train_rows, 2, rank, drop_last=True)
+        parts.append(set(sampler))
+    assert not parts[0] & parts[1]
+    assert len(parts[0] | parts[1]) == len(data.train_rows) // 2 * 2
+
+
+def test_a_tokenizer_is_trained_on_the_training_rows_alone(tmp_path: Path) -> None:
+    val = tmp_path / "val.jsonl"
+    val.write_text(
+        json.dumps({"messages": [chat(1)["messages"][0], {"role": "assistant", "content": "zyzzyva " * 20}]})
+    )
+    data = ready(language_data(tmp_path, tokenizer=None, vocab_size=300, val=str(val), max_length=256))
+    assert data.vocab_size <= 300
+    assert "zy" not in data.tokenizer.get_vocab()
+    assert data.tokenizer.to_str() == data.chat_tokenizer.backend_tokenizer.to_str()
+    again = ready(language_data(tmp_path, tokenizer=None, vocab_size=300, val=str(val), max_length=256))
+    assert again._folder == data._folder
+    assert read_manifest(again._folder)["end_of_turn"] == data.chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_length": 1}, "max_length must be at least 2, got 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"val_fraction": 1.0}, r"val_fraction must be between 0 and 1, got 1.0"),
+        ({"max_malformed": 1.5}, r"max_malformed must be in \[0, 1\], got 1.5"),
+        ({"tokenizer": None, "vocab_size": 10}, "vocab_size must be at least 259, got 10"),
+        ({"columns": {"question": "q"}}, "columns may name .*got 'question'"),
+        ({"tokenizer": None, "chat_template": "chatml"}, "chat_template needs a tokenizer"),
+        ({"train": []}, "must name at least one source"),
+        ({"max_rows": 0}, "max_rows must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(tmp_path: Path, changes: dict, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        language_data(tmp_path, **changes)
+
+
+def test_bad_sources_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no.json").write_text("{")
+    (tmp_path / "odd.jsonl").write_text('{"question": "a"}\n')
+    for train, sentence in [
+        (str(tmp_path / "none.jsonl"), "no such file or folder"),
+        (str(tmp_path / "empty"), "the folder holds no data"),
+        (str(tmp_path / "no.json"), "is no JSON"),
+        (str(tmp_path / "odd.jsonl"), r"no format has the keys \['question'\]"),
+        ("nobody/no-such-data", "nor a data set that could be loaded from the hub"),
+    ]:
+        with pytest.raises(ConfigurationError, match=sentence):
+            language_data(tmp_path, train=train).prepare_data()
+    assert not (tmp_path / "cache" / "language").exists() or not caches(tmp_path)
+
+
+def test_too_large_a_batch_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="batch_size must be at most the number of rows to train on"):
+        ready(language_data(tmp_path, batch_size=1000))
