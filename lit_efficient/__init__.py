@@ -53,6 +53,7 @@ PUBLIC: dict[str, str] = {
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",
+    "Preference": "tasks.preference",
     "Autoencoding": "tasks.autoencoding",
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data

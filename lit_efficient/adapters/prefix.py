@@ -126,7 +126,7 @@ class PrefixedGPT(PrefixedDecoder):
     def features(self, input_ids: Tensor, cache: list[Any] | None = None, position_ids: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens, which stand at the positions n, n + 1, ..."""
         if self.adapter_off:
-            return super().features(input_ids, cache, position_ids)  # type: ignore[misc, no-any-return]
+            return super().features(input_ids, cache, position_ids)  # type: ignore[misc]
         if position_ids is not None:
             raise ConfigurationError(
                 "PrefixTuning: documents that are packed into one row would each need the prefix, which stands before "
