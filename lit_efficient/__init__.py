@@ -60,6 +60,7 @@ PUBLIC: dict[str, str] = {
     "DigitImages": "data.digits",
     "LatentDigits": "data.latent_digits",
     "LanguageData": "data.language_data",
+    "PreferenceData": "data.preference_data",
     "PythonCorpus": "data.python_corpus",
     # data that can be resumed
     "ResumableLoader": "data.resumable",

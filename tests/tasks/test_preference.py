@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lit_efficient import (
@@ -273,12 +274,15 @@ class FSDPStrategy(SingleDeviceStrategy):
 
 
 def test_a_copy_of_sharded_weights_is_refused_before_training(tmp_path: Path) -> None:
-    strategy = {"strategy": FSDPStrategy("cpu")}
+
+    def strategy() -> dict[str, Any]:
+        return {"strategy": FSDPStrategy(torch.device("cpu"), CPUAccelerator()), "accelerator": "auto"}
+
     with pytest.raises(ConflictError, match=r"keeps a copy of what trains in full.*which FSDPStrategy shards"):
-        trainer(tmp_path, **strategy).fit(Preference(saved(tmp_path)), loader(), loader())
+        trainer(tmp_path, **strategy()).fit(Preference(saved(tmp_path)), loader(), loader())
     for loss, callbacks in (("simpo", []), ("sigmoid", [LoRA(rank=2)])):
         task = Preference(saved(tmp_path), loss)  # type: ignore[arg-type]
-        trainer(tmp_path, max_steps=1, callbacks=callbacks, **strategy).fit(task, loader(), loader())
+        trainer(tmp_path, max_steps=1, callbacks=callbacks, **strategy()).fit(task, loader(), loader())
 
 
 def test_batches_without_pairs_are_refused() -> None:
