@@ -29,6 +29,7 @@ usage: python -m lit_efficient COMMAND ...
   preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
   average     the weighted mean of checkpoints:    CKPT... --output FILE
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
+              and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
   generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR

@@ -32,6 +32,7 @@ class Session:
     trainer: int
     previous: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
+    schedulers: list[Any] = field(default_factory=list)  # while optimizers are rewritten, and no longer
     protocol_checked: bool = False
 
 
@@ -148,7 +149,8 @@ def install(trainer: Any, module: Any) -> None:
     session = module.__dict__["_lit_efficient_session"] = Session(id(trainer))
     _wrap(module, "configure_model", _configure_model, session.previous)
     _wrap(module, "on_load_checkpoint", _on_load_checkpoint, session.previous)
-    if any(overrides(technique, "rewrite_optimizer") for technique in techniques):
+    rewriters = ("prepare_parameters", "rewrite_optimizer")
+    if any(overrides(technique, method) for technique in techniques for method in rewriters):
         _wrap(module, "configure_optimizers", _configure_optimizers, session.previous)
     if any(overrides(technique, "sample_weights") for technique in techniques):
         _wrap(module, "training_step", _training_step_like(module.training_step), session.previous)
@@ -209,18 +211,31 @@ def _configure_model(self: Any) -> None:
 
 def _configure_optimizers(self: Any) -> Any:
     session: Session = self.__dict__["_lit_efficient_session"]
+    techniques = in_order(techniques_of(self.trainer))
+    for technique in techniques:
+        technique.prepare_parameters(self)
     configured = _call_inner(self, "configure_optimizers", session.previous)
     optimizers = list(find_optimizers(configured))
-    for technique in in_order(techniques_of(self.trainer)):
+    session.schedulers = find_schedulers(configured)
+    try:
+        _rewrite_optimizers(self, session, techniques, optimizers)
+    finally:
+        session.schedulers = []  # they hold the optimizer, which no copy of the module should drag along
+    return configured
+
+
+def _rewrite_optimizers(
+    module: Any, session: Session, techniques: list[Technique], optimizers: list[Optimizer]
+) -> None:
+    for technique in techniques:
         if not overrides(technique, "rewrite_optimizer"):
             continue
         name = type(technique).__name__
         if not optimizers:
-            raise ConfigurationError(f"{name}: {type(self).__name__}.configure_optimizers returned no optimizer")
+            raise ConfigurationError(f"{name}: {type(module).__name__}.configure_optimizers returned no optimizer")
         for i, optimizer in enumerate(optimizers):
             key = name if len(optimizers) == 1 else f"{name}[{i}]"
-            session.reports[key] = technique.rewrite_optimizer(optimizer, self)
-    return configured
+            session.reports[key] = technique.rewrite_optimizer(optimizer, module)
 
 
 def find_optimizers(configured: object) -> Iterator[Optimizer]:
@@ -237,6 +252,27 @@ def find_optimizers(configured: object) -> Iterator[Optimizer]:
             stack.append(item.get("optimizer"))
         elif isinstance(item, list | tuple):
             stack.extend(reversed(item))
+
+
+def find_schedulers(configured: object) -> list[Any]:
+    """Every learning-rate scheduler, once, in what ``configure_optimizers`` returned."""
+    found: dict[int, Any] = {}
+    stack = [configured]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Mapping):
+            stack.extend(item.get(key) for key in ("lr_scheduler", "scheduler"))
+        elif isinstance(item, list | tuple):
+            stack.extend(reversed(item))
+        elif item is not None and not isinstance(item, Optimizer):
+            found.setdefault(id(item), item)
+    return list(found.values())
+
+
+def schedulers_of(module: nn.Module) -> list[Any]:
+    """The schedulers that ``configure_optimizers`` returned; for use in ``Technique.rewrite_optimizer`` only."""
+    session = _session(module)
+    return list(session.schedulers) if session is not None else []
 
 
 def _training_step_like(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
     LitEfficientError
     ├── ConfigurationError   an argument, file or combination that cannot work; also a ValueError
     │   └── ConflictError    two techniques that exclude each other, or a requirement that is not met
-    └── CheckpointError      a checkpoint that cannot be written, read or trusted
+    ├── CheckpointError      a checkpoint that cannot be written, read or trusted
+    └── OutOfMemoryError     a step that needs more memory than there is, or than it may take
 
 The command line prints any of them without a traceback and exits with code 2.
 """
@@ -23,3 +24,7 @@ class ConflictError(ConfigurationError):
 
 class CheckpointError(LitEfficientError, RuntimeError):
     """A checkpoint that cannot be written, read or trusted. The message names the file."""
+
+
+class OutOfMemoryError(LitEfficientError, RuntimeError):
+    """A step that needs more memory than there is, or than it may take. The message gives both in bytes."""

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.adapters.int4 import shifted_zeros
 from lit_efficient.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.adapters.peft_format import to_peft
 from lit_efficient.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
+from lit_efficient.adapters.quantized import dequantize_entry, is_code, quantize_entry
 from lit_efficient.adapters.targets import is_tied
 from lit_efficient.errors import CheckpointError, ConfigurationError
 
@@ -36,11 +38,12 @@ def export_checkpoint(
     Args:
         path: A Lightning checkpoint.
         output: A folder that does not exist yet, or is empty.
-        format: ``peft``: the adapter alone, for ``PeftModel.from_pretrained``. ``merged``: a folder that
-            ``AutoModelForCausalLM.from_pretrained`` loads, made from ``base``. ``safetensors``: ``model.safetensors``
-            with the names of the module, adapters merged.
-        base: What the adapters stand beside: the folder of a transformers model (``merged``), or a checkpoint or
-            safetensors file (``safetensors``, where the checkpoint does not hold the base).
+        format: ``peft``: the adapter, for ``PeftModel.from_pretrained``, or diffusers' ``load_lora_adapter(folder,
+            prefix="base_model.model", weight_name="adapter_model.safetensors")``. ``merged``: a folder that
+            ``AutoModelForCausalLM.from_pretrained`` loads. ``safetensors``: ``model.safetensors`` with the names of the
+            module, adapters merged; QA-LoRA's weights stay in int4.
+        base: What the adapters stand beside, where the checkpoint does not hold it (``save_base=True``): the folder of
+            a transformers model (``merged``), or a checkpoint or safetensors file (``safetensors``).
 
     Returns:
         The folder.
@@ -66,60 +69,105 @@ def export_checkpoint(
         tensors, config = to_peft(checkpoint["state_dict"], where, arguments)
         return _written(Path(output), lambda folder: _write_peft(folder, tensors, config))
     if format == "merged":
-        if base is None:
-            raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
         refuse_prefix(checkpoint)
-        model = _merged_transformers(checkpoint, str(base))
+        model = _merged_transformers(checkpoint, None if base is None else str(base))
         return _written(Path(output), model.save_pretrained)
     state = merge_state(checkpoint, None if base is None else _read(Path(base))["state_dict"])
     return _written(Path(output), lambda folder: _write_safetensors(folder / "model.safetensors", state))
 
 
-def merge_state(checkpoint: Mapping[str, Any], base: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def merge_state(
+    checkpoint: Mapping[str, Any], base: Mapping[str, Tensor] | None = None, *, keep_int4: bool = True
+) -> dict[str, Tensor]:
     """The weights of a checkpoint with its adapters folded in, under the names that they have without adapters.
+
+    What the run quantised is rounded in the same way where ``base`` holds it as floats: the result computes what the
+    trained module does. Weights come out dequantised, except for int4 (without an adapter, or with QA-LoRA's).
 
     Args:
         checkpoint: A Lightning checkpoint, with or without adapters.
         base: The frozen weights, where the checkpoint does not hold them; names as in the checkpoint.
+        keep_int4: Whether int4 weights stay codes, scales and zero points where they can; else floats.
 
     Raises:
-        CheckpointError: If the weight of an adapted layer is in neither, or is quantised.
+        CheckpointError: If the weight of an adapted layer is in neither.
     """
     where, arguments = _adapters(checkpoint)
     state = fold_vectors({**(base or {}), **checkpoint["state_dict"]}, checkpoint)
     prefix = f"{where['root']}." if where and where["root"] else ""
-    for name, kind in where["kinds"].items() if where else ():
-        key = f"{prefix}{name}.weight"
-        weight = state.get(key)
-        if weight is None or not weight.is_floating_point():
+    kinds = {f"{prefix}{name}": kind for name, kind in where["kinds"].items()} if where else {}
+    for name in kinds:
+        if f"{name}.weight" not in state:
             raise CheckpointError(
-                f"export: the weight {key!r}, which an adapter changes, is "
-                f"{'not in the checkpoint' if weight is None else 'quantised in it'}: name the base it was trained with"
+                f"export: the weight '{name}.weight', which an adapter changes, is not in the checkpoint: name the "
+                "base it was trained with"
             )
-        own = [k for k in state if k.rpartition(".")[0] == f"{prefix}{name}" and k.rpartition(".")[2][:5] == "lora_"]
-        added = {k.rpartition(".")[2]: state.pop(k) for k in own}
-        transposed = kind in ("conv1d", "embedding")
-        matrix = weight.T if transposed else weight.flatten(1)
-        merged = merged_matrix(matrix, added, scale_of(arguments["variant"], arguments["alpha"], arguments["rank"]))
-        state[key] = (merged.T if transposed else merged).reshape(weight.shape).to(weight.dtype).contiguous()
+    how: Mapping[str, Any] = checkpoint.get("lit_efficient", {}).get("quantized", {})
+    for name, one in how.items():
+        if f"{name}.weight" in state and state[f"{name}.weight"].is_floating_point():
+            quantize_entry(state, name, one)
+    grouped = arguments.get("variant") == "qalora"
+    for name in [key.removesuffix(".weight") for key in state if key.endswith(".weight") and is_code(state[key])]:
+        if f"{name}.weight_zero" not in state or not (keep_int4 or name in kinds) or (name in kinds and not grouped):
+            dequantize_entry(state, name, transposed=how.get(name, {}).get("transposed", False))
+    for name, kind in kinds.items():
+        _merge_entry(state, name, kind, arguments)
+        if grouped and not keep_int4:
+            dequantize_entry(state, name, transposed=kind == "conv1d")
     return state
 
 
-def _merged_transformers(checkpoint: Mapping[str, Any], folder: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapping[str, Any]) -> None:
+    key = f"{name}.weight"
+    own = [k for k in state if k.rpartition(".")[0] == name and k.rpartition(".")[2].startswith("lora_")]
+    added = {k.rpartition(".")[2]: state.pop(k) for k in own}
+    scale = scale_of(arguments["variant"], arguments["alpha"], arguments["rank"])
+    if arguments["variant"] == "qalora":
+        delta = scale * (added["lora_B"] @ added["lora_A"])
+        state[f"{key}_zero"] = shifted_zeros(state[f"{key}_scale"], state[f"{key}_zero"], delta)
+        return
+    weight = state[key]
+    transposed = kind in ("conv1d", "embedding")
+    merged = merged_matrix(weight.T if transposed else weight.flatten(1), added, scale)
+    state[key] = (merged.T if transposed else merged).reshape(weight.shape).to(weight.dtype).contiguous()
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+def _merged_transformers(checkpoint: Mapping[str, Any], folder: str | None) -> Any:
     where, _ = _adapters(checkpoint)
     root = where["root"] if where else checkpoint.get("lit_efficient", {}).get("ia3", {}).get("root", "")
     prefix = f"{root}." if root else ""
+    model = _from_checkpoint(checkpoint, where, prefix) if folder is None else _from_folder(folder)
     for name in where["kinds"] if where else ():
         layer = model.get_submodule(name)
         if is_tied(model, layer):  # the adapter belongs to one use of the weight
             layer.weight = nn.Parameter(layer.weight.detach().clone())
             model.config.tie_word_embeddings = False
     base = {f"{prefix}{key}": tensor for key, tensor in model.state_dict().items()}
-    merged = merge_state(checkpoint, base)
+    merged = merge_state(checkpoint, base, keep_int4=False)
     model.load_state_dict({key.removeprefix(prefix): t for key, t in merged.items() if key in base})
+    return model
+
+
+def _from_folder(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def _from_checkpoint(checkpoint: Mapping[str, Any], where: Mapping[str, Any] | None, prefix: str) -> Any:
+    """The model that a checkpoint with a base describes; its weights are still random."""
+    if where is None or where.get("config") is None:
+        raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    entries = json.loads(where["config"])
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
+    lost = [name for name, _ in model.named_parameters() if f"{prefix}{name}" not in checkpoint["state_dict"]]
+    if lost:
+        raise ConfigurationError(
+            f"export: format merged needs base: the folder of the transformers model; the checkpoint lacks {len(lost)} "
+            f"of its weights, first {lost[0]!r} (LoRA(save_base=True) keeps them)"
+        )
     return model
 
 
@@ -159,11 +207,13 @@ def _written(target: Path, write: Callable[[Path], object]) -> Path:
 
 
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    _write_safetensors(folder / "adapter_model.safetensors", tensors)
+    # diffusers reads the configuration from the header, where its keys have the prefix of the tensors'.
+    header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
+    _write_safetensors(folder / "adapter_model.safetensors", tensors, lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+def _write_safetensors(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
     from safetensors.torch import save_file
 
     # Tied weights would share memory, which the format refuses: each name has a copy.
@@ -173,4 +223,4 @@ def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
         shared = tensor.untyped_storage().data_ptr() in seen
         seen.add(tensor.untyped_storage().data_ptr())
         own[key] = tensor.clone() if shared else tensor.contiguous()
-    save_file(own, path, metadata={"format": "pt"})
+    save_file(own, path, metadata={"format": "pt", **metadata})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.plugins.atomic_file import replacing
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def read(path: str | Path) -> dict[str, Any]:
             from safetensors.torch import load_file
 
             return {"state_dict": load_file(path)}
+        _verify(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
@@ -36,29 +37,25 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def write(path: str | Path, checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint, or its weights alone if ``path`` ends in ``.safetensors``."""
+    """Write a checkpoint, or its weights alone if ``path`` ends in ``.safetensors``, whole or not at all."""
     if Path(path).suffix == ".safetensors":
         from safetensors.torch import save_file
 
         # It refuses tensors that share memory, and these may be tied.
         state = {name: tensor.clone().contiguous() for name, tensor in checkpoint["state_dict"].items()}
-        write_whole(path, lambda temporary: save_file(state, temporary))
+        with replacing(Path(path)) as file:
+            save_file(state, file.name)  # it opens the same file by itself
     else:
-        write_whole(path, lambda temporary: torch.save(checkpoint, temporary))
+        with replacing(Path(path)) as file:
+            torch.save(checkpoint, file)
 
 
-def write_whole(path: str | Path, save: Callable[[Path], object]) -> None:
-    """Let ``save`` write a temporary sibling, then move it to ``path``: a crash leaves the old file or the new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _verify(path: Path) -> None:
+    """Compare each record with its checksum: torch does not, and a flipped bit would load without a word."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"its record {damaged} does not match its checksum")
 
 
 def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: str) -> dict[str, Any]:

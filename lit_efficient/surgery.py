@@ -69,7 +69,28 @@ def _mixed(mixin: type, base: type) -> type:
         "__doc__": base.__doc__,
     }
     namespace |= {"_mixed_from": (mixin, base), "__reduce_ex__": _reduce_mixed}
+    if _takes_anything(vars(mixin).get("forward")):
+        namespace["forward"] = _with_signature(mixin, base)
     return type(base.__name__, (mixin, base), namespace)
+
+
+def _takes_anything(forward: Any) -> bool:
+    """Whether all that a signature says is ``(self, *args, **kwargs)``."""
+    if forward is None:
+        return False
+    kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()][1:]
+    return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+
+
+def _with_signature(mixin: Any, base: Any) -> Callable[..., Any]:
+    """The mix-in's ``forward`` under the signature of the class's own: generation reads which arguments there are."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    forward.__doc__ = base.forward.__doc__
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:

@@ -100,6 +100,9 @@ class Technique(Callback):
         """Change the network in place; must not need a trainer, and draws from generators of its own."""
         raise NotImplementedError
 
+    def prepare_parameters(self, module: nn.Module) -> None:
+        """Set ``requires_grad``, in each fit, right before ``configure_optimizers`` picks the parameters by it."""
+
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Change one optimizer in place (see :func:`lit_efficient.surgery.become`)."""
         raise NotImplementedError

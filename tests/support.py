@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.gpt import GPT, GPTConfig
 
 WIDTH = 16
@@ -32,6 +33,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
+    takes_labels = False
+
     def __init__(self, width: int = WIDTH, depth: int = 4) -> None:
         super().__init__()
         self.stem = nn.Linear(width, width)
@@ -48,6 +51,8 @@ class Net(nn.Module):
 class AttentionNet(nn.Module):
     """A network for techniques that need attention: each of the WIDTH numbers of a row is one of eight tokens."""
 
+    takes_labels = False
+
     def __init__(self) -> None:
         super().__init__()
         config = GPTConfig(8, dim=WIDTH, depth=4, num_heads=2, hidden_dim=32, max_length=64, tie_embeddings=False)
@@ -58,10 +63,36 @@ class AttentionNet(nn.Module):
         return self.gpt(tokens)[..., 0]  # [B, WIDTH], as from Net
 
 
+class TokenNet(Net):
+    """A network of one token a sequence that gives losses for labels: (B, width) to (B, width) or (B,)."""
+
+    takes_labels = True
+    loss_function = staticmethod(token_losses)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return super().forward(x)
+        logits = super().forward(x[:, None])
+        return self.loss_function(logits, labels[:, None])[:, 0]
+
+
+class TokenAttentionNet(AttentionNet):
+    """Attention over tokens, and losses for labels."""
+
+    takes_labels = True
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return super().forward(x)
+        tokens = (2 * x + 4).long().clamp(0, 7)
+        return self.gpt(tokens, labels=tokens.flip(-1)).mean(-1)
+
+
 class ToyMethods:
     """The body of a LightningModule, for either namespace. It knows nothing of techniques."""
 
     prediction = "eps"
+    network: type[nn.Module] = Net
 
     def __init__(
         self,
@@ -96,6 +127,8 @@ class ToyMethods:
 
     def _sample_loss(self, batch: Any) -> torch.Tensor:
         (x,) = batch
+        if self.network.takes_labels:  # which of its numbers is the largest?
+            return self.net(x, labels=x.argmax(-1))
         return (self.net(x) - x.flip(-1)).square().mean(-1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -122,6 +155,9 @@ class ToyMethods:
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0])
+
+    def num_tokens(self, batch: Any) -> int:
+        return len(batch[0])
 
     def configure_optimizers(self) -> Any:
         if self.optimizers_wanted > 1:
@@ -225,7 +261,7 @@ def _differences(a: Any, b: Any, path: str) -> Any:
         yield f"{path}: {a!r} != {b!r}"
 
 
-def run_script(source: str, folder: Path, processes: int = 1, timeout: int = 120) -> str:
+def run_script(source: str, folder: Path, processes: int = 1, timeout: int = 240) -> str:
     """Run ``source`` in fresh processes (as torchrun would start them on one node) and return rank 0's output."""
     root = Path(__file__).parent.parent
     script = folder / "script.py"

@@ -38,6 +38,25 @@ def test_averages_equal_those_of_diffusers(warmup: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("power", [2 / 3, 1.0])
+def test_averages_equal_those_of_ema_pytorch(power: float) -> None:
+    reference_package = pytest.importorskip("ema_pytorch", reason="it is in the extra `test`")
+    net = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
+    generator = torch.Generator().manual_seed(0)
+    reference = reference_package.EMA(net, beta=0.97, update_every=1, update_after_step=3, power=power)
+    weights = list(net.parameters())
+    ours = [w.detach().clone() for w in weights]
+    for step in range(200):
+        with torch.no_grad():
+            for w in weights:
+                w.add_(torch.randn(w.shape, generator=generator), alpha=0.1)
+        reference.update()
+        update_(ours, weights, decay_at(step - 3, 0.97, "inverse_gamma", power))
+    for a, b in zip(ours, reference.ema_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-6)
+        assert not torch.equal(a, b)  # it takes its decays in float32: were they the same object, nothing was compared
+
+
 def test_decay_equals_the_formula_of_ema_pytorch() -> None:
     """``EMA.get_current_decay`` of ema-pytorch 0.8: clamp(1 - (1 + epoch / inv_gamma) ** -power, min, beta)."""
     for step in range(0, 100_000, 997):

@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_efficient import LoRA, merge_adapters
+from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
+from lit_efficient.adapters.merge import dequantize_layers
+from lit_efficient.application import apply
 from lit_efficient.commands.export import run as export
-from tests.support import QUIET, Toy, data, trainer
+from tests.adapters.test_architectures import MODELS
+from tests.support import QUIET, Toy, assert_equal, data, trainer, weights
 
 
 def _llama(tie: bool = False) -> Any:
@@ -44,10 +47,10 @@ class Language(L.LightningModule):
 IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
 
 
-def _trained(tmp_path: Path, *, tie: bool = False, **arguments: Any) -> tuple[Path, torch.Tensor]:
+def _trained(tmp_path: Path, *others: Any, tie: bool = False, **arguments: Any) -> tuple[Path, torch.Tensor]:
     torch.manual_seed(0)
     module = Language(_llama(tie))
-    run = L.Trainer(callbacks=[LoRA(rank=2, **arguments)], **QUIET, max_epochs=2)
+    run = L.Trainer(callbacks=[LoRA(rank=2, **arguments), *others], **QUIET, max_epochs=2)
     run.fit(module)
     run.save_checkpoint(tmp_path / "lora.ckpt", weights_only=True)
     return tmp_path / "lora.ckpt", _logits(module.network)
@@ -90,6 +93,113 @@ def test_transformers_loads_the_merged_model(tie: bool, tmp_path: Path) -> None:
     assert export(arguments) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(_logits(model), expected, rtol=1e-5, atol=1e-5)
+
+
+QUANTIZED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "nf4": (QuantizeBase("nf4"), {}),
+    "int4": (QuantizeBase("int4", group_size=8), {"variant": "qalora"}),
+    "int4_lora": (QuantizeBase("int4", group_size=8), {"targets": ["q_proj"]}),
+}
+
+
+@pytest.mark.parametrize("save_base", [False, True])
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_a_quantised_base_is_merged_as_it_was_trained(
+    case: str, save_base: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the checkpoint's own base; else from the float one, which is rounded as the run rounded it."""
+    from transformers import AutoModelForCausalLM
+
+    quantize, arguments = QUANTIZED[case]
+    path, expected = _trained(tmp_path, quantize, save_base=save_base, **arguments)
+    _llama().save_pretrained(tmp_path / "base")
+    command = [str(path), "--format", "merged", "--output", str(tmp_path / "out")]
+    if not save_base:
+        assert export(command) == 2
+        assert "format merged needs base: the folder of the transformers model; the checkpoint lacks" in (
+            capsys.readouterr().err
+        )
+        command += ["--base", str(tmp_path / "base")]
+    assert export(command) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(_logits(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_peft_gets_qalora_as_a_plain_adapter_beside_the_dequantised_base(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    path, expected = _trained(tmp_path, QuantizeBase("int4", group_size=8), variant="qalora")
+    assert export([str(path), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+    base = torch.nn.ModuleDict({"network": _llama()})
+    apply(base, [QuantizeBase("int4", group_size=8)])
+    dequantize_layers(base)
+    model = PeftModel.from_pretrained(base["network"], tmp_path / "out")
+    torch.testing.assert_close(_logits(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["unet", "sd3"])
+def test_diffusers_loads_the_adapter(kind: str, tmp_path: Path) -> None:
+    make, output, _, _ = MODELS[kind]
+    torch.manual_seed(0)
+    model: Any = make().eval()
+    base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    targets = ["to_q", "to_v", "conv1"] if kind == "unet" else ["to_q", "linear_1"]
+    root = torch.nn.ModuleDict({"network": model})
+    apply(root, [LoRA(rank=2, targets=targets, alpha=6.0)])
+    for name, p in root.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    expected = output(model).detach()
+    checkpoint: dict[str, Any] = {"state_dict": root.state_dict(), "lit_efficient": {}}
+    checkpoint["lit_efficient"]["transforms"] = [entry.record for entry in root.__dict__["_lit_efficient_ledger"]]
+    LoRA.trim_checkpoint(root, checkpoint)
+    torch.save(checkpoint, tmp_path / "lora.ckpt")
+    assert export([str(tmp_path / "lora.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+    fresh: Any = make().eval()
+    fresh.load_state_dict(base)
+    fresh.load_lora_adapter(tmp_path / "out", prefix="base_model.model", weight_name="adapter_model.safetensors")
+    torch.testing.assert_close(output(fresh).detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_that_transformers_quantised_trains_resumes_and_merges(bits: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    _llama().save_pretrained(tmp_path / "base")
+    kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
+
+    def load() -> Language:
+        config = BitsAndBytesConfig(**kind)
+        arguments = {"quantization_config": config, "device_map": "cpu", "local_files_only": True}
+        return Language(AutoModelForCausalLM.from_pretrained(tmp_path / "base", **arguments).train())
+
+    def fit(epochs: int, ckpt_path: Path | None = None) -> Any:
+        torch.manual_seed(0)
+        run = L.Trainer(callbacks=[LoRA(rank=2)], **QUIET, max_epochs=epochs)
+        run.fit(load(), ckpt_path=ckpt_path)
+        return run
+
+    with pytest.raises(
+        ConfigurationError, match=r"is quantised already: 14 layers, first 'network.*leave QuantizeBase"
+    ):
+        apply(load(), [QuantizeBase()])
+    whole = fit(2)
+    fit(1).save_checkpoint(tmp_path / "half.ckpt")
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert {key.rpartition(".")[2] for key in state} == {"lora_A", "lora_B"}
+    resumed = fit(2, tmp_path / "half.ckpt")
+    assert_equal(weights(whole.lightning_module), weights(resumed.lightning_module))
+    module = whole.lightning_module
+    expected = _logits(module.network)
+    merge_adapters(module)
+    tolerance = 1e-4 if bits == 4 else 2e-2  # norms of so small a model amplify rounding; int8 rounds its inputs, too
+    torch.testing.assert_close(_logits(module.network), expected, rtol=1e-5, atol=tolerance)
+    module.network.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", local_files_only=True)
+    torch.testing.assert_close(_logits(again), _logits(module.network))
 
 
 @pytest.mark.parametrize("save_base", [False, True])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -181,3 +183,24 @@ def test_mix_out_undoes_one_mix_in_and_leaves_the_others() -> None:
     mix_out(layer, A)  # subclasses, too
     assert type(layer) is nn.Linear
     assert layer(x).shape == (1, 2)
+
+
+class _PassesOn:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_that_takes_anything_keeps_the_signature_of_the_classs_own() -> None:
+    """Generation reads from the signature which arguments a model takes."""
+
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor, *, labels: torch.Tensor | None = None) -> torch.Tensor:
+            return x
+
+    module = Own()
+    expected = inspect.signature(module.forward)
+    mix_in(module, _PassesOn)
+    assert inspect.signature(module.forward) == expected
+    assert torch.equal(module(torch.ones(2), labels=None), torch.ones(2))
+    mix_out(module, _PassesOn)
+    assert type(module) is Own

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
 from lit_efficient.adapters.quantized import is_quantized
 from lit_efficient.errors import CheckpointError
+from lit_efficient.freezing import held
 
 _MARK = "_lit_efficient_base"
 _SAMPLES = 1024
@@ -54,12 +55,18 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
         module.register_load_state_dict_post_hook(_settle)
 
 
+def has_frozen_base(module: nn.Module) -> bool:
+    """Whether :func:`freeze_base` has decided what trains."""
+    return _MARK in module.__dict__
+
+
 def digests(module: nn.Module) -> dict[str, str]:
     """A digest of each frozen parameter by name, of up to 1024 of its values.
 
     Values are rounded to bfloat16 first: a base is the same in any precision.
     """
-    return {name: _digest(p) for name, p in module.named_parameters() if not p.requires_grad and not _sharded(p)}
+    frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in held(module))
+    return {name: _digest(p) for name, p in frozen if not _sharded(p)}
 
 
 def _sharded(tensor: Tensor) -> bool:
@@ -108,7 +115,9 @@ def check(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
     """Those of the keys of a ``state_dict`` that belong to frozen parameters, quantisation constants included."""
-    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    later = {id(module.get_parameter(name)) for name in held(module)}  # frozen for now: they belong to what trains
+    named = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, p in named if not p.requires_grad and id(p) not in later}
     quantized = {name for name, part in module.named_modules(remove_duplicate=False) if is_quantized(part)}
     found = set()
     for key in keys:

@@ -3,11 +3,13 @@
     lora, rslora   y = W x + s B A x,                        s = alpha / r, or alpha / sqrt(r) for rslora
     pissa          y = W x + s (B A - B0 A0) x,              s B0 A0 = the r largest singular parts of W
     dora           y = m (W + s B A) x / ||W + s B A||_row,  m starts as ||W||_row, the norm has no gradient
+    qalora         y = W x + s B A P x,                      P sums x over the groups of an int4 weight, A [r, in / g]
 
 ``A`` [r, in] and ``B`` [out, r] stand beside ``weight`` as ``lora_A`` and ``lora_B``; ``weight`` keeps name and value,
 so PiSSA subtracts what it took instead of editing the weight. The sum starts as exactly ``W x`` for every variant.
+``B A P`` is constant over each group of inputs: QA-LoRA merges into the zero points of the weight, which stays in int4.
 Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, PiSSA
-https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353.
+https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.adapters.disabled import Switchable
-from lit_efficient.adapters.quantized import dequantize, is_quantized
+from lit_efficient.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.surgery import mix_in
 
-VARIANTS = ("lora", "rslora", "dora", "pissa")
+VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora")
 
 
 def scale_of(variant: str, alpha: float, rank: int) -> float:
@@ -111,6 +113,15 @@ class _LowRankConv1D(_LowRankLinear):
     """GPT-2's linear layer, whose weight is [in, out]."""
 
 
+class _LowRankGroups(_LowRankLinear):
+    """An int4 layer whose adapter sees the sum of each group of inputs; see :mod:`lit_efficient.adapters.int4`."""
+
+    group_size: int
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return super()._low_rank(x.to(a.dtype).unflatten(-1, (-1, self.group_size)).sum(-1), a, b)
+
+
 class _LowRankConv2d(LowRank):
     stride: Any
     padding: Any
@@ -139,7 +150,8 @@ class _LowRankEmbedding(LowRank):
         if self.adapter_off:
             return y
         rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T  # type: ignore[attr-defined]
-        return y + (self.lora_scale * rows).to(y.dtype)
+        # Gemma's tables multiply what they look up: the adapter changes the table, not the product.
+        return y + (self.lora_scale * getattr(self, "embed_scale", 1.0) * rows).to(y.dtype)
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -155,11 +167,7 @@ def kind_of(module: nn.Module) -> str | None:
         return "conv2d" if module.groups == 1 else None
     if isinstance(module, nn.Embedding):
         return "embedding" if module.max_norm is None else None
-    if any(
-        base.__module__ == "transformers.pytorch_utils" and base.__name__ == "Conv1D" for base in type(module).__mro__
-    ):
-        return "conv1d"
-    return None
+    return "conv1d" if is_conv1d(module) else None
 
 
 _MIXINS: dict[str, type[LowRank]] = {
@@ -183,7 +191,8 @@ def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> 
 
     Args:
         weight: The frozen weight as [out, in].
-        added: ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA).
+        added: ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA). An
+            ``A`` with fewer columns than the weight (QA-LoRA) has one for each group of inputs.
         scale: ``s``.
 
     Returns:
@@ -194,6 +203,8 @@ def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> 
     delta = flat["lora_B"].flatten(1) @ flat["lora_A"].flatten(1)
     if "lora_A0" in flat:
         delta = delta - flat["lora_B0"].flatten(1) @ flat["lora_A0"].flatten(1)
+    if delta.shape[1] != weight.shape[1]:
+        delta = delta.repeat_interleave(weight.shape[1] // delta.shape[1], dim=1)
     weight = weight.to(wide) + scale * delta
     if "lora_magnitude" in flat:
         weight = weight * (flat["lora_magnitude"] / weight.norm(dim=1))[:, None]
@@ -217,7 +228,8 @@ def add_low_rank(
         name: Its dotted name: with ``seed`` it decides the draw, alike on all ranks.
         rank: ``r``.
         alpha: Numerator of the scale.
-        variant: ``lora``, ``rslora``, ``dora`` or ``pissa``; embeddings know the first two.
+        variant: ``lora``, ``rslora``, ``dora``, ``pissa`` or ``qalora``; embeddings know the first two, and the last is
+            for int4 layers.
         dropout: On the adapter's input.
         seed: Of the draw.
     """
@@ -230,7 +242,8 @@ def add_low_rank(
     if kind == "conv2d":
         shape_a, shape_b = (rank, *weight.shape[1:]), (weight.shape[0], rank, 1, 1)
     elif kind == "linear":
-        shape_a, shape_b = (rank, module.in_features), (module.out_features, rank)  # type: ignore[assignment]
+        inputs = module.in_features // (module.group_size if variant == "qalora" else 1)
+        shape_a, shape_b = (rank, inputs), (module.out_features, rank)  # type: ignore[assignment]
     else:  # the weight is [in, out]
         shape_a, shape_b = (rank, weight.shape[0]), (weight.shape[1], rank)  # type: ignore[assignment]
     module.lora_A = nn.Parameter(torch.empty(shape_a, dtype=dtype, device=weight.device))
@@ -244,7 +257,7 @@ def add_low_rank(
         module.register_buffer("lora_squared", rows.clone(), persistent=False)
     mix_in(
         module,
-        _MIXINS[kind],
+        _LowRankGroups if variant == "qalora" else _MIXINS[kind],
         lora_variant=variant,
         lora_scale=scale_of(variant, alpha, rank),
         lora_dropout=dropout,
@@ -271,7 +284,9 @@ def reset_low_rank(module: Any) -> None:
         module.lora_A0.copy_(a)
         module.lora_B0.copy_(b)
     else:
-        bound = 1 / math.sqrt(a[0].numel())  # Kaiming with a = sqrt(5), as the paper's code does
+        # Kaiming with a = sqrt(5), as the paper's code does; a column of QA-LoRA's A stands for a group of inputs.
+        inputs = a[0].numel() * (module.group_size if module.lora_variant == "qalora" else 1)
+        bound = 1 / math.sqrt(inputs)
         a.copy_((torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
         b.zero_()
     if module.lora_variant == "dora":

@@ -2,12 +2,14 @@
 
     net.q_proj.lora_A  ->  base_model.model.q_proj.lora_A.weight    (adapter_config.json, adapter_model.safetensors)
 
-PiSSA becomes a plain adapter of rank 2 r on the original weight: B A - B0 A0 = [B, -B0] [A; A0].
+PiSSA becomes a plain adapter of rank 2 r on the original weight: B A - B0 A0 = [B, -B0] [A; A0]. QA-LoRA becomes a
+plain one beside the dequantised weight: each column of A is repeated for the inputs of its group.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.adapters.low_rank import LowRank, kind_of
+from lit_efficient.adapters.quantized import is_conv1d
 
 
 def placement(module: nn.Module) -> dict[str, Any]:
@@ -24,14 +27,32 @@ def placement(module: nn.Module) -> dict[str, Any]:
     Returns:
         ``root``: dotted name of the model that was adapted: the transformers or diffusers model inside, else the only
         child that holds adapters. ``kinds``: kind of each adapted layer by its name in that model. ``targets``: what
-        peft is to look for there.
+        peft is to look for there. ``groups``: for QA-LoRA, how many inputs share a column of A, by name. ``config``:
+        that of a transformers model, in JSON.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
     root = _root_of(module, names)
     prefix = f"{root}." if root else ""
-    kinds = {name.removeprefix(prefix): str(kind_of(part)) for name, part in names.items()}  # type: ignore[arg-type]
-    everything = [name for name, _ in module.get_submodule(root).named_modules() if name]
-    return {"root": root, "kinds": kinds, "targets": target_modules(kinds, everything)}
+    parts: dict[str, Any] = {name.removeprefix(prefix): part for name, part in names.items()}
+    kinds = {name: "conv1d" if is_conv1d(part) else str(kind_of(part)) for name, part in parts.items()}
+    model = module.get_submodule(root)
+    everything = [name for name, _ in model.named_modules() if name]
+    return {
+        "root": root,
+        "kinds": kinds,
+        "targets": target_modules(kinds, everything),
+        "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
+        "config": _json_of(getattr(model, "config", None)),
+    }
+
+
+def _json_of(config: Any) -> str | None:
+    """The configuration of a transformers model, without the quantisation that a merged model has no more."""
+    if not hasattr(config, "model_type"):
+        return None
+    entries = json.loads(config.to_json_string(use_diff=False))
+    entries.pop("quantization_config", None)
+    return json.dumps(entries)
 
 
 def _root_of(module: nn.Module, names: Iterable[str]) -> str:
@@ -76,6 +97,8 @@ def to_peft(
         if f"{name}.lora_A0" in own:
             a = torch.cat((a, own.pop(f"{name}.lora_A0")))
             b = torch.cat((b, -own.pop(f"{name}.lora_B0")), dim=1)
+        if name in where["groups"]:
+            a = a.repeat_interleave(where["groups"][name], dim=1)
         if kind == "embedding":
             tensors |= {f"{name}.lora_embedding_A": a, f"{name}.lora_embedding_B": b}
         else:

@@ -129,8 +129,8 @@ class PrefixedGPT(PrefixedDecoder):
             return super().features(input_ids, cache, position_ids)  # type: ignore[misc]
         if position_ids is not None:
             raise ConfigurationError(
-                "PrefixTuning: documents that are packed into one row would each need the prefix, which stands before "
-                "the row: give the data pack=False"
+                "PrefixTuning: this GPT cannot have a prefix before each document of a packed row; do not pack "
+                "(data.init_args.pack=false), or take a model of transformers"
             )
         keys, values = self.prefix_tuning()
         seen = cache[0].length if cache else 0

@@ -8,6 +8,7 @@ from torch import nn
 
 from lit_efficient.adapters.low_rank import kind_of
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.freezing import NewLayer
 from lit_efficient.surgery import match_modules
 
 ALL_LINEAR = "all-linear"
@@ -19,8 +20,9 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
     Args:
         root: Any module.
         targets: ``all-linear``: every linear layer (GPT-2's ``Conv1D`` too), without the output head of a transformers
-            model and without layers that share their weight with an embedding; or regular expressions for the ends of
-            dotted names, which may also match ``nn.Conv2d``, ``nn.Embedding`` and tied heads.
+            model, layers that share their weight with an embedding and layers whose weights are new; or regular
+            expressions for the ends of dotted names, which may also match ``nn.Conv2d``, ``nn.Embedding`` and tied
+            heads.
         who: Name of the technique that asks, for the error.
 
     Raises:
@@ -37,7 +39,7 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         (name, module)
         for name, module in root.named_modules()
         if name and kind_of(module) in ("linear", "conv1d") and id(module) not in heads
-        and id(module.weight) not in tables
+        and id(module.weight) not in tables and not isinstance(module, NewLayer)
     ]  # fmt: skip
     if not found:
         raise ConfigurationError(

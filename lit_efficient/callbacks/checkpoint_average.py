@@ -27,8 +27,10 @@ _WEIGHTS = ("uniform", "linear", "exponential")
 class CheckpointAverage(ShadowWeights):
     """Evaluate with the average of the last weights of this run, and put it into weights-only checkpoints.
 
-    The training itself and its learning rate are left as they are: use a constant or cyclic one. Statistics of
-    BatchNorm layers are computed anew for the average, from training samples that are drawn for it.
+    The training itself and its learning rate are left as they are: use a constant or cyclic one. For SWA set
+    ``last_k=None``, ``start_step`` to about 75 % of the run, and ``every_n_steps`` to the length of a cycle, which must
+    divide the step at which a cycle ends: snapshots then fall on the lowest rates, where weights are best.
+    Statistics of BatchNorm layers are computed anew for the average, from training samples that are drawn for it.
 
     Args:
         last_k: How many snapshots are averaged, at least 1; null for all of them, in the memory of one (SWA).
@@ -123,8 +125,10 @@ class CheckpointAverage(ShadowWeights):
 
     # Snapshots
 
+    @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count steps from here."""
+        """Count steps from here, with restored snapshots sharded as the parameters are."""
+        self._place(pl_module)
         self._step = trainer.global_step
 
     @outside_autograd

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.adapters.base import check, freeze_base, trim
+from lit_efficient.adapters.int4 import Int4Linear
 from lit_efficient.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
 from lit_efficient.adapters.peft_format import placement
+from lit_efficient.adapters.quantized import is_bitsandbytes, quantization_of
 from lit_efficient.adapters.targets import ALL_LINEAR, find_targets
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.surgery import count, match_modules
@@ -40,7 +42,8 @@ class LoRA(Technique):
         targets: ``all-linear`` (without the output head), or regular expressions for the ends of dotted names.
         dropout: On the adapters' input, at least 0 and below 1.
         variant: ``lora``; ``rslora`` scales by alpha / sqrt(r); ``dora`` learns directions and magnitudes apart;
-            ``pissa`` starts from the r largest singular parts of the weight.
+            ``pissa`` starts from the r largest singular parts of the weight; ``qalora`` sees sums over the groups of
+            ``QuantizeBase(format="int4")``, which it needs, and merges into its zero points exactly.
         lr_ratio: LoRA+: B learns at so many times the rate, above 0 (16 in the paper); ``None``: at the same rate.
         bias: Which biases train as well: ``none``, ``lora_only`` (those of adapted layers) or ``all``.
         modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
@@ -104,6 +107,11 @@ class LoRA(Technique):
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA") if id(item[1]) not in whole]
         self._check_targets(targets)
+        for part in module.modules():
+            if is_bitsandbytes(part):  # of transformers' making, perhaps
+                from lit_efficient.adapters.bitsandbytes_layers import adopt
+
+                adopt(part)
         for name, layer in targets:
             add_low_rank(
                 layer, name,
@@ -152,6 +160,7 @@ class LoRA(Technique):
         """Leave the frozen base out, and say where the adapters belong."""
         trim(module, checkpoint)
         checkpoint["lit_efficient"]["adapters"] = placement(module)
+        checkpoint["lit_efficient"]["quantized"] = quantization_of(module)
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
@@ -173,6 +182,12 @@ class LoRA(Technique):
                 raise ConfigurationError(
                     f"LoRA: variant={self.variant!r} is for matrix products, and {name!r} is an embedding: "
                     "use lora or rslora, or leave it out of targets"
+                )
+            if self.variant == "qalora" and not isinstance(layer, Int4Linear):
+                raise ConfigurationError(
+                    f"LoRA: variant='qalora' merges into the zero points of an int4 weight, and {name!r} is a "
+                    f"{type(layer).__name__} without them: put QuantizeBase(format='int4', group_size=32) beside it, "
+                    "or leave the layer out of targets"
                 )
             limit = min(weight.shape[0], weight[0].numel()) if weight.is_floating_point() else self.rank
             if self.variant == "pissa" and self.rank > limit:

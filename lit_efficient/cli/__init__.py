@@ -95,7 +95,8 @@ class LitEfficientCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with the parts that every run gets."""
         quiet(evaluating=self.subcommand != "fit")
-        add_default_parts(self._get(self.config_init, "trainer", default={}), self.subcommand)
+        optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
+        add_default_parts(self._get(self.config_init, "trainer", default={}), self.subcommand, optimizer)
         return super().instantiate_trainer(**kwargs)
 
     @staticmethod

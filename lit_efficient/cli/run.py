@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 # Beginnings of messages that advertise something, or tell what is not there.
 _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")
@@ -21,13 +22,17 @@ COMMAND = "python -m lit_efficient"
 _NOISE = ("does not have many workers", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
-def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None) -> None:
+def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, optimizer: str = "") -> None:
     """Give a run the CheckpointIO that can be trusted and, for ``fit``, the answer to signals, unless it has its own.
+
+    A schedule-free optimizer gets the callback that switches its weights.
 
     Args:
         trainer_config: Arguments of the trainer, instantiated; changed in place.
         subcommand: Which subcommand runs.
+        optimizer: Class path of the config's optimizer, if it names one.
     """
+    from lit_efficient.callbacks.schedule_free import ScheduleFree
     from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
     from lit_efficient.plugins.checkpoint_io import SafeCheckpointIO
 
@@ -36,7 +41,15 @@ def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None) ->
         trainer_config["plugins"] = [*plugins, SafeCheckpointIO()]
     callbacks = _as_list(trainer_config.get("callbacks"))
     if subcommand == "fit" and not any(isinstance(callback, SignalCheckpoint) for callback in callbacks):
-        trainer_config["callbacks"] = [*callbacks, SignalCheckpoint()]
+        callbacks.append(SignalCheckpoint())
+    schedule_free = subcommand == "fit" and optimizer.rsplit(".", 1)[-1] == "ScheduleFreeAdamW"
+    if schedule_free and not any(isinstance(callback, ScheduleFree) for callback in callbacks):
+        callbacks.append(ScheduleFree())
+        rank_zero_info(
+            "optimizer: ScheduleFreeAdamW trains with other weights than it validates and saves: added the "
+            "callback ScheduleFree(), which switches them"
+        )
+    trainer_config["callbacks"] = callbacks
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -121,7 +121,7 @@ def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: boo
         most: tokens of a row that are shown.
     """
     for row, ids in enumerate(batch["input_ids"].tolist()):
-        yield paint(f"=== row {row + 1} of {len(batch['input_ids'])}", "boundary", colour)
+        yield paint(f"=== row {row + 1} of the batch", "boundary", colour)
         line, number = "", 0
         for kind, begins, part in _runs(ids[:most], kinds, row):
             if begins:
@@ -171,7 +171,7 @@ def summary_lines(
     )
     yield f"batch    {' x '.join(map(str, shape))} tokens: {shares}"
     yield f"         {numbers['documents']:.0f} documents, fill {numbers['fill']:.2%}"
-    if numbers["stretches"]:
+    if numbers["stretches"] and hasattr(data, "stop_ids"):
         yield f"         {numbers['ends']:.0f} of {numbers['stretches']:.0f} learned stretches end with a stop token"
     report = getattr(data, "report", None)
     if not report:

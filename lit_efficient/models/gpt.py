@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 
@@ -235,6 +236,8 @@ class GPT(nn.Module):
         config: its shape; ``vocab_size`` must be a number here.
     """
 
+    loss_function = staticmethod(token_losses)
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -298,10 +301,18 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(
-        self, input_ids: Tensor, cache: list[KVCache] | None = None, position_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        cache: list[KVCache] | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``; the rest as in `features`."""
-        return self.head(self.features(input_ids, cache, position_ids))
+        """Logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``; the rest as in `features`.
+
+        With ``labels`` ``[B, T]``, already shifted, the `token_losses` ``[B, T]`` instead.
+        """
+        logits = self.head(self.features(input_ids, cache, position_ids))
+        return logits if labels is None else self.loss_function(logits, labels)
 
     @torch.no_grad()
     def generate(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.optimizers.groups import parameter_groups
+from lit_efficient.optimizers.stepping import loss_of, with_gradient
 
 
 def lion(
@@ -70,16 +71,13 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = with_gradient(group)
             for p in parameters:
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
             moments = [self.state[p]["exp_avg"] for p in parameters]
-            gradients = [p.grad for p in parameters]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             lion(parameters, gradients, moments, float(group["lr"]), group["betas"], group["weight_decay"])
         return loss

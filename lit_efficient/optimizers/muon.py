@@ -23,6 +23,7 @@ from torch.optim.adam import adam
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.optimizers.groups import Groups, parameter_groups
+from lit_efficient.optimizers.stepping import loss_of, with_gradient
 
 _ADJUST = {True: "match_rms_adamw", False: "original"}
 
@@ -105,12 +106,9 @@ class MuonAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = with_gradient(group)
             if parameters:
                 (self._muon if group["muon"] else self._adamw)(group, parameters)
         return loss

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.optimizers.groups import parameter_groups
+from lit_efficient.optimizers.stepping import loss_of, with_gradient
 
 
 class ScheduleFreeAdamW(Optimizer):
@@ -92,15 +93,14 @@ class ScheduleFreeAdamW(Optimizer):
                 "and optimizer.eval() before validation and saving; under Lightning the callback ScheduleFree does it: "
                 "Trainer(callbacks=[ScheduleFree()])"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
-            self._step_group(group, [p for p in group["params"] if p.grad is not None])
+            self._step_group(group, with_gradient(group))
         return loss
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        if not parameters:  # a group that is frozen for now begins its warm-up and its average when it thaws
+            return
         group["steps"] += 1
         lr = float(group["lr"]) * min(1.0, group["steps"] / max(group["warmup_steps"], 1))
         group["lr_max"] = max(lr, group["lr_max"])

@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.losses.next_token import sample_means, targets_of, token_losses
+from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
@@ -85,10 +86,23 @@ class LanguageModeling(LightningModule):
     # building
 
     def setup(self, stage: str) -> None:
-        """Take the tokenizer from the datamodule, if it has one."""
-        tokenizer = getattr(self._datamodule(), "tokenizer", None)
+        """Take the tokenizer from the datamodule, if it has one; that with a chat template first."""
+        data = self._datamodule()
+        tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
         if tokenizer is not None:
-            self._adopt_tokenizer(pack_tokenizer(tokenizer), "the data")
+            self._adopt_tokenizer(pack_tokenizer(tokenizer, getattr(data, "stop_ids", ())), "the data")
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Let every token count the same where several batches, of one process or several, make an optimizer step."""
+        trainer = self.trainer
+        names = {type(callback).__name__ for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        several = trainer.accumulate_grad_batches > 1 or trainer.world_size > 1
+        several = several or bool(names & {"MaxBatchSize", "GradientAccumulationScheduler"})
+        return [TokenWeightedAccumulation()] if several and "TokenWeightedAccumulation" not in names else []
+
+    def num_tokens(self, batch: dict[str, Tensor]) -> int:
+        """How many tokens of a batch are learned."""
+        return int((targets_of(batch) != IGNORE).sum())
 
     def configure_model(self) -> None:
         """Build the network, once. Without data and a vocabulary size it waits for the checkpoint's."""
@@ -212,14 +226,16 @@ class LanguageModeling(LightningModule):
         Returns:
             The prompts with their continuations, up to where the model ends the text.
         """
+        tokenizer = self.tokenizer
         return continue_texts(
             self._built(),
-            self.tokenizer,
+            tokenizer,
             [prompts] if isinstance(prompts, str) else prompts,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            stop=set((self.tokenizer_state or {}).get("stop", ())),
             device=self.device,
         )
 
@@ -275,15 +291,22 @@ class LanguageModeling(LightningModule):
 
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it asks for one."""
-        network, targets = self._built(), targets_of(batch)
-        options = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
-        if isinstance(network, GPT):
-            return token_losses(network(batch["input_ids"], **options), targets), targets, None
-        output = network(input_ids=batch["input_ids"], use_cache=False, **options)
+        network: Any = self._built()
+        targets = targets_of(batch)
+        options: dict[str, Any] = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+        if isinstance(network, GPT):  # causal: what fills a row up at its end is seen by nobody
+            return network(batch["input_ids"], position_ids=options.get("position_ids"), labels=targets), targets, None
+        # Without a cache: with one, packed documents would see each other.
+        options |= {"input_ids": batch["input_ids"], "use_cache": False}
+        if hasattr(network, "token_losses"):  # ChunkedCrossEntropy has put the logits off
+            losses, output = network.token_losses(targets, **options)
+        else:
+            output = network(**options)
+            losses = token_losses(output.logits, targets)
         router_loss = getattr(output, "aux_loss", None)
         if router_loss is not None:
-            router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef  # type: ignore[operator, union-attr]
-        return token_losses(output.logits, targets), targets, router_loss
+            router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef
+        return losses, targets, router_loss
 
     def _log_epoch(self, prefix: str) -> None:
         # compute() has already summed over processes; sync_dist averages equal numbers and keeps Lightning quiet.

@@ -22,6 +22,7 @@ def continue_texts(
     temperature: float,
     top_p: float,
     seed: int,
+    stop: set[int],
     device: torch.device,
 ) -> list[str]:
     """Continue each text; the global random state is neither read nor changed.
@@ -34,6 +35,7 @@ def continue_texts(
         temperature: at least 0; 0 takes the likeliest token.
         top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
         seed: prompt number i is continued with the seed ``seed + i``.
+        stop: further ids that end a text.
         device: where the network is.
 
     Returns:
@@ -50,7 +52,7 @@ def continue_texts(
             f"generate_text: max_new_tokens must be in [1, {longest - 1}] (below the model's "
             f"max_length), got {max_new_tokens}."
         )
-    stop = stop_ids(network, tokenizer)
+    stop = stop | stop_ids(network, tokenizer)
     texts = []
     for index, prompt in enumerate(prompts):
         ids = _encode(tokenizer, prompt)[-room:]

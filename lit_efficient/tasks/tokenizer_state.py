@@ -4,7 +4,7 @@ What is kept is the tokenizer's own JSON (https://huggingface.co/docs/tokenizers
 special tokens and chat template. No file is needed to read it back, and nothing is downloaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError
@@ -12,11 +12,12 @@ from lit_efficient.errors import ConfigurationError
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def pack_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """A tokenizer as strings.
+def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
+    """A tokenizer as strings and numbers.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer`` or a fast tokenizer of transformers.
+        stop: ids that end a text or a turn, besides its own.
 
     Raises:
         ConfigurationError: for a tokenizer that cannot be written as JSON.
@@ -27,7 +28,7 @@ def pack_tokenizer(tokenizer: Any) -> dict[str, Any]:
             f"tokenizer: must be a tokenizers.Tokenizer or a fast tokenizer of transformers, got "
             f"{type(tokenizer).__name__}."
         )
-    packed: dict[str, Any] = {"json": backend.to_str()}
+    packed: dict[str, Any] = {"json": backend.to_str(), "stop": sorted(stop)}
     if backend is not tokenizer:
         packed["special"] = {name: str(token) for name in _SPECIAL if (token := getattr(tokenizer, name, None))}
         packed["chat_template"] = tokenizer.chat_template

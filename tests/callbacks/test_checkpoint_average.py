@@ -107,3 +107,33 @@ def test_batch_norm_without_suitable_data_or_step_is_refused() -> None:
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         CheckpointAverage(**arguments)
+
+
+class Cyclic(Toy):
+    """A rate that falls from 1e-2 to 1e-3 within each cycle of four steps, as in SWA's paper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.3 * (step % 4))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.states.append({name: p.detach().clone() for name, p in self.named_parameters()})
+
+
+def test_swa_averages_the_ends_of_cycles_and_leaves_the_rate_alone() -> None:
+    plain, module = Cyclic(), Cyclic()
+    trainer(max_epochs=5).fit(plain, data(), data())
+    average = CheckpointAverage(last_k=None, every_n_steps=4, start_step=10)
+    trainer([average], max_epochs=5).fit(module, data(), data())
+    assert module.rates == plain.rates
+    assert_equal(module.states, plain.states)
+    ends = [module.states[step - 1] for step in (12, 16, 20)]  # each after the step of the lowest rate
+    mean = {name: torch.stack([state[name] for state in ends]).mean(0) for name in ends[0]}
+    torch.testing.assert_close(dict(average.average(module)), mean, rtol=1e-5, atol=1e-6)

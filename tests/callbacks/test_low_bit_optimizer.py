@@ -140,14 +140,44 @@ def test_tensors_that_keep_32_bits_step_like_torch(kind: type, arguments: dict[s
     assert not torch.equal(ours[2].weight, theirs[2].weight)
 
 
+def curves(seeds: range, bits: Any = 32, backend: Any = None) -> torch.Tensor:
+    """Losses of 40 steps of AdamW, a row a seed; the seed draws weights and data."""
+    rows = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Embedding(128, 64), nn.Flatten(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 128))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3, weight_decay=0.0)
+        if backend:
+            LowBitOptimizer(bits, backend).rewrite_optimizer(optimizer, module)
+        rows.append([])
+        for _ in range(40):
+            tokens = torch.randint(0, 128, (64, 4))
+            loss = nn.functional.cross_entropy(module(tokens), tokens.amax(-1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rows[-1].append(loss.item())
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def curves_of_32_bits() -> torch.Tensor:
+    return curves(range(8))
+
+
 @pytest.mark.parametrize(("bits", "backend"), BITS)
-def test_the_loss_curve_follows_the_32_bit_one(bits: Any, backend: Any) -> None:
-    ours, theirs = network(), network()
-    low = train(ours, rewritten(ours, LowBitOptimizer(bits, backend))[0], 40)
-    full = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=2e-3, weight_decay=0.0), 40)
-    assert full[-1] < 0.01 * full[0]
-    allowed = 0.15 if bits == 4 else 0.02
-    assert max(abs(a - b) for a, b in zip(low, full)) < allowed * full[0]
+def test_the_loss_curve_is_within_the_noise_of_the_32_bit_one(
+    bits: Any, backend: Any, curves_of_32_bits: torch.Tensor
+) -> None:
+    """Noise is what another seed does to the 32-bit curve, measured; 4 bits are slower, by less than that."""
+    spread = curves_of_32_bits.std(0)
+    away = (curves(range(3), bits, backend).mean(0) - curves_of_32_bits[:3].mean(0)).abs()
+    assert away.max() > 0  # another optimizer, indeed
+    if bits == 4:
+        assert away.mean() < spread.mean()
+    else:
+        assert (away < 0.25 * spread).all(), (away / spread).max()
+    assert curves_of_32_bits[:, -1].mean() < 0.9 * curves_of_32_bits[:, 0].mean()  # something is learned
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

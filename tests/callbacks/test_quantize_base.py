@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
-from lit_efficient.adapters.quantized import dequantize
+from lit_efficient.adapters.quantized import dequantize, quantize_linear, stored_bytes
 from lit_efficient.application import apply, reports_of
-from lit_efficient.callbacks.quantize_base import quantize_linear, stored_bytes
+from lit_efficient.export import export_checkpoint, merge_state
 from tests.support import Toy, assert_equal, data, trainer, weights
+
+MODEL = "model.safetensors"
 
 # Bytes a weight, and the largest error relative to the largest weight of a block or row.
 EXPECTED = {
@@ -48,7 +51,7 @@ def test_bytes_rounding_and_gradients(format: str, double: bool) -> None:
         assert torch.equal(twin(x), layer(x))
 
 
-@pytest.mark.parametrize("format", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int8", "int4"])
 def test_checkpoints_of_both_kinds_load(format: str) -> None:
     x = torch.randn(4, 16)
     trained, fresh, other = Toy(), Toy(), Toy()
@@ -58,7 +61,7 @@ def test_checkpoints_of_both_kinds_load(format: str) -> None:
                 p.mul_(1.5)
     base = weights(trained)
     for module in (trained, fresh, other):
-        apply(module, [QuantizeBase(format)])
+        apply(module, [QuantizeBase(format, group_size=8)])
     y = trained.net(x)
     assert not torch.equal(fresh.net(x), y)
     for state in (base, trained.state_dict()):  # floats, quantised on the way; and codes with their constants
@@ -113,9 +116,74 @@ def test_the_report_measures_and_skipped_and_tied_layers_stay() -> None:
 
 
 def test_bad_arguments_and_nothing_to_do_are_errors() -> None:
-    with pytest.raises(ConfigurationError, match="format must be one of nf4, fp4, int8; got 'nf3'"):
+    with pytest.raises(ConfigurationError, match="format must be one of nf4, fp4, int8, int4; got 'nf3'"):
         QuantizeBase("nf3")
     with pytest.raises(ConfigurationError, match=r"skip must hold regular expressions, got '\('"):
         QuantizeBase(skip=("(",))
     with pytest.raises(ConfigurationError, match=r"Toy has no torch.nn.Linear left to quantise \(skip="):
         apply(Toy(), [QuantizeBase(skip=(".*",))])
+
+
+@pytest.mark.parametrize("save_base", [False, True])
+def test_qalora_resumes_bit_exactly_merges_and_exports(save_base: bool, tmp_path: Path) -> None:
+    targets = ["stem", "up", "down"]
+
+    def fit(epochs: int, **arguments: Any) -> Any:
+        torch.manual_seed(0)
+        module = Toy("configure_model", "lambda")
+        lora = LoRA(rank=2, variant="qalora", targets=targets, save_base=save_base)
+        run = trainer([lora, QuantizeBase("int4", group_size=8, skip=("head",))], max_epochs=epochs)
+        run.fit(module, data(), data(), **arguments)
+        return run
+
+    whole = fit(2)
+    fit(1).save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert save_base or {key.rpartition(".")[2] for key in state} == {"lora_A", "lora_B"}
+    resumed = fit(2, ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(weights(whole.lightning_module), weights(resumed.lightning_module))
+
+    whole.save_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    torch.save(weights(Toy()), tmp_path / "base.pt")
+    base = None if save_base else tmp_path / "base.pt"
+    module = whole.lightning_module
+    x = next(iter(data()))[0]
+    y = module.net(x)
+    codes = module.net.stem.weight.clone()
+    merge_adapters(module)
+    torch.testing.assert_close(module.net(x), y, rtol=1e-5, atol=1e-5)
+    assert torch.equal(module.net.stem.weight, codes)
+    exported = load_file(export_checkpoint(tmp_path / "whole.ckpt", tmp_path / "out", "safetensors", base) / MODEL)
+    torch.testing.assert_close(exported, weights(module), rtol=1e-6, atol=1e-6)
+    assert exported["net.stem.weight"].dtype is torch.uint8
+    assert torch.equal(exported["net.stem.weight"], codes)
+
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    floats = merge_state(checkpoint, None if save_base else weights(Toy()), keep_int4=False)
+    plain = Toy()
+    plain.load_state_dict(floats)
+    torch.testing.assert_close(plain.net(x), y, rtol=1e-5, atol=1e-5)
+
+    # The merged module is still quantised, says so in its checkpoints, and takes a second adapter.
+    torch.manual_seed(0)
+    again = trainer([LoRA(rank=2, variant="qalora"), QuantizeBase("int4", group_size=8, skip=("head",))])
+    with pytest.raises(ConfigurationError, match=r"variant='qalora' .* 'net.head' is a Linear without them"):
+        again.fit(copy.deepcopy(module), data(), data())
+    lora = LoRA(rank=2, variant="qalora", targets=targets)
+    trainer([lora, QuantizeBase("int4", group_size=8, skip=("head",))]).fit(module, data(), data())
+    assert torch.equal(module.net.stem.weight, codes)
+
+
+def test_qalora_needs_an_int4_base_and_groups_that_fit() -> None:
+    for others in ([], [QuantizeBase("nf4")]):
+        with pytest.raises(ConfigurationError, match=r"put QuantizeBase\(format='int4', group_size=32\) beside it"):
+            apply(Toy(), [LoRA(variant="qalora"), *others])
+    with pytest.raises(ConfigurationError, match=r"got 32 for the 16 of 'net.stem' and 5 more; 16 divides all"):
+        apply(module := Toy(), [QuantizeBase("int4")])
+    assert_equal(weights(module), weights(Toy()))
+    for size in (0, 7):
+        with pytest.raises(ConfigurationError, match=f"group_size must be even and at least 2, got {size}"):
+            QuantizeBase("int4", group_size=size)
+    apply(module, [QuantizeBase("int4", group_size=16), LoRA(variant="qalora")])
+    report = reports_of(module)["QuantizeBase"]
+    assert report.details["bytes_per_parameter"] == 0.5 + 8 / 16

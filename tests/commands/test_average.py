@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from lit_efficient import ConfigurationError, LitEfficientError
 from lit_efficient.commands.average import average_files, run
+from lit_efficient.files import read
+from lit_efficient.files import write as write_file
 from tests.support import Toy, assert_equal, data, run_script, trainer, weights
 
 
@@ -104,3 +106,28 @@ def test_a_file_that_is_missing_broken_or_code_is_named_and_nothing_is_written(t
     assert not list(tmp_path.glob("*out*"))
     with pytest.raises(ConfigurationError, match=r"--weights must be uniform, .* got 'most'"):
         run([str(tmp_path / "list.ckpt"), "--output", str(tmp_path / "out.ckpt"), "--weights", "most"])
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_a_file_is_replaced_whole_or_not_at_all(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write_file(path, {"state_dict": {"w": torch.arange(4.0)}})
+    assert_equal(read(path)["state_dict"], {"w": torch.arange(4.0)})
+    before = path.read_bytes()
+    with pytest.raises(AttributeError):
+        write_file(
+            path, {"state_dict": {"w": torch.ones(4), "x": open}} if suffix == ".safetensors" else {"x": lambda: 0}
+        )
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_flipped_bit_is_seen_in_every_tensor(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.ckpt", w=torch.arange(64.0), v=torch.ones(64))
+    content = bytearray(file.read_bytes())
+    for tensor in (torch.arange(64.0), torch.ones(64)):
+        flipped = bytearray(content)
+        flipped[content.index(tensor.numpy().tobytes()) + 9] ^= 4
+        file.write_bytes(flipped)
+        with pytest.raises(LitEfficientError, match=r"a.ckpt cannot be read: .*checksum|Bad CRC"):
+            average_files([file])

@@ -15,20 +15,26 @@ from lit_efficient import (
     EMA,
     IA3,
     CheckpointAverage,
+    ChunkedCrossEntropy,
     ConflictError,
     ExactResume,
+    GradualUnfreezing,
     LoRA,
     LowBitOptimizer,
+    LRFinder,
+    MaxBatchSize,
     PowerEMA,
     PrefixTuning,
     QuantizeBase,
+    ReplaceHead,
     ScheduleFree,
     SNRWeighting,
     StochasticDepth,
     Technique,
+    TokenWeightedAccumulation,
 )
 from lit_efficient.technique import check_conflicts
-from tests.support import AttentionNet, Net
+from tests.support import AttentionNet, Net, TokenAttentionNet, TokenNet
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -66,9 +72,16 @@ def _power_ema() -> PowerEMA:
     return PowerEMA(dirpath=str(Path(tempfile.gettempdir()) / "lit_efficient_snapshots"))
 
 
+def _lr_finder(apply: bool = True) -> LRFinder:
+    return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=16, early_stop_threshold=None, apply=apply)
+
+
 CASES: dict[str, Case] = {
     "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
+    "LRFinder": Case(_lr_finder, neutral=lambda: _lr_finder(apply=False)),
+    # half the batch, accumulated: the same gradient up to rounding
+    "MaxBatchSize": Case(lambda: MaxBatchSize(max_size=2), neutral=MaxBatchSize),
     "OffloadOptimizer": Case(OffloadOptimizer, neutral=OffloadOptimizer, changes=False),
     "ScheduleFree": Case(lambda: ScheduleFree(warmup_steps=2), neutral=None),
     "CheckpointAverage": Case(
@@ -77,20 +90,27 @@ CASES: dict[str, Case] = {
         changes=False,
         shadows=True,
     ),
+    "ChunkedCrossEntropy": Case(lambda: ChunkedCrossEntropy(chunk_size=3, z_loss=0.1), neutral=None, network=TokenNet),
     "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
     "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
     "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
     "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
     "PrefixTuning": Case(lambda: PrefixTuning(3, init_tokens=[1, 5]), neutral=None, network=AttentionNet),
+    "GradualUnfreezing": Case(
+        lambda: GradualUnfreezing(every_n_steps=1), neutral=lambda: GradualUnfreezing([".*"], every_n_steps=1)
+    ),
+    "ReplaceHead": Case(lambda: ReplaceHead(16), neutral=None),
     "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
     "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
     "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
+    "TokenWeightedAccumulation": Case(TokenWeightedAccumulation, neutral=TokenWeightedAccumulation, changes=False),
 }
 
 
 def network_of(*names: str) -> type[nn.Module]:
     """The network that all the named techniques can act on."""
-    return next((CASES[name].network for name in names if CASES[name].network is not Net), Net)
+    needed = {CASES[name].network for name in names} - {Net}
+    return TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
 
 
 def _together() -> tuple[str, ...]:

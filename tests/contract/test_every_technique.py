@@ -37,7 +37,8 @@ def _toy(names: tuple[str, ...], where: str = "configure_model", scheduler: str 
 
 
 def _fit(callbacks: list[Any], module: Any = None, *, ckpt_path: Any = None, **arguments: Any) -> Any:
-    module = module or Toy("configure_model", "lambda")
+    names = [type(callback).__name__ for callback in callbacks if type(callback).__name__ in CASES]
+    module = module or _toy(tuple(names), scheduler="lambda")
     torch.manual_seed(0)
     run = trainer(callbacks, **arguments)
     run.fit(module, data(), data(), ckpt_path=ckpt_path)
@@ -151,7 +152,7 @@ def test_one_module_through_all_stages_is_transformed_once(names: tuple[str, ...
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), TOGETHER], ids="+".join)
 def test_wraps_are_gone_after_a_run(names: tuple[str, ...]) -> None:
     module = _toy(names)
-    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint"}
+    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint", "backward"}
     _fit(_make(*names), module)
     assert not methods & module.__dict__.keys()
     assert "_lit_efficient_session" not in module.__dict__
@@ -190,11 +191,11 @@ class _Bomb(Callback):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_exception_at_any_hook_leaves_the_module_clean(hook: str, tmp_path: Path) -> None:
-    module = Toy("configure_model")
+    module = _toy(TOGETHER)
     callbacks = [*_make(*TOGETHER), _Bomb(hook), ModelCheckpoint(tmp_path, every_n_train_steps=1)]
     with pytest.raises(RuntimeError, match="bomb"):
         _fit(callbacks, module, num_sanity_val_steps=1, enable_checkpointing=True)
-    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint"}
+    methods = {"configure_model", "configure_optimizers", "training_step", "on_load_checkpoint", "backward"}
     assert not methods & module.__dict__.keys()
     _fit(_make(*TOGETHER), module.train())  # and it can be trained again
 

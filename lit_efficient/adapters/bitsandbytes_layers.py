@@ -1,0 +1,127 @@
+"""Bitsandbytes' frozen layers in 4 and 8 bits, made to load what they save.
+
+nf4, fp4   w = absmax_block * table[code],  blocks of 64;  double_quant stores absmax in 8 bits, in blocks of 256
+int8       w = absmax_row * code / 127
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.surgery import mix_in
+
+
+def bitsandbytes_linear(
+    weight: Tensor, bias: nn.Parameter | None, format: str = "nf4", *, double_quant: bool = True
+) -> Any:
+    """A quantised linear layer with the given weight and bias.
+
+    Args:
+        weight: Floats, [out, in]; left as they are.
+        bias: The bias, which stays the same parameter, or ``None``.
+        format: ``nf4``, ``fp4`` or ``int8``.
+        double_quant: Whether the scales of the 4-bit formats are quantised themselves.
+    """
+    import bitsandbytes as bnb
+
+    sizes = (weight.shape[1], weight.shape[0], bias is not None)
+    layer: Any
+    if format == "int8":
+        layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, device="meta")
+    else:
+        layer = bnb.nn.Linear4bit(*sizes, quant_type=format, device="meta", compress_statistics=double_quant)
+    layer.weight = _quantized_weight(weight.detach(), format, double_quant)
+    layer.bias = bias
+    adopt(layer)
+    return layer
+
+
+def adopt(layer: Any) -> None:
+    """Make a layer of bitsandbytes, whoever built it, load what it saves and pass gradients on in eval mode."""
+    if isinstance(layer, _Loads):
+        return
+    if any(base.__name__ == "Linear8bitLt" for base in type(layer).__mro__):
+        mix_in(layer, _Loads8bit, quant_format="int8", quant_double=False)
+        return
+    layer.support_avx512bf16_for_cpu = False  # its repacking in eval mode loses the gradient of the input
+    # FSDP2 puts plain tensors in the place of the weight; the layer then looks for the constants on itself.
+    layer.quant_state = layer.weight.quant_state
+    mix_in(layer, _Loads4bit, quant_format=layer.weight.quant_type, quant_double=layer.weight.compress_statistics)
+
+
+def _quantized_weight(weight: Tensor, format: str, double_quant: bool) -> Any:
+    import bitsandbytes as bnb
+
+    if format == "int8":
+        codes: Any = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
+        return codes.to(weight.device)
+    parameter: Any = bnb.nn.Params4bit(
+        weight.clone(), requires_grad=False, compress_statistics=double_quant, quant_type=format
+    )
+    return parameter.to(weight.device)
+
+
+class _Loads:
+    """Loading: bitsandbytes' layers cannot read back the constants that they write."""
+
+    weight: Any
+    quant_format: str
+    quant_double: bool
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        key = f"{prefix}weight"
+        given = state_dict.get(key)
+        if given is not None and given.is_floating_point():
+            oriented = given.T if getattr(self, "quant_transposed", False) else given
+            fresh = _quantized_weight(
+                oriented.to(self.weight.device).contiguous(), self.quant_format, self.quant_double
+            )
+            self._take(fresh.data, fresh)
+            state_dict[key] = fresh.data
+        else:
+            constants = [k for k in state_dict if k.startswith((f"{key}.", f"{prefix}SCB", f"{prefix}weight_format"))]
+            popped = {k.removeprefix(f"{key}.").removeprefix(prefix): state_dict.pop(k) for k in constants}
+            if given is not None and popped:
+                self._restore(given, popped)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
+
+    def _take(self, data: Tensor, fresh: Any) -> None:
+        raise NotImplementedError
+
+    def _restore(self, data: Tensor, constants: dict[str, Tensor]) -> None:
+        raise NotImplementedError
+
+
+class _Loads4bit(_Loads):
+    quant_state: Any
+
+    def _take(self, data: Tensor, fresh: Any) -> None:
+        self.weight.data = data
+        self.weight.quant_state = self.quant_state = fresh.quant_state
+
+    def _restore(self, data: Tensor, constants: dict[str, Tensor]) -> None:
+        self.weight.data = data.to(self.weight.device, copy=True)
+        self.weight.quant_state = self.quant_state = state_4bit(constants, self.weight.device)
+
+
+class _Loads8bit(_Loads):
+    state: Any
+
+    def _scale(self) -> Tensor:
+        return self.weight.SCB if self.weight.SCB is not None else self.state.SCB
+
+    def _take(self, data: Tensor, fresh: Any) -> None:
+        self._scale().copy_(fresh.SCB)
+
+    def _restore(self, data: Tensor, constants: dict[str, Tensor]) -> None:
+        self._scale().copy_(constants["SCB"])
+
+
+def state_4bit(constants: dict[str, Tensor], device: torch.device) -> Any:
+    """Bitsandbytes' quantisation constants from a checkpoint's, by their names behind ``weight.``."""
+    from bitsandbytes.functional import QuantState
+
+    return QuantState.from_dict({f"weight.{name}": tensor.clone() for name, tensor in constants.items()}, device=device)

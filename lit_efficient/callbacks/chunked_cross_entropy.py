@@ -1,0 +1,115 @@
+"""Chunked cross-entropy: a language model's loss without its logits.
+
+    for each chunk of c tokens: logits = W h_c [c, V] -> loss and gradients of h_c and W;    the logits are overwritten
+
+Saves: the logits and their gradients, 8 N V bytes and more; what is left is the head's gradient and c rows of logits
+Costs: nothing on a CPU, where smaller logits are faster; no logits in the output of a call with labels
+Source: Wijmans et al. (2024), https://arxiv.org/abs/2411.09009; measured by benchmarks/cross_entropy.py
+
+The formulas are in :mod:`lit_efficient.losses.chunked_cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, TokenLoss
+from lit_efficient.losses.deferred_logits import BACKENDS, ChunkedLoss, defer, output_head, takes_labels
+from lit_efficient.losses.liger_cross_entropy import installed
+from lit_efficient.technique import Phase, Report, Technique
+
+
+class ChunkedCrossEntropy(Technique):
+    """Compute the loss of a causal language model from its hidden states, a chunk of tokens at a time.
+
+    Acts where the network is called with ``labels``, in training and validation alike: transformers'
+    ``...ForCausalLM``, our ``GPT``, and any network with ``forward(..., labels=...)``, a ``head`` and
+    ``loss_function = token_losses``. The output's ``logits`` are then ``None``. Calls without labels (generation) are
+    untouched. The head may be tied, frozen, quantised or under adapters; scale and softcap of the logits are those that
+    the network's own forward applies, and auxiliary losses of experts stay.
+
+    Args:
+        chunk_size: Tokens at a time, at least 1.
+        backend: ``torch``; ``liger`` (its kernel, on a GPU, for plain heads); ``auto`` is Liger's where it can be.
+        z_loss: Weight of the squared log-partition function, at least 0 (1e-4 in PaLM); in training only.
+        label_smoothing: Share of the target spread over the vocabulary, at least 0 and below 1; in training only.
+
+    Raises:
+        ConfigurationError: For an argument out of range, without such a network, in the first step if ``training_step``
+            never called it with labels, and where a network does anything to its logits but scale and bound them.
+
+    Example:
+        >>> Trainer(callbacks=[ChunkedCrossEntropy(z_loss=1e-4)])  # doctest: +SKIP
+    """
+
+    phase = Phase.RECOMPUTE
+    conflicts: ClassVar[dict[str, str]] = {}
+
+    def __init__(
+        self, chunk_size: int = CHUNK_SIZE, backend: str = "auto", z_loss: float = 0.0, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        if chunk_size < 1:
+            raise ConfigurationError(f"ChunkedCrossEntropy: chunk_size must be at least 1, got {chunk_size}")
+        if backend not in BACKENDS:
+            raise ConfigurationError(
+                f"ChunkedCrossEntropy: backend must be one of {', '.join(BACKENDS)}; got {backend!r}"
+            )
+        if backend == "liger" and not installed():
+            raise ConfigurationError(
+                "ChunkedCrossEntropy: backend='liger' needs the package liger-kernel; install it, or use auto or torch"
+            )
+        TokenLoss(label_smoothing=label_smoothing, z_loss=z_loss)
+        self.chunk_size = chunk_size
+        self.backend = backend
+        self.z_loss = z_loss
+        self.label_smoothing = label_smoothing
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse Liger's kernel where it cannot run."""
+        device = trainer.strategy.root_device.type
+        if self.backend == "liger" and device == "cpu":
+            raise ConfigurationError(
+                "ChunkedCrossEntropy: backend='liger' runs on GPUs, the trainer on the CPU; use auto"
+            )
+
+    def transform(self, module: nn.Module) -> Report:
+        """Let every network with a head and a loss put its logits off."""
+        found = [(name, part) for name, part in module.named_modules() if takes_labels(part)]
+        if not found:
+            raise ConfigurationError(
+                f"ChunkedCrossEntropy: {type(module).__name__} holds no causal language model that takes labels (a "
+                "transformers ...ForCausalLM, GPT, or a network with a head, forward(..., labels) and loss_function = "
+                "token_losses); where you compute the loss yourself, call chunked_cross_entropy on the hidden states"
+            )
+        how = ChunkedLoss(self.chunk_size, self.backend, self.label_smoothing, self.z_loss)
+        sizes = []
+        for _, network in found:
+            head: Any = output_head(network)
+            sizes.append(_vocabulary(head))
+            defer(network, how)
+        chunk = self.chunk_size * max(sizes) * 4 / 2**20
+        return Report(
+            f"{self.chunk_size} tokens x {max(sizes):,} logits at a time ({chunk:.1f} MiB), {self.backend}",
+            modules=tuple(name for name, _ in found),
+            details={"chunk_size": self.chunk_size, "vocabulary": max(sizes)},
+        )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After the first batch, check that the loss went this way."""
+        networks = [part for part in pl_module.modules() if hasattr(part, "chunked_loss_used")]
+        if not any(network.chunked_loss_used for network in networks):
+            raise ConfigurationError(
+                f"ChunkedCrossEntropy: {type(pl_module).__name__}.training_step never called "
+                f"{type(networks[0]).__name__} with labels, so its logits were whole: call network(..., labels=labels) "
+                "and use the loss that it returns"
+            )
+
+
+def _vocabulary(head: Any) -> int:
+    if hasattr(head, "out_features"):
+        return int(head.out_features)
+    return max(parameter.shape[0] for parameter in head.parameters())

@@ -1,0 +1,276 @@
+"""Gradual unfreezing: train the head first, then one group of layers more at a time, deeper ones at lower rates.
+
+    groups that train at step t = 1 + number of milestones <= t;    rate of group k = rate / lr_decay^k
+
+Saves: gradients and optimizer states of the frozen groups, the backward pass below the deepest one that trains, and
+    forgetting: a pretrained network keeps more of what it knows
+Costs: later groups train for fewer steps; under DDP a broadcast of the weights, and compiled modules compile, each thaw
+Source: Howard and Ruder (2018), ULMFiT, https://arxiv.org/abs/1801.06146, sections 3.2 and 3.3
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lit_efficient.application import schedulers_of
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.freezing import depth_groups_and_norms, held, hold, label, release
+from lit_efficient.optimizers.rates import split_groups
+from lit_efficient.technique import Phase, Report, Technique
+
+
+def thawed(step: int, milestones: Sequence[int]) -> int:
+    """How many groups train after ``step`` steps (or epochs): the head, and one more from each milestone on.
+
+    Args:
+        step: Finished optimizer steps, at least 0.
+        milestones: Steps, ascending.
+
+    Example:
+        >>> [thawed(step, [10, 20]) for step in (0, 9, 10, 25)]
+        [1, 1, 2, 3]
+    """
+    return 1 + bisect_right(milestones, step)
+
+
+class GradualUnfreezing(Technique):
+    """Freeze all but the head, and thaw group after group down to the stem; the optimizer is never touched mid-run.
+
+    The optimizer gets, from the start, all that will ever train, in groups of their own with rates that fall by depth;
+    schedulers go on as they were, in proportion. Frozen parameters have no gradient, so they have no optimizer state
+    and do not decay. What trains is a function of the step (or epoch) alone. Parameters that are frozen when
+    optimizers are configured stay frozen for ever; with adapters (LoRA) it is they that thaw. After the fit
+    ``requires_grad`` is as it was before.
+
+    Args:
+        groups: ``auto``: the head, each repeated block from the last to the first, then stem and embeddings; or one
+            entry a group in that order, each a regular expression or a list of them, for the ends of dotted names of
+            modules and parameters. The first group that matches takes a parameter; all that train must be matched.
+        every_n_steps: One group more after each n optimizer steps (``trainer.global_step``), at least 1. Give exactly
+            one of the three.
+        every_n_epochs: One group more after each n epochs, at least 1.
+        milestones: Optimizer steps at which the second group, the third and so on thaw, ascending, from 1. Groups
+            beyond the last stay frozen.
+        lr_decay: Quotient of the rates of one group and the next deeper one, at least 1; 1 gives all the same rate.
+        train_batchnorm: Whether running statistics of BatchNorm layers in frozen groups go on moving. If not, those
+            layers are in eval mode, set anew before each batch, until they thaw: they normalise with the statistics
+            that they have. Their weights are frozen in either case.
+
+    Raises:
+        ConfigurationError: For an argument out of range; for a pattern that matches nothing and a parameter that no
+            pattern matches; for an optimizer that lacks a group; for a scheduler under which groups cannot be split.
+        ConflictError: Under FSDP1, FSDP2 and DeepSpeed.
+
+    Example:
+        >>> Trainer(callbacks=[GradualUnfreezing(every_n_epochs=1)])  # doctest: +SKIP
+    """
+
+    phase = Phase.FREEZE
+    alters = ("optimizer",)
+    conflicts: ClassVar[dict[str, str]] = {
+        "BaseFinetuning": "both decide what trains, and it adds groups to the optimizer in the run: keep one of them",
+        "PrefixTuning": "of a frozen network nothing but the prefix trains, so there is no depth to thaw by: keep one",
+    }
+
+    def __init__(
+        self,
+        groups: str | list[str | list[str]] = "auto",
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        milestones: list[int] | None = None,
+        lr_decay: float = 2.6,
+        train_batchnorm: bool = False,
+    ) -> None:
+        super().__init__()
+        given = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "milestones": milestones}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if len(chosen) != 1:
+            raise ConfigurationError(
+                f"GradualUnfreezing: give exactly one of every_n_steps, every_n_epochs and milestones, got {chosen}"
+            )
+        for name in ("every_n_steps", "every_n_epochs"):
+            if name in chosen and chosen[name] < 1:  # type: ignore[operator]
+                raise ConfigurationError(f"GradualUnfreezing: {name} must be at least 1, got {chosen[name]}")
+        if milestones is not None and (not milestones or [0, *milestones] != sorted({0, *milestones})):
+            raise ConfigurationError(
+                f"GradualUnfreezing: milestones must be steps from 1 on, each above the one before, got {milestones}"
+            )
+        if not lr_decay >= 1:
+            raise ConfigurationError(f"GradualUnfreezing: lr_decay must be at least 1, got {lr_decay}")
+        if groups != "auto" and (isinstance(groups, str) or not groups):
+            raise ConfigurationError(
+                f"GradualUnfreezing: groups must be auto or a list of patterns from head to stem, got {groups!r}"
+            )
+        self.groups = groups
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.milestones = milestones
+        self.lr_decay = lr_decay
+        self.train_batchnorm = train_batchnorm
+        self._names: list[list[str]] = []  # of each group's parameters
+        self._norms: list[tuple[int, _BatchNorm]] = []
+        self._stilled: list[tuple[int, _BatchNorm]] = []  # those that were put into eval mode
+        self._open = 0  # groups that train now
+
+    # Before training
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse strategies that join parameters into larger ones."""
+        strategy = type(trainer.strategy).__name__
+        if strategy in ("FSDPStrategy", "DeepSpeedStrategy"):
+            raise ConflictError(
+                f"GradualUnfreezing cannot be combined with {strategy}, which joins parameters of all groups before it "
+                "knows which train: use strategy='ddp'"
+            )
+        if strategy == "ModelParallelStrategy":
+            raise ConflictError(
+                "GradualUnfreezing cannot be combined with ModelParallelStrategy (FSDP2): a checkpoint that is written "
+                "before all groups have thawed could not be resumed, because optimizer states are loaded for every "
+                "parameter of the optimizer there, and frozen groups have none yet: use strategy='ddp'"
+            )
+
+    def prepare_parameters(self, module: nn.Module) -> None:
+        """Show ``configure_optimizers`` all that will ever train, and sort it."""
+        release(module)
+        self._open = 0
+        self._names, self._norms = depth_groups_and_norms(module, self.groups, who="GradualUnfreezing")
+        late = len(self.milestones or ()) + 1
+        if late > len(self._names):
+            raise ConfigurationError(
+                f"GradualUnfreezing: milestones must be at most {len(self._names) - 1}, one for each group but the "
+                f"head's, got {len(self.milestones or ())}"
+            )
+
+    def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
+        """Split the optimizer's groups by depth, once."""
+        if type(optimizer).__name__ == "LBFGS":
+            raise ConfigurationError(
+                "GradualUnfreezing: LBFGS keeps one state for all parameters, frozen ones too: use another optimizer"
+            )
+        parameters = dict(module.named_parameters())
+        depth = {id(parameters[name]): k for k, names in enumerate(self._names) for name in names}
+        split_groups(
+            optimizer, schedulers_of(module), lambda p: depth.get(id(p), 0), self.lr_decay, who="GradualUnfreezing"
+        )
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        sizes = [sum(parameters[n].numel() for n in names if id(parameters[n]) in stepped) for names in self._names]
+        return self._report(sizes)
+
+    def _report(self, sizes: list[int]) -> Report:
+        times = self._times()
+        unit = "epoch" if self.every_n_epochs else "step"
+        shown = ", ".join(map(str, times[:6])) + (", ..." if len(times) > 6 else "")
+        when = f"one more at {unit}s {shown}" if times else "nothing to thaw"
+        never = sum(sizes[len(times) + 1 :])
+        rest = f"; {len(sizes) - len(times) - 1} groups ({never:,} parameters) never thaw" if never else ""
+        rates = f", rates divided by {self.lr_decay:g} a group" if self.lr_decay != 1 else ""
+        return Report(
+            f"{len(sizes)} groups, {sizes[0]:,} of {sum(sizes):,} parameters train at the start "
+            f"({label(self._names[0])}), {when}{rates}{rest}",
+            modules=tuple(label(names) for names in self._names),
+            parameters=sum(sizes),
+            details={
+                "groups": len(sizes),
+                "trainable_at_start": sizes[0],
+                f"thaw_{unit}s": ", ".join(map(str, times)),
+            },
+        )
+
+    def _times(self) -> list[int]:
+        """Steps or epochs at which groups 1, 2, ... thaw."""
+        every = self.every_n_steps or self.every_n_epochs
+        return self.milestones or [(every or 1) * k for k in range(1, len(self._names))]
+
+    # While training
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that the optimizers hold each group: one that was left out would thaw and never train."""
+        super().on_fit_start(trainer, pl_module)
+        stepped = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
+        for names in self._names:
+            if not any(id(pl_module.get_parameter(name)) in stepped for name in names):
+                raise ConfigurationError(
+                    f"GradualUnfreezing: no optimizer holds the group {label(names)!r} ({len(names)} tensors): give "
+                    "the optimizer all parameters that will ever train; those of later groups are frozen only then"
+                )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Freeze what the step, which is restored by now, says."""
+        self._thaw(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Thaw when it is time: steps and epochs end with an optimizer step, so an accumulation is never cut."""
+        self._thaw(trainer, pl_module)
+        self._still()
+
+    def _thaw(self, trainer: Any, module: Any) -> None:
+        done = trainer.current_epoch if self.every_n_epochs else trainer.global_step
+        now, before = min(thawed(done, self._times()), len(self._names)), self._open
+        if now == before:
+            return
+        self._open = now
+        frozen = held(module)
+        release(module, {name for names in self._names[:now] for name in names})
+        hold(module, [name for names in self._names[now:] for name in names])
+        if held(module) != frozen:
+            renew_reducer(trainer.strategy)
+        self._wake(now)
+        for names in self._names[before:now] if before else ():
+            size = sum(module.get_parameter(name).numel() for name in names)
+            rank_zero_info(f"GradualUnfreezing: step {trainer.global_step}: {label(names)} thaws, {size:,} parameters")
+
+    def _still(self) -> None:
+        """Put BatchNorm layers of frozen groups into eval mode; others may have called ``train()`` since."""
+        if self.train_batchnorm:
+            return
+        for group, norm in self._norms:
+            if group >= self._open and norm.training:
+                norm.eval()
+                self._stilled.append((group, norm))
+
+    def _wake(self, groups: int) -> None:
+        """Put back into training mode what :meth:`_still` found in it, in the first ``groups`` groups."""
+        for group, norm in self._stilled:
+            if group < groups:
+                norm.train()
+        self._stilled = [item for item in self._stilled if item[0] >= groups]
+
+    # After training
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the modes as they would be without this."""
+        self._wake(len(self._names))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave ``requires_grad`` as it was."""
+        self._wake(len(self._names))
+        release(pl_module)
+        super().teardown(trainer, pl_module, stage)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Likewise."""
+        self._wake(len(self._names))
+        release(pl_module)
+        super().on_exception(trainer, pl_module, exception)
+
+
+def renew_reducer(strategy: Any) -> None:
+    """Wrap the module in a new DistributedDataParallel, which expects gradients of what requires one now.
+
+    The old one would wait for gradients that never come, and knows nothing of parameters that were frozen when it was
+    made. Other strategies need nothing.
+    """
+    old = strategy.model
+    if not isinstance(old, DistributedDataParallel):
+        return
+    del old.reducer, old.logger  # their hooks on the parameters go with them
+    strategy.model = old.module
+    strategy.configure_ddp()

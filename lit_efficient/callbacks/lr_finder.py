@@ -1,0 +1,271 @@
+"""Learning-rate range test: raise the rate step by step, watch the loss, put everything back and take the best rate.
+
+    rate_i = min_lr * (max_lr / min_lr)^(i / (n - 1));    suggestion = where the smoothed loss falls fastest per decade
+
+Saves: runs at a rate that is far off
+Costs: num_steps training steps before the first epoch; a copy of weights and states in host memory meanwhile
+Source: Smith (2015), https://arxiv.org/abs/1506.01186
+
+All parameter groups keep their proportions, and the rate that is taken is the schedule's own: every rate that a
+scheduler goes back to is scaled with it, so that LambdaLR, one-cycle and plateau schedules hold what was found.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader
+
+from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from lit_efficient.lr_test import plot_rates, rates_to_try, scale_rates, scale_schedule, set_rate, smoothed, suggest_lr
+from lit_efficient.probes import live_generators
+from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.trials import Trials, schedule, unschedule
+
+_DECAY = 0.8
+
+
+class LRFinder(Technique):
+    """Test a range of learning rates before the first epoch, and train with the suggested one.
+
+    A rate is that of the optimizer's first group; the others follow in proportion. Schedulers do not step in the test.
+    Afterwards everything is as if nothing had been tried; a resumed run takes the rate from the checkpoint.
+
+    Args:
+        min_lr: First rate, above 0.
+        max_lr: Last rate, above ``min_lr``.
+        num_steps: Optimizer steps, at least 3; the data is begun anew where it is shorter.
+        mode: ``exponential`` for equal ratios, ``linear`` for equal differences.
+        early_stop_threshold: Stop when the smoothed loss is above so many times the lowest; null for never.
+        apply: Train with the suggestion. If false, only report and draw it.
+        plot: Path of a PNG of the test; null for none.
+        idle: Names of further callback classes that must not act in the test, because they leave traces outside.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and if the loss falls nowhere in the range.
+
+    Example:
+        >>> Trainer(callbacks=[LRFinder(plot="rates.png")])  # doctest: +SKIP
+    """
+
+    phase = Phase.OPTIMIZER
+    conflicts: ClassVar[dict[str, str]] = {
+        "LearningRateFinder": "both set the learning rate; keep LRFinder",
+    }
+
+    def __init__(
+        self,
+        min_lr: float = 1e-7,
+        max_lr: float = 1.0,
+        num_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        apply: bool = True,
+        plot: str | None = None,
+        idle: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if not 0 < min_lr < max_lr:
+            raise ConfigurationError(
+                f"LRFinder: min_lr must be above 0 and below max_lr, got min_lr={min_lr} and max_lr={max_lr}"
+            )
+        if num_steps < 3:
+            raise ConfigurationError(f"LRFinder: num_steps must be at least 3, got {num_steps}")
+        if mode not in ("exponential", "linear"):
+            raise ConfigurationError(f"LRFinder: mode must be exponential or linear, got {mode!r}")
+        if early_stop_threshold is not None and early_stop_threshold <= 1:
+            raise ConfigurationError(
+                f"LRFinder: early_stop_threshold must be above 1 or null, got {early_stop_threshold}"
+            )
+        self.min_lr = min_lr
+        self.max_lr = max_lr
+        self.num_steps = num_steps
+        self.mode = mode
+        self.early_stop_threshold = early_stop_threshold
+        self.apply = apply
+        self.plot = plot
+        self.idle = idle
+        self.suggestion: float | None = None
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse what has no single rate, or no loss to watch."""
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                f"LRFinder: {type(module).__name__} optimizes manually, with rates and losses of its own; call "
+                "lit_efficient.lr_test.suggest_lr on rates and losses that you have recorded"
+            )
+        if trainer.world_size > 1 and not {"DDPStrategy"} & {base.__name__ for base in type(trainer.strategy).__mro__}:
+            raise ConflictError(
+                f"LRFinder cannot be combined with {type(trainer.strategy).__name__}: sharded weights cannot be put "
+                "back by one process; find the rate on DDP or one device"
+            )
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget an earlier run's rate: a checkpoint brings its own."""
+        if stage == "fit":
+            self.suggestion, self.rates, self.losses = None, [], []
+        super().setup(trainer, pl_module, stage)
+
+    def describe(self, module: Any) -> Report:
+        """What will be tested."""
+        use = "the suggested one is taken" if self.apply else "only reported"
+        return Report(f"{self.num_steps} steps at rates {self.min_lr:g} to {self.max_lr:g}, {self.mode}; {use}")
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the first epoch."""
+        super().on_fit_start(trainer, pl_module)
+        schedule(trainer, lambda _: None, partial(self._test, trainer), order=1)  # after the batch size is found
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget a test that was never due."""
+        unschedule(trainer)
+        super().teardown(trainer, pl_module, stage)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Forget a test that was never due."""
+        unschedule(trainer)
+        super().on_exception(trainer, pl_module, exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rate that was found, and the test."""
+        return {"suggestion": self.suggestion, "rates": self.rates, "losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the test of a checkpoint."""
+        self.suggestion = state_dict["suggestion"]
+        self.rates, self.losses = list(state_dict["rates"]), list(state_dict["losses"])
+
+    def _test(self, trainer: Any) -> None:
+        if self.suggestion is not None:
+            rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is the checkpoint's")
+            return
+        if trainer.global_step:
+            raise ConfigurationError(
+                f"LRFinder: the checkpoint has {trainer.global_step} steps of a run without LRFinder: a test belongs "
+                "before the first one; resume without LRFinder"
+            )
+        reference = self._reference(trainer)
+        trials = Trials(trainer, self.idle)
+        self.rates, self.losses = _run(self, trainer, trials, reference)
+        problem: ConfigurationError | None = None
+        try:
+            self.suggestion = suggest_lr(self.rates, self.losses, _DECAY)
+        except ConfigurationError as error:
+            problem = error
+        if self.plot is not None and trainer.is_global_zero:
+            plot_rates(Path(self.plot), self.rates, self.losses, self.suggestion, self.mode, _DECAY)
+        if problem is not None:
+            raise problem
+        assert self.suggestion is not None
+        if self.apply:
+            for optimizer in trainer.optimizers:
+                scale_rates(optimizer, self.suggestion / reference)
+            for config in trainer.lr_scheduler_configs:
+                scale_schedule(config.scheduler, self.suggestion / reference)
+        done = "taken" if self.apply else "not taken (apply=False)"
+        rank_zero_info(
+            f"LRFinder: suggests {self.suggestion:.3g} for the first group, {done}; its rate was {reference:.3g}, "
+            f"{len(self.losses)} of {self.num_steps} steps were run"
+        )
+
+    def _reference(self, trainer: Any) -> float:
+        """The rate of the first group that the schedule multiplies, whatever its warm-up makes of it at first."""
+        reference = _full_rate(trainer.optimizers[0].param_groups[0])
+        if not reference > 0:
+            raise ConfigurationError(
+                f"LRFinder: the first group's rate is {reference}, and others in proportion to it cannot be had"
+            )
+        return reference
+
+
+def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tuple[list[float], list[float]]:
+    """Train at rising rates; the loss of a step is the mean of its micro-batches', over all processes."""
+    rates = rates_to_try(finder.min_lr, finder.max_lr, finder.num_steps, finder.mode)
+    losses: list[float] = []
+    accumulate = trainer.accumulate_grad_batches
+    batches = _batches(trainer)
+    generators = [
+        (generator, generator.get_state()) for generator in live_generators(trainer.fit_loop._combined_loader)
+    ]
+    with trials.trial(accumulate, alone=False):
+        trainer.strategy.lr_scheduler_configs = []
+        # Each group's share of the first one's rate, as the schedule's full rates have it.
+        optimizer = trainer.optimizers[0]
+        shares = [_full_rate(group) / reference for group in optimizer.param_groups]
+        for rate in rates:
+            for group, share in zip(optimizer.param_groups, shares):
+                set_rate(group, rate * share)
+            losses.append(_step(trainer, trials, batches, accumulate))
+            curve = [loss for loss in smoothed(losses, _DECAY) if math.isfinite(loss)]
+            threshold = finder.early_stop_threshold
+            if not math.isfinite(losses[-1]) or (threshold is not None and curve[-1] > threshold * min(curve) > 0):
+                break
+    for generator, state in generators:
+        generator.set_state(state)
+    trials.finish()
+    return rates[: len(losses)], losses
+
+
+def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int) -> float:
+    """One optimizer step; its loss, or NaN where a guard refuses it."""
+    losses: list[Tensor] = []
+    trainer.callbacks = [*trainer.callbacks, watcher := _Losses(losses)]
+    try:
+        for _ in range(accumulate):
+            trials.train(partial(next, batches))
+    except LitEfficientError as error:
+        if "not finite" not in str(error):
+            raise
+        return math.nan  # what the test is after
+    finally:
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not watcher]
+    # Lightning has divided each by the number of micro-batches.
+    mean = torch.stack(losses).sum() if losses else torch.tensor(math.nan)
+    return float(trainer.strategy.reduce(mean.to(trainer.strategy.root_device), reduce_op="mean"))
+
+
+class _Losses(Callback):
+    """Keeps the loss of every micro-batch."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        self.losses = losses
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the loss that backward was called on."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self.losses.append(loss.detach().float())
+
+
+def _full_rate(group: dict[str, Any]) -> float:
+    """The rate of a group that its schedule multiplies, whatever a warm-up makes of it at first."""
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+
+
+def _batches(trainer: Any) -> Iterator[Any]:
+    """Training batches without end, from copies of the loaders: how far the run's own ones are is not touched."""
+    combined = trainer.fit_loop._combined_loader
+    while True:
+        loaders = [copy.copy(loader) for loader in combined.flattened]
+        for loader in loaders:
+            if isinstance(loader, DataLoader):
+                vars(loader)["_iterator"] = None  # its workers are the original's
+        copies = type(combined)(tree_unflatten(loaders, combined._spec), combined._mode)
+        empty = True
+        for batch, _, _ in copies:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigurationError("LRFinder: the training loader is empty: there is nothing to test with")

@@ -1,0 +1,263 @@
+"""Token-weighted accumulation: the gradient of one big batch, however unequal its micro-batches are.
+
+    g = sum_{r,k} n_rk g_rk / sum_{r,k} n_rk        micro-batch k of rank r: mean loss over n_rk tokens, gradient g_rk
+
+Saves: nothing; it makes accumulation and data parallelism equal the big batch they stand for (plain Lightning averages
+    the means, and divides a short last window by too many micro-batches)
+Costs: two sums of one number over the ranks and a pass over the gradients an optimizer step; the count of a batch is
+    read from the device
+Source: the analysis of transformers' and Unsloth's accumulation bug, https://huggingface.co/blog/gradient_accumulation
+
+Each loss is scaled by n_rk / n, where n is the mean over the ranks of the window's first counts, and the gradients'
+sum by ranks * micro-batches * n / tokens. Both are exactly 1 where all counts are equal: every bit is Lightning's then.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.losses.deferred_logits import shifts_labels
+from lit_efficient.technique import Phase, Report, Technique
+
+_COUNTER = "num_tokens"  # a method of the module that `auto` asks first
+
+
+def count_tokens(target: Tensor, *, ignore_index: int = -100, shift: bool = False) -> int:
+    """How many tokens of a batch count.
+
+    Args:
+        target: Labels [B, T], or a boolean mask, whose true elements count.
+        ignore_index: Label that counts for nothing.
+        shift: Whether the loss leaves out the first position, as models do that shift labels themselves.
+    """
+    target = target[..., 1:] if shift else target
+    return int((target if target.dtype == torch.bool else target != ignore_index).sum())
+
+
+def combined_factor(ranks: int, micro_batches: int, reference: float, tokens: float) -> float:
+    """What turns the averaged gradients of losses scaled by n_rk / ``reference`` into those of the mean over tokens.
+
+    Args:
+        ranks: Over which gradients were averaged.
+        micro_batches: By which each loss was divided.
+        reference: The number that losses were scaled by.
+        tokens: Of all ranks and micro-batches.
+    """
+    return ranks * micro_batches * reference / tokens if tokens else 1.0
+
+
+class TokenWeightedAccumulation(Technique):
+    """Weigh every micro-batch of an optimizer step, on all ranks, by its number of tokens.
+
+    For modules whose ``training_step`` returns the mean over a batch's tokens. What the module logs stays that mean.
+    Gradients are complete when ``on_after_backward`` of the window's last micro-batch runs, and so before any clipping.
+    The backward pass of a micro-batch without tokens is left out on one process; on several it runs with the factor 0,
+    and its gradients must be finite.
+
+    Args:
+        count: Where the tokens are: ``auto`` asks the module's ``num_tokens(batch)`` if it has one, else takes
+            ``shift_labels`` or ``labels`` of the batch; a dotted path into the batch (``labels``, ``0.mask``, ``1``) to
+            labels or a mask; ``self.NAME``, a method of the module that gets the batch and returns the number.
+        ignore_index: Label that counts for nothing.
+        mask: Whether ``count`` names a mask, whose non-zero elements count, instead of labels; boolean ones always do.
+        shift: Whether the loss leaves out the first label of each sequence; ``None``: where the labels are called
+            ``labels`` and a transformers causal language model, which shifts them, is in the module.
+
+    Raises:
+        ConfigurationError: Where nothing in a batch has the name, or ``auto`` finds no labels.
+        ConflictError: With manual optimization, and where gradients are gone before the window's tokens are known.
+
+    Example:
+        >>> Trainer(accumulate_grad_batches=8, callbacks=[TokenWeightedAccumulation()])  # doctest: +SKIP
+    """
+
+    phase = Phase.LOSS
+    conflicts: ClassVar[dict[str, str]] = {
+        "OptimizerInBackward": "it steps before the tokens of the window are counted; leave one of the two out",
+    }
+
+    def __init__(
+        self, count: str = "auto", ignore_index: int = -100, mask: bool = False, shift: bool | None = None
+    ) -> None:
+        super().__init__()
+        if not count or not all(count.split(".")):
+            raise ConfigurationError(
+                "TokenWeightedAccumulation: count must be auto, a dotted path into the batch or self.METHOD, got "
+                f"{count!r}"
+            )
+        self.count = count
+        self.ignore_index = ignore_index
+        self.mask = mask
+        self.shift = shift
+        self._window: dict[int, int] = {}  # tokens by micro-batch, of those that were differentiated
+        self._batch = (0, 0)  # number of the micro-batch under way, its tokens
+        self._reference: float | None = None  # of the window; None before the first one
+        self._complete = False
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse loops and strategies that do not hand the loss and the gradients of a window over."""
+        name = type(module).__name__
+        if not module.automatic_optimization:
+            raise ConflictError(
+                f"TokenWeightedAccumulation scales the losses of automatic optimization, but {name} optimizes "
+                "manually: there, divide the sums of the losses by the tokens yourself"
+            )
+        if trainer.strategy.handles_gradient_accumulation:
+            raise ConflictError(
+                f"TokenWeightedAccumulation: {type(trainer.strategy).__name__} accumulates by itself and hands no "
+                "window over; use DDP or ModelParallelStrategy"
+            )
+        if self.count.startswith("self.") and not callable(getattr(module, self.count[5:], None)):
+            raise ConfigurationError(
+                f"TokenWeightedAccumulation: count is {self.count!r}, but {name} has no such method"
+            )
+
+    def describe(self, module: nn.Module) -> Report:
+        """How tokens are counted."""
+        source = f"{_COUNTER}(batch)" if self.count == "auto" and hasattr(module, _COUNTER) else self.count
+        return Report(f"sums over tokens by all tokens of an optimizer step, counted by {source}")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stand between the loss and its backward pass.
+
+        Raises:
+            ConflictError: If a parameter is stepped while the backward pass runs.
+        """
+        if any(p._post_accumulate_grad_hooks for p in pl_module.parameters()):
+            raise ConflictError(
+                "TokenWeightedAccumulation: a parameter has a post-accumulate hook, which uses its gradient before the "
+                "tokens of the window are counted; leave out the optimizer in the backward pass, or this technique"
+            )
+        self._reference = None
+        _unhook(pl_module)  # of a run that was copied or killed in the middle
+        pl_module.__dict__["_token_weighted_inner"] = pl_module.__dict__.get("backward")
+        pl_module.__dict__["backward"] = types.MethodType(_backward, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count the tokens; at a window's start agree on a reference with the other ranks."""
+        tokens = self._count(pl_module, batch)
+        if batch_idx % trainer.accumulate_grad_batches == 0 or self._reference is None:
+            self._window = {}
+            self._reference = _sum_over_ranks(trainer, tokens) / trainer.world_size or 1.0
+        self._batch = (batch_idx, tokens)
+        self._complete = False
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Complete the gradients where the window's last step returned no loss."""
+        self._finish(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the wrap off."""
+        _unhook(pl_module)
+        super().teardown(trainer, pl_module, stage)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take the wrap off."""
+        _unhook(pl_module)
+        super().on_exception(trainer, pl_module, exception)
+
+    def _scale(self, trainer: Any, loss: Tensor) -> Tensor | None:
+        """The loss times its share of the reference; ``None`` for a backward pass that is left out."""
+        batch_idx, tokens = self._batch
+        self._window[batch_idx] = tokens
+        if tokens == 0 and trainer.world_size == 1:
+            return None
+        assert self._reference is not None
+        factor = tokens / self._reference
+        return loss if factor == 1 else loss * factor
+
+    def _finish(self, trainer: Any) -> None:
+        if self._complete:
+            return
+        self._complete = True
+        assert self._reference is not None
+        total = _sum_over_ranks(trainer, sum(self._window.values()))
+        factor = combined_factor(trainer.world_size, trainer.accumulate_grad_batches, self._reference, total)
+        if factor != 1:
+            scale_gradients((p for o in trainer.optimizers for g in o.param_groups for p in g["params"]), factor)
+
+    def _count(self, module: Any, batch: Any) -> int:
+        if self.count == "auto" and callable(getattr(module, _COUNTER, None)):
+            return int(getattr(module, _COUNTER)(batch))
+        if self.count.startswith("self."):
+            return int(getattr(module, self.count[5:])(batch))
+        path = self.count if self.count != "auto" else self._labels_of(batch)
+        target: Any = batch
+        for part in path.split("."):
+            target = _member(target, part, path)
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            kind = f"{target.dtype} tensor" if isinstance(target, Tensor) else type(target).__name__
+            raise ConfigurationError(
+                f"TokenWeightedAccumulation: count={path!r} must name labels or a mask (integers or booleans), got a "
+                f"{kind}"
+            )
+        shift = self.shift if self.shift is not None else path == "labels" and any(map(shifts_labels, module.modules()))
+        return count_tokens(target != 0 if self.mask else target, ignore_index=self.ignore_index, shift=shift)
+
+    def _labels_of(self, batch: Any) -> str:
+        found = [key for key in ("shift_labels", "labels") if isinstance(batch, Mapping) and batch.get(key) is not None]
+        if not found:
+            raise ConfigurationError(
+                f"TokenWeightedAccumulation: count=auto finds no 'labels' in {_contents(batch)}; name what is to be "
+                f"counted (count='attention_mask', mask=True), or give the module a method {_COUNTER}(batch)"
+            )
+        return found[0]
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply all gradients in place, shards too; each once."""
+    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
+    if gradients:
+        torch._foreach_mul_(list(gradients.values()), factor)
+
+
+def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """The module's backward pass of the scaled loss; on the window's last one the gradients are completed."""
+    technique = next(c for c in self.trainer.callbacks if isinstance(c, TokenWeightedAccumulation))
+    inner = self.__dict__["_token_weighted_inner"]
+    scaled = technique._scale(self.trainer, loss)
+    if scaled is not None:
+        type(self).backward(self, scaled, *args, **kwargs) if inner is None else inner(scaled, *args, **kwargs)
+    technique._complete = False  # an optimizer may run its closure more than once
+    if not self.trainer.fit_loop._should_accumulate():
+        technique._finish(self.trainer)
+
+
+def _unhook(module: Any) -> None:
+    if "_token_weighted_inner" in module.__dict__:
+        inner = module.__dict__.pop("_token_weighted_inner")
+        if inner is None:
+            module.__dict__.pop("backward", None)
+        else:
+            module.__dict__["backward"] = inner
+
+
+def _sum_over_ranks(trainer: Any, number: int) -> float:
+    if trainer.world_size == 1:
+        return float(number)
+    ours = torch.tensor(number, dtype=torch.int64, device=trainer.strategy.root_device)
+    return float(trainer.strategy.reduce(ours, reduce_op="sum"))
+
+
+def _member(batch: Any, part: str, path: str) -> Any:
+    try:
+        if isinstance(batch, Mapping):
+            return batch[part]
+        return batch[int(part)] if isinstance(batch, list | tuple) else getattr(batch, part)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ConfigurationError(
+            f"TokenWeightedAccumulation: count={path!r}: there is no {part!r} in {_contents(batch)}"
+        ) from error
+
+
+def _contents(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a batch with {', '.join(map(str, batch))}"
+    return f"a batch of {len(batch)} parts" if isinstance(batch, list | tuple) else f"a {type(batch).__name__}"

@@ -1,0 +1,66 @@
+"""Validate several checkpoints of one run with the run's own config: module, data and techniques as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import seed_everything
+
+from lit_efficient.cli import LitEfficientCLI
+from lit_efficient.cli.errors import explain
+from lit_efficient.errors import ConfigurationError
+
+# One process on one device, and nothing that would write into the folder of the run.
+_ALONE = ("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.logger=false")
+
+
+class _Parts(LitEfficientCLI):
+    """Builds the parts of a validation and leaves it to the caller to run it."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+class Validator:
+    """What validates checkpoints of one run.
+
+    Args:
+        configs: Config files, as for ``python -m lit_efficient validate``; the one that a run saved will do.
+        arguments: Further arguments of that command, as in ``["--data.batch_size", "8"]``.
+
+    Raises:
+        ConfigurationError: If the configs and arguments do not fit the classes that they name.
+    """
+
+    def __init__(self, configs: Sequence[str], arguments: Sequence[str] = ()) -> None:
+        given = [part for path in configs for part in ("-c", path)]
+        argv = ["validate", *given, *_ALONE, *arguments]
+        with _explained(argv):
+            self._parts = _Parts(args=argv)
+
+    def __call__(self, checkpoint: str | Path) -> dict[str, float]:
+        """Everything that a validation of this checkpoint logs, by name; the same random numbers each time."""
+        seed = self._parts._get(self._parts.config, "seed_everything")
+        seed_everything(seed if isinstance(seed, int) and not isinstance(seed, bool) else 0, verbose=False)
+        trainer: Any = self._parts.trainer
+        with contextlib.redirect_stdout(io.StringIO()):  # samples of callbacks: the caller prints a table
+            trainer.validate(
+                self._parts.model, datamodule=self._parts.datamodule, ckpt_path=str(checkpoint), verbose=False
+            )
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@contextlib.contextmanager
+def _explained(argv: Sequence[str]) -> Iterator[None]:
+    """Turn what the command line would explain to its user into one exception."""
+    try:
+        yield
+    except Exception as error:
+        message = explain(error, argv)
+        if message is None:
+            raise
+        raise ConfigurationError(message) from error

@@ -1,0 +1,229 @@
+"""What a schedule freezes and thaws: parameters in order of depth, and a note on the module of what is held back.
+
+    group 0 = the head and what is beside it;  groups 1..L = the blocks, last to first;  group L + 1 = stem, embeddings
+
+Everything here works on plain modules. Parameters are compared by identity: tied ones are one parameter, which belongs
+to the first group that holds it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.surgery import find_blocks
+
+Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
+Rule = Callable[[str], int | None]  # dotted name of a tensor -> number of its group
+
+_HELD = "_lit_efficient_held"
+
+
+class NewLayer(nn.Module):
+    """Mix-in of a layer whose weights are new: it is trained whole, and neither quantised nor adapted."""
+
+
+# What is held back ---------------------------------------------------------------------------------------------------
+
+
+def hold(root: nn.Module, names: Iterable[str]) -> None:
+    """Freeze parameters for now: no gradient, and a note on ``root`` that they will be thawed."""
+    parameters = _parameters(root)
+    noted = root.__dict__.setdefault(_HELD, set())
+    for name in names:
+        parameters[name].requires_grad_(False)
+        parameters[name].grad = None
+        noted.add(name)
+
+
+def release(root: nn.Module, names: Iterable[str] | None = None) -> None:
+    """Thaw those of ``names`` (all without them) that :func:`hold` froze; what others froze stays frozen."""
+    noted = root.__dict__.get(_HELD, set())
+    chosen = set(noted if names is None else noted.intersection(names))
+    parameters = _parameters(root) if chosen else {}
+    for name in chosen & parameters.keys():
+        parameters[name].requires_grad_(True)
+    noted -= chosen
+
+
+def held(root: nn.Module) -> frozenset[str]:
+    """Names of the parameters that are frozen for now: they belong to what trains."""
+    return frozenset(root.__dict__.get(_HELD, ()))
+
+
+def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters, under FSDP2 their shards: gathered copies of them take their names between two passes."""
+    part: Any
+    for part in root.modules():
+        if type(part).__name__.startswith("FSDP") and hasattr(part, "reshard"):
+            part.reshard()
+    return dict(root.named_parameters())
+
+
+# Order of depth ------------------------------------------------------------------------------------------------------
+
+
+def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups") -> list[list[str]]:
+    """The parameters of ``module`` that require a gradient, in groups from the head to the stem.
+
+    With ``"auto"`` the repeated blocks make a group each, the last one first (see
+    :func:`lit_efficient.surgery.find_blocks`). What is defined after them comes before them; what is defined before
+    them, and embeddings wherever they are, comes last; what is defined between two of them goes with the second.
+
+    Args:
+        module: Any module.
+        groups: ``"auto"``, or one entry a group from the head to the stem, each a regular expression or several, for
+            the ends of dotted names of parameters or of modules that hold them. The first group that matches takes it.
+        who: Name of the technique that asks, for the error.
+
+    Returns:
+        Dotted names, each once and no group empty.
+
+    Raises:
+        ConfigurationError: If there are no blocks, if a pattern matches nothing that trains or nothing that an earlier
+            group does not hold, and if a parameter that trains is matched by none.
+
+    Example:
+        >>> depth_groups(model)  # doctest: +SKIP
+        [['head.weight', 'head.bias'], ['blocks.1.fc.weight'], ['blocks.0.fc.weight'], ['embedding.weight']]
+    """
+    return list(_sorted(module, groups, _rule(module, groups, who), who).values())
+
+
+def depth_groups_and_norms(
+    module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups"
+) -> tuple[list[list[str]], list[tuple[int, _BatchNorm]]]:
+    """:func:`depth_groups`, and the BatchNorm layers that keep statistics, each with the position of its group.
+
+    Layers of no group are left out: those in parts that were frozen before.
+    """
+    rule = _rule(module, groups, who)
+    found = _sorted(module, groups, rule, who)
+    positions = {number: i for i, number in enumerate(found)}
+    norms = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+            number = rule(f"{name}.weight")
+            if number in positions:
+                norms.append((positions[number], layer))
+    return list(found.values()), norms
+
+
+def _rule(module: nn.Module, groups: Groups, who: str) -> Rule:
+    if groups == "auto":
+        return _by_depth(module, who)
+    if isinstance(groups, str) or not groups:
+        raise ConfigurationError(
+            f"{who}: groups must be 'auto' or a list of patterns from head to stem, got {groups!r}"
+        )
+    return _by_patterns(module, [[entry] if isinstance(entry, str) else list(entry) for entry in groups], who)
+
+
+def _sorted(module: nn.Module, groups: Groups, rule: Rule, who: str) -> dict[int, list[str]]:
+    """Names by the number of their group, ascending; checked where the user named the groups."""
+    aliases = _aliases(module)
+    found: dict[int, list[str]] = {}
+    left: list[str] = []
+    for names in aliases.values():
+        numbers = [number for number in map(rule, names) if number is not None]
+        (found.setdefault(min(numbers), []) if numbers else left).append(names[0])
+    if left:
+        raise ConfigurationError(
+            f"{who}: no group matches {len(left)} of {len(aliases)} parameters that train: {', '.join(left[:8])}"
+            f"{', ...' if len(left) > 8 else ''}. Add a last group for them ('.*' takes the rest), or freeze them first"
+        )
+    for number, entry in enumerate(groups if groups != "auto" else ()):
+        if number not in found:
+            raise ConfigurationError(
+                f"{who}: the group {entry!r} is empty: earlier groups hold all that it matches (a tied weight belongs "
+                "to the first of its groups). Leave it out"
+            )
+    return dict(sorted(found.items()))
+
+
+def label(names: Sequence[str]) -> str:
+    """A short name for a group: what its parameters' names have in common."""
+    parts = [name.split(".") for name in names]
+    shared = 0
+    while all(len(part) > shared and part[shared] == parts[0][shared] for part in parts):
+        shared += 1
+    of_one_module = shared > 0 and all(len(part) <= shared + 1 for part in parts)
+    if shared > 1 or of_one_module:
+        return ".".join(parts[0][:shared])
+    firsts = dict.fromkeys(".".join(part[: shared + 1]) for part in parts)
+    return ", ".join(list(firsts)[:3]) + (", ..." if len(firsts) > 3 else "")
+
+
+def _aliases(module: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter that trains, the one of ``named_parameters`` first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _by_depth(module: nn.Module, who: str) -> Rule:
+    modules = list(module.named_modules(remove_duplicate=False))
+    order = {name: i for i, (name, _) in enumerate(modules)}
+    found = find_blocks(module, who=f"{who}: groups='auto'")
+    blocks = [name for name, block in found if any(p.requires_grad for p in block.parameters())]
+    if not blocks:
+        raise ConfigurationError(f"{who}: no parameter of the {len(found)} repeated blocks trains: name the groups")
+    starts = [order[name] for name in blocks]
+    numbers = {name: len(blocks) - i for i, name in enumerate(blocks)}
+    tables = {name for name, part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
+
+    def rule(name: str) -> int:
+        owner = name.rpartition(".")[0]
+        inside = next((numbers[parent] for parent in _with_parents(owner) if parent in numbers), None)
+        if inside is not None:
+            return inside
+        above = bisect_right(starts, order[owner])  # number of blocks that begin before it
+        if owner in tables or above == 0:
+            return len(blocks) + 1
+        return 0 if above == len(blocks) else numbers[blocks[above]]
+
+    return rule
+
+
+def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
+    names = [name for aliases in _aliases(module).values() for name in aliases]
+    compiled: list[list[re.Pattern[str]]] = []
+    for patterns in groups:
+        compiled.append([])
+        for pattern in patterns:
+            try:
+                expression = re.compile(rf"(?:.*\.)?(?:{pattern})")
+            except re.error as error:
+                raise ConfigurationError(f"{who}: {pattern!r} is no regular expression: {error}") from error
+            if not any(_matches(expression, name) for name in names):
+                could = list(dict.fromkeys(part for name in names for part in (name, *_with_parents(name)) if part))
+                near = difflib.get_close_matches(pattern, could, n=5, cutoff=0.3) or could[:5]
+                raise ConfigurationError(
+                    f"{who}: the pattern {pattern!r} matches no parameter that trains; for example: {', '.join(near)}"
+                )
+            compiled[-1].append(expression)
+
+    def rule(name: str) -> int | None:
+        hits = (i for i, group in enumerate(compiled) if any(_matches(expression, name) for expression in group))
+        return next(hits, None)
+
+    return rule
+
+
+def _matches(expression: re.Pattern[str], name: str) -> bool:
+    return any(expression.fullmatch(part) for part in _with_parents(name))
+
+
+def _with_parents(name: str) -> Iterable[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

@@ -1,0 +1,320 @@
+"""Cross-entropy of a linear head without the logits: never more than one chunk of tokens times the vocabulary.
+
+    x = cap * tanh(scale * (W h + b) / cap),    lse = log sum_v exp(x_v)
+    loss = lse - (1 - eps) x_y - eps mean_v(x_v) + z lse^2
+    d loss / d x_v = softmax(x)_v (1 + 2 z lse) - eps / V - (1 - eps) [v = y]
+
+The gradients of hidden states and head are made in the forward pass, chunk by chunk, while the chunk's logits exist;
+the backward pass only scales them. What is left is these gradients themselves, (V + N) H numbers, and one chunk.
+Ignored tokens are left out before the matrix product: they cost nothing.
+Sources: https://arxiv.org/abs/2411.09009 (why logits dominate), https://github.com/mgmalek/efficient_cross_entropy
+(gradients in the forward pass); z-loss https://arxiv.org/abs/2204.02311; softcap https://arxiv.org/abs/2408.00118.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead
+
+CHUNK_SIZE = 256  # tokens; benchmarks/cross_entropy.py
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of one token as a function of its logits.
+
+    Args:
+        ignore_index: Label that counts for nothing.
+        label_smoothing: eps, at least 0 and below 1.
+        z_loss: z, at least 0 (1e-4 in PaLM).
+        softcap: Bound of the logits, above 0 (30 in Gemma 2), or ``None``.
+        logit_scale: Factor on the logits, before the bound.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise _out_of_range("label_smoothing", "at least 0 and below 1", self.label_smoothing)
+        if not self.z_loss >= 0:
+            raise _out_of_range("z_loss", "at least 0", self.z_loss)
+        if self.softcap is not None and not self.softcap > 0:
+            raise _out_of_range("softcap", "above 0 or None", self.softcap)
+
+    def consume(self, logits: Tensor, labels: Tensor, scale: Tensor | None) -> Tensor:
+        """Losses of the tokens; the logits are overwritten, by ``scale`` times their gradient where it is given.
+
+        Args:
+            logits: [n, V], float32 or float64, before ``logit_scale`` and ``softcap``.
+            labels: [n], none of them ignored.
+            scale: [n], or ``None`` where no gradient is wanted.
+
+        Returns:
+            [n], unscaled.
+        """
+        eps, z = self.label_smoothing, self.z_loss
+        slope = None  # of the softcap
+        if self.logit_scale != 1:
+            logits.mul_(self.logit_scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_()
+            slope = logits.square().neg_().add_(1) if scale is not None else None
+            logits.mul_(self.softcap)
+        label_column = labels[:, None]
+        top = logits.amax(1)
+        logits.sub_(top[:, None])  # all below is shifted by the maximum: a difference of logits is what counts
+        target = logits.gather(1, label_column).squeeze(1)
+        mean = logits.mean(1) if eps else 0.0
+        mass = logits.exp_().sum(1)
+        lse = mass.log()
+        losses = lse - (1 - eps) * target - eps * mean
+        if z:
+            losses = losses + z * (lse + top).square()
+        if scale is None:
+            return losses
+        logits.mul_((scale * (1 + 2 * z * (lse + top)) / mass)[:, None])
+        if eps:
+            logits.sub_((scale * (eps / logits.shape[1]))[:, None])
+        logits.scatter_add_(1, label_column, (scale * (eps - 1))[:, None])
+        if slope is not None:
+            logits.mul_(slope)
+        if self.logit_scale != 1:
+            logits.mul_(self.logit_scale)
+        return losses
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """``F.cross_entropy(hidden @ weight.T + bias, labels)`` and its gradients, one chunk of tokens at a time.
+
+    Softmax and losses are in float32 (float64 for float64). The gradient of a 16-bit weight is summed in float32 and
+    rounded once, at the price of 4 bytes an element until the backward pass. No gradient is made for what needs none:
+    a frozen head, or anything under ``torch.no_grad()``. Under autocast the products are in its dtype. Gradients are
+    handed out, not copied: a second backward pass (``retain_graph=True``) computes them anew. Second derivatives are
+    refused.
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H].
+        labels: [...], in [0, V) or ``ignore_index``.
+        bias: [V].
+        chunk_size: Tokens at a time, at least 1.
+        ignore_index: Label that counts for nothing.
+        label_smoothing: Share of the target that is spread over the vocabulary, at least 0 and below 1.
+        z_loss: Weight of the squared log-partition function, at least 0; part of the returned loss.
+        softcap: Bound of the logits, above 0.
+        logit_scale: Factor on the logits, before the bound.
+        token_weights: [...], constants, each multiplied with its token's loss.
+        reduction: ``mean`` divides by the number of tokens that are not ignored, or by the sum of their weights (0 for
+            none); ``sum``; ``none`` gives [...]. With ``none``, an upstream gradient that is not the same for all
+            tokens costs a second pass over the head in the backward pass: put weights into ``token_weights`` instead.
+
+    Returns:
+        [], or [...] for ``none``.
+
+    Raises:
+        ConfigurationError: For an argument out of range or shapes that do not fit.
+    """
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ConfigurationError(
+            f"chunked_cross_entropy: weight must be [V, {hidden.shape[-1]}] for hidden {list(hidden.shape)}, got "
+            f"{list(weight.shape)}"
+        )
+    terms = TokenLoss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    parameters = (weight,) if bias is None else (weight, bias)
+    return _reduced(MatrixHead, hidden, parameters, labels, terms, chunk_size, token_weights, reduction)
+
+
+def chunked_head_cross_entropy(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    parameters: Sequence[Tensor],
+    terms: TokenLoss | None = None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+    token_weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """As :func:`chunked_cross_entropy`, through any head: quantised, under LoRA or DoRA, with dropout.
+
+    The head is called on each chunk, and its own backward pass run at once.
+
+    Args:
+        head: Maps [n, H] to [n, V], each row by itself.
+        hidden: [..., H].
+        labels: [...], in [0, V) or the ignored index.
+        parameters: What of the head trains.
+        terms: The loss of one token.
+        chunk_size: Tokens at a time, at least 1.
+        token_weights: [...], constants.
+        reduction: ``mean``, ``sum`` or ``none``.
+
+    Returns:
+        [], or [...] for ``none``.
+    """
+
+    def through(*_: Any) -> ModuleHead:
+        return ModuleHead(head, hidden, parameters)
+
+    terms = terms or TokenLoss()
+    return _reduced(through, hidden, tuple(parameters), labels, terms, chunk_size, token_weights, reduction)
+
+
+def _out_of_range(name: str, allowed: str, value: object) -> ConfigurationError:
+    return ConfigurationError(f"chunked_cross_entropy: {name} must be {allowed}, got {value!r}")
+
+
+def _reduced(
+    head: Callable[..., MatrixHead | ModuleHead],
+    hidden: Tensor,
+    parameters: tuple[Tensor, ...],
+    labels: Tensor,
+    terms: TokenLoss,
+    chunk_size: int,
+    token_weights: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    if chunk_size < 1:
+        raise _out_of_range("chunk_size", "at least 1", chunk_size)
+    if reduction not in REDUCTIONS:
+        raise _out_of_range("reduction", f"one of {', '.join(REDUCTIONS)}", reduction)
+    for name, tensor in (("labels", labels), ("token_weights", token_weights)):
+        if tensor is not None and tensor.shape != hidden.shape[:-1]:
+            raise ConfigurationError(
+                f"chunked_cross_entropy: {name} must be {list(hidden.shape[:-1])} for hidden {list(hidden.shape)}, "
+                f"got {list(tensor.shape)}"
+            )
+    if token_weights is not None and token_weights.requires_grad:
+        raise ConfigurationError("chunked_cross_entropy: token_weights must be constants: detach() them")
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    flat = labels.reshape(-1)
+    weights = None if token_weights is None else token_weights.reshape(-1).to(wide)
+    device = hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters))
+    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none")
+    losses = _ChunkedLoss.apply(sweep, hidden.reshape(-1, hidden.shape[-1]), *parameters)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    if reduction == "sum":
+        return losses
+    valid = flat != terms.ignore_index
+    total = valid.sum() if weights is None else weights[valid].sum()
+    return losses / torch.where(total == 0, 1, total)
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """One pass over all tokens, chunk by chunk."""
+
+    head: Callable[..., MatrixHead | ModuleHead]
+    labels: Tensor
+    terms: TokenLoss
+    chunk_size: int
+    weights: Tensor | None
+    autocast: torch.dtype | None
+    trains: bool
+    per_token: bool
+
+    def valid(self) -> Tensor:
+        return self.labels != self.terms.ignore_index
+
+    def __call__(
+        self, hidden: Tensor, parameters: tuple[Tensor, ...], needed: Sequence[bool], scale: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Losses [N] times the token weights and, with ``scale`` [N], the gradients of the scaled losses' sum."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
+        gradient = torch.zeros_like(hidden) if scale is not None and needed[0] else None
+        head = self.head(hidden, parameters, needed, self.autocast)
+        for rows in self.valid().nonzero().squeeze(1).split(self.chunk_size):
+            logits = head.logits(hidden[rows], keep=scale is not None)
+            losses[rows] = self.terms.consume(logits, self.labels[rows], None if scale is None else scale[rows])
+            if scale is not None:
+                part = head.backward(logits)
+                if gradient is not None and part is not None:
+                    gradient[rows] = part.to(gradient.dtype)
+        losses = losses if self.weights is None else losses * self.weights
+        return losses, [gradient, *head.gradients()]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sweep: _Sweep, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        scale = None
+        if sweep.trains:
+            scale = (
+                torch.ones(len(hidden), dtype=wide, device=hidden.device) if sweep.weights is None else sweep.weights
+            )
+        ctx.sweep, ctx.dtypes = sweep, [tensor.dtype for tensor in (hidden, *parameters)]
+        if sweep.trains:
+            ctx.save_for_backward(hidden, *parameters)
+            ctx.random = _random_states(hidden.device)
+        losses, ctx.gradients = sweep(hidden, parameters, ctx.needs_input_grad[1:], scale)
+        return losses if sweep.per_token else losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "chunked_cross_entropy: its gradient is made in the forward pass and has no derivative of its own: "
+                "use F.cross_entropy where create_graph=True is needed"
+            )
+        sweep: _Sweep = ctx.sweep
+        gradients, ctx.gradients = ctx.gradients, None  # handed out, not copied: autograd may take them as they are
+        among = upstream[sweep.valid()] if sweep.per_token else upstream[None]
+        alike = len(among) == 0 or len(among) == 1 or bool((among == among[0]).all())
+        if gradients is None or not alike:  # a second backward pass, or tokens whose gradients were mixed too early
+            gradients = None
+            hidden, *parameters = ctx.saved_tensors
+            scale = upstream.expand(len(hidden)) if sweep.weights is None else upstream * sweep.weights
+            with _as_before(hidden.device, sweep.autocast, ctx.random):
+                _, gradients = sweep(hidden, tuple(parameters), ctx.needs_input_grad[1:], scale)
+        elif len(among):
+            gradients = [g if g is None else g.mul_(among[0]) for g in gradients]
+        return None, *(g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def _as_before(device: torch.device, autocast: torch.dtype | None, random: list[Tensor]) -> Iterator[None]:
+    """The dropout masks and the autocast of the forward pass."""
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.autocast(device.type, autocast, enabled=autocast is not None),
+    ):
+        torch.set_rng_state(random[0])
+        for state in random[1:]:
+            torch.cuda.set_rng_state(state, device)
+        yield

@@ -1,0 +1,136 @@
+"""The two kinds of output head of the chunked cross-entropy: a matrix, and any module.
+
+Both give the logits of a chunk of tokens and take back the logits' gradient, and sum the gradients of their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_BLOCK = 16_384  # rows of a 16-bit weight whose gradient is summed at a time: bounds the temporary
+
+
+class MatrixHead:
+    """``W h + b``.
+
+    Args:
+        hidden: The hidden states [N, H], for dtype and device.
+        parameters: ``W`` [V, H], and ``b`` [V] if there is one.
+        needed: Which of hidden states, ``W`` and ``b`` need gradients.
+        autocast: The dtype of products under autocast.
+    """
+
+    def __init__(
+        self, hidden: Tensor, parameters: tuple[Tensor, ...], needed: Sequence[bool], autocast: torch.dtype | None
+    ) -> None:
+        self.dtype = autocast if autocast is not None and hidden.dtype != torch.float64 else hidden.dtype
+        self.device_type = hidden.device.type
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight, *rest = parameters
+        self.weight = weight.detach().to(weight.dtype if autocast is None else self.dtype)
+        self.bias = rest[0].detach().to(self.weight.dtype) if rest else None
+        self.needs_hidden = needed[0]
+        self.sums: list[Tensor | None] = [None] * len(parameters)
+        self.needed = list(needed[1:])
+        self.x = hidden
+        self.buffer: Tensor | None = None
+
+    def logits(self, x: Tensor, keep: bool) -> Tensor:
+        """Logits [n, V] of ``x`` [n, H], to be overwritten; ``keep`` if :meth:`backward` follows."""
+        self.x = x.to(self.dtype)
+        if self.buffer is None:  # one for all chunks: fresh pages cost the CPU more than the products' edges
+            self.buffer = torch.empty(len(x), len(self.weight), dtype=self.weight.dtype, device=x.device)
+        logits = self.buffer[: len(x)]
+        with torch.autocast(self.device_type, enabled=False):
+            torch.mm(self.x, self.weight.T, out=logits)
+        if self.bias is not None:
+            logits.add_(self.bias)
+        return logits.to(self.wide)
+
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        """Gradient [n, H] of the last chunk from that of its logits [n, V]; those of the parameters are summed."""
+        if len(self.needed) > 1 and self.needed[1]:
+            self.sums[1] = gradient.sum(0) + (0 if self.sums[1] is None else self.sums[1])
+        narrow = gradient.to(self.weight.dtype)
+        with torch.autocast(self.device_type, enabled=False):
+            if self.needed[0]:
+                self._sum_weight(narrow)
+            return narrow @ self.weight if self.needs_hidden else None
+
+    def _sum_weight(self, gradient: Tensor) -> None:
+        total = self.sums[0]
+        if total is None:
+            total = self.sums[0] = torch.zeros_like(self.weight, dtype=self.wide)
+        if gradient.dtype == total.dtype:
+            total.addmm_(gradient.T, self.x)
+            return
+        for rows, columns in zip(total.split(_BLOCK), gradient.split(_BLOCK, dim=1)):
+            rows.add_(columns.T @ self.x)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Gradients of the parameters, zeros where there was no token."""
+        shapes = (self.weight, self.bias)
+        return [
+            torch.zeros_like(like, dtype=self.wide) if total is None and need and like is not None else total
+            for total, need, like in zip(self.sums, self.needed, shapes)
+        ]
+
+
+class ModuleHead:
+    """Any function of [n, H] to [n, V], differentiated by autograd, a chunk at a time.
+
+    Args:
+        call: The function.
+        hidden: The hidden states [N, H], for dtype and device.
+        parameters: What trains.
+    """
+
+    def __init__(self, call: Callable[[Tensor], Tensor], hidden: Tensor, parameters: Sequence[Tensor]) -> None:
+        self.call = call
+        self.parameters = list(parameters)
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.device_type = hidden.device.type
+        self.sums: list[Tensor] | None = None
+        self.inputs: Tensor | None = None
+        self.output: Tensor | None = None
+
+    def logits(self, x: Tensor, keep: bool) -> Tensor:
+        """As :meth:`MatrixHead.logits`."""
+        with torch.set_grad_enabled(keep), self._uncached():
+            self.inputs = x.detach().requires_grad_(keep)
+            self.output = self.call(self.inputs)
+        return self.output.detach().to(self.wide, copy=True)
+
+    @contextmanager
+    def _uncached(self) -> Iterator[None]:
+        """Autocast without its cache, whose casts of the weights would be shared with graphs that are gone."""
+        if not torch.is_autocast_enabled(self.device_type):
+            yield
+            return
+        with torch.autocast(self.device_type, torch.get_autocast_dtype(self.device_type), cache_enabled=False):
+            yield
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """As :meth:`MatrixHead.backward`."""
+        assert self.output is not None
+        assert self.inputs is not None
+        wanted = [self.inputs, *self.parameters]
+        parts = torch.autograd.grad(self.output, wanted, gradient.to(self.output.dtype), materialize_grads=True)
+        self.inputs = self.output = None
+        if self.sums is None:
+            self.sums = [
+                torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.parameters
+            ]
+        for total, part in zip(self.sums, parts[1:]):
+            total.add_(part)
+        return parts[0]
+
+    def gradients(self) -> list[Tensor | None]:
+        """As :meth:`MatrixHead.gradients`."""
+        if self.sums is not None:
+            return list(self.sums)
+        return [torch.zeros_like(parameter) for parameter in self.parameters]

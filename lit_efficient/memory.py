@@ -1,0 +1,201 @@
+"""Memory as a number that can be enforced: live tensor bytes on the CPU, the allocator's own limit on accelerators.
+
+    live = sum of the bytes of all distinct storages that an operator returned and that still exist;  live <= limit
+
+A CPU's allocator has neither counters nor a limit of its own: what is too much makes the operating system kill the
+process. :class:`AllocationMeter` sees every operator (backward and optimizer included) through torch's dispatcher,
+counts a storage once, for as long as it lives, and raises in the middle of a step. Scratch space inside a kernel is not
+seen. On accelerators the allocator's peak is read and, where the backend can, its limit is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from lit_efficient.errors import ConfigurationError, OutOfMemoryError
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a number or of a text such as ``12GiB`` (powers of 1024) or ``12GB`` (powers of 1000).
+
+    Raises:
+        ConfigurationError: If it is neither, or not above 0.
+    """
+    bytes_ = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        number, unit, binary = match.groups()
+        bytes_ = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
+    if bytes_ < 1:
+        raise ConfigurationError(f"a memory size is a number of bytes above 0, or a text like 12GiB, got {size!r}")
+    return bytes_
+
+
+def format_bytes(size: float) -> str:
+    """A size for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+class AllocationMeter(TorchDispatchMode):
+    """Count the bytes of CPU tensors while active, and refuse what goes beyond a limit.
+
+    Args:
+        resident: Tensors that exist already and count from the beginning.
+        limit: Bytes that may live at a time; ``None`` only counts.
+
+    Raises:
+        OutOfMemoryError: From within the operator that went beyond the limit.
+
+    Example:
+        >>> with AllocationMeter() as meter:
+        ...     _ = torch.zeros(256) + 1.0
+        >>> meter.peak
+        2048
+    """
+
+    def __init__(self, resident: Iterable[Tensor] = (), limit: int | None = None) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.limit: int | None = None
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        for tensor in resident:
+            self.add(tensor)
+        self.limit = limit
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it counts already or is not on the CPU."""
+        if is_traceable_wrapper_subclass(tensor):  # quantised or sharded: what it wraps is what takes the space
+            for name in tensor.__tensor_flatten__()[0]:
+                self.add(getattr(tensor, name))
+            return
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+        self._storages[key] = (weakref.ref(storage, lambda _, key=key: self._forget(key)), size)  # type: ignore[misc]
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def add_all(self, tree: object) -> None:
+        """Count all tensors in a nested structure."""
+        for item in tree_iter(tree):
+            if isinstance(item, Tensor):
+                self.add(item)
+
+    @staticmethod
+    def paused() -> contextlib.AbstractContextManager[Any]:
+        """Count nothing inside."""
+        return _disable_current_modes()
+
+    def _forget(self, key: int) -> None:
+        entry = self._storages.pop(key, None)
+        if entry is not None:
+            self.live -= entry[1]
+
+    def _refuse_excess(self) -> None:
+        if self.limit is not None and self.live > self.limit:
+            raise OutOfMemoryError(
+                f"out of memory: {self.live} bytes ({format_bytes(self.live)}) of tensors are alive, and the limit is "
+                f"{self.limit} bytes ({format_bytes(self.limit)})"
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator and count what it returned."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.add(result)
+        elif result is not None:
+            self.add_all(result)
+        self._refuse_excess()
+        return result
+
+
+def available_cpu_memory() -> int:
+    """Bytes that this process may still take, by the operating system and by its control group."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()  # the page cache counts as available, too
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):  # "max", or no control group
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, free)
+
+
+@contextlib.contextmanager
+def accelerator_limit(device: torch.device, limit: int | None) -> Iterator[None]:
+    """Hold an accelerator's allocator to ``limit`` bytes, where its backend knows how to, and start a new peak."""
+    backend: Any = getattr(torch, device.type)
+    total = torch.accelerator.get_memory_info(device)[1]
+    enforce = limit is not None and hasattr(backend, "set_per_process_memory_fraction")
+    before = backend.get_per_process_memory_fraction(device) if enforce else 1.0
+    torch.accelerator.reset_peak_memory_stats(device)
+    if limit is not None and enforce:
+        backend.set_per_process_memory_fraction(min(before, limit / total), device)
+    try:
+        yield
+    finally:
+        if enforce:
+            backend.set_per_process_memory_fraction(before, device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out: ours, torch's on any device, or the CPU allocator's."""
+    if isinstance(error, OutOfMemoryError | torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    phrases = ("out of memory", "can't allocate memory", "cudnn_status_not_supported", "cublas_status_alloc_failed")
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in phrases)
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of every tensor that the frames of an error, and of the errors behind it, still hold."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        link = chain.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            chain += [link.__cause__, link.__context__]
+            link.__traceback__ = link.__cause__ = link.__context__ = None
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """Leave no garbage of what happens inside: collect cycles, and give an accelerator's cached blocks back.
+
+    What exists already is set aside meanwhile: a collection over all that was ever imported takes a second.
+    """
+    freeze = gc.get_freeze_count() == 0
+    if freeze:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if freeze:
+            gc.unfreeze()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()

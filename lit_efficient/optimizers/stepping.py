@@ -1,0 +1,22 @@
+"""What every ``step`` of an optimizer begins with: the closure's loss, and the tensors that have a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Run the closure, which computes gradients, inside a ``step`` that runs without; ``None`` without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def with_gradient(group: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a group that a step moves."""
+    return [p for p in group["params"] if p.grad is not None]

@@ -1,0 +1,153 @@
+"""The batches to test memory with: the largest samples that a dataset has, put together by its loader's own hands.
+
+    scan n samples spread over the dataset -> sort by bytes, largest first -> collate the first B of them
+
+A batch at random says nothing about memory where samples differ in length: the step that fails comes hours later.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from lit_efficient.errors import ConfigurationError
+
+Longest = Callable[[Any, int], Sequence[int]]
+
+
+def sample_bytes(sample: object) -> int:
+    """Bytes of a sample's tensors, arrays, texts and numbers."""
+    return sum(_leaf_bytes(leaf) for leaf in tree_leaves(sample))
+
+
+def _leaf_bytes(leaf: object) -> int:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.nbytes
+    if isinstance(leaf, str | bytes):
+        return len(leaf)
+    size = getattr(leaf, "size", None)  # a picture's width and height
+    if isinstance(size, tuple) and all(isinstance(side, int) for side in size):
+        return int(np.prod(size))
+    return 8
+
+
+def longest_samples(dataset: Any, count: int, indices: Sequence[int] | None = None) -> list[int]:
+    """Indices of ``count`` samples spread evenly over a dataset, the one with the most bytes first.
+
+    Args:
+        dataset: Any dataset with a length; samples are read, at most ``count`` of them.
+        count: How many to look at.
+        indices: The ones to choose from, all by default.
+    """
+    known = range(len(dataset)) if indices is None else indices
+    count = min(count, len(known))
+    chosen = [int(known[i * len(known) // count]) for i in range(count)]
+    sizes = {index: sample_bytes(dataset[index]) for index in chosen}
+    return sorted(sizes, key=lambda index: -sizes[index])
+
+
+def loaders_in(loaders: Any) -> list[Any]:
+    """The loaders in a collection of them, in order."""
+    return list(tree_leaves(getattr(loaders, "iterables", loaders)))
+
+
+def check_loader(loader: Any, owner: str) -> None:
+    """Refuse a loader that has no batch size to change.
+
+    Raises:
+        ConfigurationError: Naming the reason and the way out.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(
+            f"{owner}: a {type(loader).__name__} has no batch size that could be set; use a torch DataLoader"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigurationError(
+            f"{owner}: the iterable dataset {type(loader.dataset).__name__} cannot be asked for its longest samples "
+            "nor for its length, and may batch by itself; find the size with a dataset that has indices"
+        )
+    if loader.batch_size is None:
+        kind = type(loader.batch_sampler).__name__
+        raise ConfigurationError(
+            f"{owner}: the loader has no batch_size "
+            f"({'it does not batch' if loader.batch_sampler is None else f'{kind} decides what is in a batch'}); "
+            "give the loader batch_size=..."
+        )
+
+
+class ProbeBatches:
+    """Makes batches of a loader's longest samples, of its batch size and with its collate function.
+
+    Args:
+        loader: A loader that :func:`check_loader` accepts.
+        indices: The longest samples' indices, largest first; they are repeated where the batch is larger.
+    """
+
+    def __init__(self, loader: DataLoader[Any], indices: Sequence[int]) -> None:
+        size = min(loader.batch_size or 1, len(loader.dataset))  # type: ignore[arg-type]
+        self._indices = list(itertools.islice(itertools.cycle(indices), size))
+        # What a loader without workers uses, batched reading (``__getitems__``) included.
+        self._fetcher = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False)
+
+    @staticmethod
+    def find(loader: DataLoader[Any], scan: int, longest: Longest | None = None) -> list[int]:
+        """Indices of the longest samples of a loader's dataset, largest first.
+
+        Args:
+            loader: The loader; where its sampler draws from a subset, only that is looked at.
+            scan: How many samples to look at.
+            longest: Takes the dataset and how many indices are wanted at most, and returns them. ``None``:
+                :func:`longest_samples`.
+        """
+        if longest is None:
+            return longest_samples(loader.dataset, scan, getattr(loader.sampler, "indices", None))
+        indices = [int(index) for index in longest(loader.dataset, scan)]
+        if not indices:
+            raise ConfigurationError("longest_samples(dataset, count) must return at least one index, got none")
+        return indices
+
+    def batch(self) -> Any:
+        """A batch, read anew."""
+        return self._fetcher.fetch(self._indices)
+
+
+def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    """A copy of a loader with another batch size, and with everything else the same object, its sampler included.
+
+    Args:
+        loader: A loader with a batch size; its class and attributes are kept. It is not changed.
+        size: Samples a batch.
+    """
+    other: Any = copy.copy(loader)
+    # DataLoader forbids to set these after __init__, because it could not check them again; their kinds stay.
+    vars(other)["_iterator"] = None  # running workers stay the original's
+    vars(other)["batch_size"] = size
+    sampler = copy.copy(loader.batch_sampler)
+    if type(sampler) is not BatchSampler:
+        raise ConfigurationError(f"the batches of {type(sampler).__name__} are its own: it has no size to change")
+    sampler.batch_size = size
+    vars(other)["batch_sampler"] = sampler
+    return other
+
+
+def resize(loaders: Any, size: int) -> Any:
+    """A collection of loaders with the training loaders' batch size changed, see :func:`with_batch_size`."""
+    if hasattr(loaders, "iterables"):  # Lightning's CombinedLoader
+        return type(loaders)(resize(loaders.iterables, size), loaders._mode)
+    return tree_map_only(DataLoader, lambda loader: with_batch_size(loader, size), loaders)
+
+
+def live_generators(loaders: Any) -> list[torch.Generator]:
+    """The generators that loaders and their samplers draw from, where they have their own."""
+    parts = [part for loader in loaders_in(loaders) for part in (loader, getattr(loader, "sampler", None))]
+    found = [getattr(part, "generator", None) for part in parts]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]

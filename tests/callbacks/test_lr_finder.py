@@ -1,0 +1,164 @@
+"""The learning-rate finder: the suggestion, the schedules that hold it, and that nothing else remains."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from PIL import Image
+
+from lit_efficient import ConfigurationError, LRFinder, NonFiniteGuard, suggest_lr
+from lit_efficient.lr_test import rates_to_try, smoothed
+from tests.callbacks.test_max_batch_size import Noisy, _everything
+from tests.support import SCHEDULERS, Toy, assert_equal, data, run_script, trainer, weights
+
+LOW, HIGH = 1e-3, 1e-1
+
+
+def finder(**arguments: Any) -> LRFinder:
+    return LRFinder(**{"min_lr": LOW, "max_lr": HIGH, "num_steps": 6, **arguments})
+
+
+class Rates(Callback):
+    """Rates of all groups in every step that counts."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append([float(group["lr"]) for group in optimizer.param_groups])
+        everything.append(self.seen[-1])
+
+
+everything: list[list[float]] = []
+
+
+def test_pure_functions() -> None:
+    assert rates_to_try(1e-3, 1e-1, 3, "exponential") == pytest.approx([1e-3, 1e-2, 1e-1])
+    assert rates_to_try(1.0, 2.0, 3, "linear") == [1.0, 1.5, 2.0]
+    assert smoothed([2.0, math.nan, 2.0])[::2] == pytest.approx([2.0, 2.0])
+    rates = rates_to_try(1e-5, 10.0, 61, "exponential")
+    # falls as a sigmoid of the logarithm, steepest at 1e-2, and grows beyond 1
+    losses = [3 - 2 / (1 + math.exp(-3 * math.log10(rate / 1e-2))) + max(0.0, math.log10(rate)) * 9 for rate in rates]
+    assert suggest_lr(rates, losses, decay=0.0) == pytest.approx(1e-2, rel=0.15)
+    cut = [loss if rate < 0.5 else math.nan for rate, loss in zip(rates, losses)]
+    assert suggest_lr(rates, cut, decay=0.0) == suggest_lr(rates, losses, decay=0.0)
+    with pytest.raises(ConfigurationError, match="never falls"):
+        suggest_lr([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    with pytest.raises(ConfigurationError, match="1 finite losses are too few"):
+        suggest_lr([1.0, 2.0, 3.0], [1.0, math.inf, 3.0])
+
+
+@pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
+def test_groups_stay_in_proportion_and_every_schedule_holds_the_rate(scheduler: str) -> None:
+    """Lightning's finder gives all groups one rate, and LambdaLR undoes it at the next step."""
+    everything.clear()
+    plain, found, search = Rates(), Rates(), finder()
+    trainer([plain], max_epochs=2).fit(Toy("init", scheduler), data(), data())
+    everything.clear()
+    trainer([found, search], max_epochs=2).fit(Toy("init", scheduler), data(), data())
+    tested, first = everything[:6], everything[6]
+    assert [group[0] for group in tested] == pytest.approx(rates_to_try(LOW, HIGH, 6, "exponential"))
+    ratios = [group[1] / group[0] for group in tested]
+    assert ratios == pytest.approx([1.0 if scheduler == "one_cycle" else 0.5] * 6)
+    assert search.suggestion is not None
+    scale = search.suggestion / 1e-2  # the rate that the module was written with
+    assert len(found.seen) == len(plain.seen) == 8
+    assert first == found.seen[0]
+    for ours, theirs in zip(found.seen, plain.seen):
+        assert ours == pytest.approx([rate * scale for rate in theirs])
+
+
+def test_everything_but_the_rate_is_as_before(tmp_path: Path) -> None:
+    states: list[Any] = []
+
+    class Spy(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            states.append(_everything(trainer, pl_module))
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            states.append(_everything(trainer, pl_module))
+
+    search = finder(apply=False, plot=str(tmp_path / "rates.png"), num_steps=7)
+    run = trainer([Spy(), search], accumulate_grad_batches=2)
+    run.fit(Noisy("init", "sequential"), data(12), data())  # three batches: the data is begun anew
+    assert len(search.losses) == 7
+    before, after = states[0], states[1 + 14]
+    assert after["step"] == 0
+    for state in (before, after):
+        del state["loops"], state["callbacks"]
+    assert_equal(before, after)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rates.png"]
+    picture = Image.open(tmp_path / "rates.png").convert("RGB")
+    assert (np.asarray(picture) == (214, 39, 40)).all(-1).sum() > 100  # the suggestion's line
+
+
+def test_without_applying_it_the_run_is_a_plain_one_shuffling_included() -> None:
+    def fit(*callbacks: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        trainer([*callbacks]).fit(module := Noisy(), data(shuffle=True), data())
+        return weights(module)
+
+    assert_equal(fit(), fit(finder(apply=False)))
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_divergence_ends_the_test(guard: bool) -> None:
+    search = finder(min_lr=1e-3, max_lr=1e30, num_steps=40, early_stop_threshold=None)
+    trainer([search, *([NonFiniteGuard()] if guard else [])]).fit(Toy(), data(), data())
+    assert len(search.losses) < 40
+    assert not math.isfinite(search.losses[-1])
+    assert search.suggestion in search.rates
+    early = finder(min_lr=1e-3, max_lr=1e30, num_steps=40)
+    trainer([early]).fit(Toy(), data(), data())
+    assert len(early.losses) < len(search.losses)
+
+
+def test_a_resumed_run_does_not_test_again(tmp_path: Path) -> None:
+    first = finder()
+    run = trainer([first])
+    run.fit(Toy("init", "lambda"), data(), data())
+    run.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    everything.clear()
+    rates, again = Rates(), finder(max_lr=0.5)
+    trainer([rates, again], max_epochs=2).fit(Toy("init", "lambda"), data(), data(), ckpt_path=tmp_path / "half.ckpt")
+    assert len(everything) == 4
+    assert (again.suggestion, again.losses) == (first.suggestion, first.losses)
+    assert rates.seen[0] == pytest.approx([first.suggestion / 5, first.suggestion / 10])
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for arguments, message in (
+        ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr must be above 0 and below max_lr, got min_lr=1.0 and max_lr=0.1"),
+        ({"num_steps": 2}, "num_steps must be at least 3, got 2"),
+        ({"mode": "cubic"}, "mode must be exponential or linear, got 'cubic'"),
+        ({"early_stop_threshold": 1.0}, "early_stop_threshold must be above 1 or null, got 1.0"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            LRFinder(**arguments)
+    with pytest.raises(ConfigurationError, match="optimizes manually"):
+        trainer([LRFinder()]).fit(Toy(optimizers=2), data(), data())
+
+
+def test_processes_agree(tmp_path: Path) -> None:
+    source = """
+    import os, torch, torch.distributed as dist
+    torch.set_num_threads(1)
+    from tests.callbacks.test_lr_finder import finder
+    from tests.support import Toy, data, trainer, assert_equal, weights
+    search = finder()
+    trainer([search], devices=2, strategy="ddp").fit(module := Toy(), data(32), data())
+    everyone = [None] * 2
+    dist.all_gather_object(everyone, [search.suggestion, search.losses, weights(module)])
+    assert_equal(everyone[0], everyone[1])
+    if int(os.environ["RANK"]) == 0: print("agreed", len(search.losses))
+    """
+    assert "agreed 6" in run_script(source, tmp_path, processes=2)

@@ -1,0 +1,407 @@
+"""The batch-size finder: what it returns has run, and nothing else of the search remains."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lit_efficient import EMA, ConfigurationError, ConflictError, MaxBatchSize
+from lit_efficient.batch_size import candidate_sizes, divisors, largest_fitting
+from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.memory import AllocationMeter, parse_bytes
+from lit_efficient.rewind import random_states
+from lit_efficient.trials import Trials
+from tests.support import WIDTH, Toy, assert_equal, data, run_script, trainer, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+class Texts(Dataset[torch.Tensor]):
+    """Rows of different lengths; one is far longer than the others."""
+
+    def __init__(self, rows: int = 32, longest: int = 512) -> None:
+        self.lengths = [16] * rows
+        self.lengths[rows // 3] = longest
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.lengths[index],), 0.1)
+
+
+def pad(rows: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class TextModule(L.LightningModule):
+    """Memory grows with tokens; validation needs ``extra`` times as much."""
+
+    def __init__(self, extra: int = 1) -> None:
+        super().__init__()
+        self.extra = extra
+        self.net = nn.Sequential(nn.Linear(1, 32), nn.Dropout(0.5), nn.Tanh(), nn.Linear(32, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[..., None]).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/loss", torch.cat([self.net(batch[..., None]) * torch.ones(32)] * self.extra).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Texting(L.LightningDataModule):
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Texts(), self.batch_size, shuffle=True, collate_fn=pad)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Texts(), self.batch_size, collate_fn=pad)
+
+
+def search(finder: MaxBatchSize, module: Any = None, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    run = trainer([finder], **arguments)
+    run.fit(module or TextModule(), datamodule=Texting())
+    return finder.found
+
+
+def test_pure_functions() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert candidate_sizes("power", 100, 96) == [1, 3, 6, 12, 24, 48, 96]
+    assert candidate_sizes("power", 100, 50) == [1, 5, 25, 50]
+    for limit in range(1, 40):
+        for sizes in (list(range(1, 40)), divisors(36), candidate_sizes("power", 39)):
+            tried: list[int] = []
+            best = largest_fitting(sizes, lambda size: tried.append(size) or size <= limit)  # noqa: B023
+            assert best == max(size for size in sizes if size <= limit)
+            assert best in tried
+            assert len(tried) == len(set(tried))
+    assert largest_fitting([4, 8], lambda size: False) is None
+    assert (parse_bytes("1.5KiB"), parse_bytes("2 GB"), parse_bytes(7)) == (1536, 2_000_000_000, 7)
+
+
+def test_the_meter_counts_live_bytes_and_stops_in_the_middle_of_a_step() -> None:
+    layer = nn.Linear(256, 256, bias=False)
+    with AllocationMeter(layer.parameters()) as meter:
+        assert meter.live == 256 * 256 * 4
+        out = layer(torch.ones(64, 256))  # 64 KiB each: input and output
+        assert meter.live == 4 * (256 * 256 + 2 * 64 * 256)
+        out.sum().backward()
+        assert meter.peak >= 4 * 2 * 256 * 256  # the gradient is made in C++, within backward
+        del out
+        layer.zero_grad()
+        gc.collect()
+        assert meter.live == 256 * 256 * 4
+    hidden = torch.ones(64, 256, requires_grad=True)
+    loss = (hidden @ layer.weight).sum()
+    with pytest.raises(OutOfMemoryError, match="limit is 300000 bytes"), AllocationMeter([], 300_000):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["power", "binary"])
+def test_finds_the_largest_that_ran_on_the_longest_batch(mode: str) -> None:
+    """The size follows from the longest row, although no random batch need hold it."""
+    peaks = {}
+    whole = search(MaxBatchSize(mode=mode))
+    assert (whole.size, whole.accumulation) == (16, 1)
+    for trial in whole.trials:
+        peaks[trial["size"]] = trial["peak_bytes"]
+    assert peaks[16] > 16 * 512 * 32 * 4  # an activation of 32 features for each of the padded tokens
+    budget = (peaks[8] + peaks[16]) // 2
+    found = search(MaxBatchSize(mode=mode, margin=0.2, memory_limit=int(budget / 0.8) + 1))
+    assert (found.size, found.accumulation) == (8, 2)
+    assert found.peak_bytes <= budget < found.budget_bytes + 2
+    ran = {trial["size"] for trial in found.trials if not trial["failed_in"]}
+    assert found.size in ran
+    assert max(ran) == found.size
+
+
+def test_validation_counts_unlike_in_lightnings_finder() -> None:
+    free = search(MaxBatchSize(include_validation=False), TextModule(8))
+    budget = {trial["size"]: trial["peak_bytes"] for trial in free.trials}[8]
+    blind = search(MaxBatchSize(include_validation=False, margin=0, memory_limit=budget), TextModule(8))
+    seeing = search(MaxBatchSize(margin=0, memory_limit=budget), TextModule(8))
+    assert blind.size == 8
+    assert seeing.size < 8
+    assert [trial["failed_in"] for trial in seeing.trials][-1] == "validation"
+
+
+def test_out_of_memory_at_the_smallest_size_says_what_it_needs() -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        search(MaxBatchSize(memory_limit=100_000))
+    needed = int(str(caught.value).split(" bytes) in training")[0].split("(")[-1])
+    assert "a batch of 1 needs" in str(caught.value)
+    assert search(MaxBatchSize(margin=0, memory_limit=needed)).size == 1
+    with pytest.raises(OutOfMemoryError):
+        search(MaxBatchSize(margin=0, memory_limit=needed - 1))
+
+
+def _everything(run: Any, module: Any) -> dict[str, Any]:
+    """All that a search could have left behind."""
+    states = random_states()
+    return {
+        "weights": weights(module),
+        "grads": [p.grad for p in module.parameters()],
+        "modes": [part.training for part in module.modules()],
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "empty": [len(optimizer.state) for optimizer in run.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in run.lr_scheduler_configs],
+        "torch": states["torch"],
+        "python": list(states["python"]),
+        "numpy": list(map(str, states["numpy"])),
+        "loops": run.fit_loop.state_dict(),
+        "step": run.global_step,
+        "metrics": dict(run.callback_metrics),
+        "logged": dict(run.logged_metrics),
+        "callbacks": {cb.state_key: cb.state_dict() for cb in run.callbacks if not isinstance(cb, MaxBatchSize)},
+        "stage": (run.training, run.should_stop, run.sanity_checking),
+        "attributes": (module.steps, list(module.seen)),
+    }
+
+
+class Noisy(Toy):
+    """Draws from every generator and keeps notes of its own."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.steps, self.seen = 0, []
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.seen.append(random.random() + np.random.rand())
+        noise = torch.rand(()) * self.seen[-1]
+        return super().training_step([self.norm(batch[0]) + noise], batch_idx)
+
+
+class Spy(Callback):
+    """Compares what training begins with, and counts what happens in trials."""
+
+    def __init__(self) -> None:
+        self.before: Any = None
+        self.after: Any = None
+        self.batches: list[int] = []
+        self.validated = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.before = _everything(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(len(batch[0]))
+        trials.append(len(batch[0]))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.after = self.after or (_everything(trainer, pl_module) if not self.batches else None)
+
+
+trials: list[int] = []
+
+
+def test_everything_is_bit_equal_to_before_and_callbacks_took_part(tmp_path: Path) -> None:
+    trials.clear()
+    spy, ema = Spy(), EMA(decay=0.5)
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=-1)
+    run = trainer(
+        [spy, ema, checkpoint, MaxBatchSize(max_size=2, min_size=2)],
+        logger=CSVLogger(tmp_path, "log", "0"),
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+        limit_train_batches=2,
+        log_every_n_steps=1,
+    )
+    module = Noisy("init", "one_cycle")
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    run.fit(module, data(shuffle=True), data())
+    assert spy.before["empty"] == [0]
+    assert trials == [2] * 4 + [2] * 2  # two windows of two micro-batches; then the two real ones
+    assert spy.batches == [2, 2]  # the notes of a callback were put back
+    assert module.steps == len(module.seen) == 2
+    before, after = ({**state, "loops": None} for state in (spy.before, spy.after))
+    assert_equal(before, after)
+    saved = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
+    assert saved == ["epoch=0-step=1.ckpt"]
+    assert len((tmp_path / "log" / "0" / "metrics.csv").read_text().splitlines()) <= 3
+    assert not list(tmp_path.glob("snapshots"))
+
+
+def test_equals_a_run_that_was_given_the_size_from_the_start() -> None:
+    """Bit for bit, shuffling and noise included, and with a loader that draws from a generator of its own."""
+
+    def fit(callbacks: list[Any], size: int, own: bool, **arguments: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        loader = DataLoader(data().dataset, size, shuffle=True, generator=torch.Generator() if own else None)
+        trainer(callbacks, **arguments).fit(module := Noisy(), loader, data())
+        return weights(module)
+
+    for own in (False, True):
+        finder = MaxBatchSize(max_size=2, min_size=2)
+        found = fit([finder], 4, own)
+        assert (finder.found.size, finder.found.accumulation) == (2, 2)  # type: ignore[union-attr]
+        assert_equal(found, fit([], 2, own, accumulate_grad_batches=2))
+
+
+def test_the_gradient_is_that_of_the_batch_that_was_asked_for() -> None:
+    gradients: list[torch.Tensor] = []
+
+    class Keep(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            gradients.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
+
+    for callbacks in ([], [MaxBatchSize(max_size=2)]):
+        trainer([*callbacks, Keep()], max_steps=1).fit(Toy().double(), _double(data()))
+    # those of the trials come first in the second run; the last is the real one
+    torch.testing.assert_close(gradients[0], gradients[-1], rtol=1e-12, atol=1e-15)
+
+
+def _double(loader: DataLoader) -> DataLoader:
+    loader.dataset.tensors = tuple(tensor.double() for tensor in loader.dataset.tensors)
+    return loader
+
+
+def test_a_failed_trial_leaves_nothing_allocated() -> None:
+    live: list[int] = []
+
+    class Measure(Callback):
+        def _count(self) -> None:
+            gc.collect()
+            seen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors()}
+            live.append(sum(seen.values()))
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._count()
+            trials = Trials(trainer)
+            gc.collect()
+            meter = AllocationMeter(trials.record.tensors, 2**20)
+            with pytest.raises(OutOfMemoryError), trials.trial(), meter:
+                trials.train(lambda: torch.zeros(64, 512))
+            assert meter.peak > 2**20
+            del trials, meter
+            self._count()
+
+    trainer([Measure()], max_steps=1).fit(TextModule(), DataLoader(Texts(), 4, collate_fn=pad))
+    assert live[0] == live[1]
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
+
+
+def test_small_datasets_bound_the_size(caplog: pytest.LogCaptureFixture) -> None:
+    finder = MaxBatchSize(keep_effective_batch=False)
+    run = trainer([finder])
+    run.fit(Toy(), data(6, 4), data())
+    assert finder.found.size == 6  # type: ignore[union-attr]
+    assert run.global_step == 1
+    finder = MaxBatchSize()
+    with caplog.at_level("INFO"):
+        trainer([finder]).fit(Toy(), data(6, 64), data())
+    assert "batches of 64 were asked for, but a process has 6 samples" in caplog.text
+    assert (finder.found.size, finder.found.accumulation) == (64, 1)  # type: ignore[union-attr]
+
+
+def test_a_resumed_run_takes_the_size_from_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    first = trainer([MaxBatchSize(max_size=2)])
+    first.fit(Toy(), datamodule=(source := _Rows()))
+    assert source.batch_size == 4  # given back
+    first.save_checkpoint(path, weights_only=False)
+    trials.clear()
+    spy, finder = Spy(), MaxBatchSize(max_size=1)
+    spy.on_train_start = lambda *_: None  # type: ignore[method-assign]
+    spy.on_train_epoch_start = lambda *_: None  # type: ignore[method-assign]
+    trainer([spy, finder], max_epochs=2).fit(Toy(), datamodule=_Rows(), ckpt_path=path)
+    assert trials == [2] * 8
+    assert finder.found.size == 2  # type: ignore[union-attr]
+
+
+class _Rows(L.LightningDataModule):
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return data(16, self.batch_size)
+
+
+class _Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        yield torch.ones(WIDTH)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for arguments, message in (
+        ({"mode": "fast"}, "mode must be power or binary, got 'fast'"),
+        ({"margin": 1.0}, "margin must be at least 0 and below 1, got 1.0"),
+        ({"memory_limit": "much"}, "memory_limit: a memory size .* got 'much'"),
+        ({"min_size": 0}, "min_size must be at least 1, got 0"),
+        ({"scan": 0}, "scan must be at least 1, got 0"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            MaxBatchSize(**arguments)
+    with pytest.raises(ConfigurationError, match="optimizes manually"):
+        trainer([MaxBatchSize()]).fit(Toy(optimizers=2), data())
+    with pytest.raises(ConfigurationError, match="iterable dataset _Endless"):
+        trainer([MaxBatchSize()]).fit(Toy(), DataLoader(_Endless(), 1))
+    with pytest.raises(ConfigurationError, match="no attribute 'batch'"):
+        trainer([MaxBatchSize("batch")]).fit(Toy(), datamodule=_Rows())
+    fixed = _Rows()
+    fixed.train_dataloader = lambda: data(16, 8)  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="it does not follow it"):
+        trainer([MaxBatchSize()]).fit(Toy(), datamodule=fixed)
+    with pytest.raises(ConflictError, match="GradientAccumulationScheduler"):
+        trainer([MaxBatchSize(), L.callbacks.GradientAccumulationScheduler({0: 1})]).fit(Toy(), data())
+
+
+def test_manual_optimization_searches_without_accumulation() -> None:
+    finder = MaxBatchSize(keep_effective_batch=False, max_size=8)
+    run = trainer([finder])
+    run.fit(Toy(optimizers=2), data())
+    assert finder.found.size == 8  # type: ignore[union-attr]
+    assert run.global_step == 4  # two batches, two optimizers
+
+
+def test_processes_agree_on_the_smallest(tmp_path: Path) -> None:
+    source = """
+    import os, torch, torch.distributed as dist
+    torch.set_num_threads(1)
+    from lit_efficient import MaxBatchSize
+    from tests.callbacks.test_max_batch_size import TextModule, Texting
+    from tests.support import trainer, assert_equal, weights
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    finder = MaxBatchSize(margin=0, memory_limit=["4MiB", "1500KiB"][rank])
+    run = trainer([finder], devices=2, strategy="ddp")
+    run.fit(module := TextModule(), datamodule=Texting())
+    everyone = [None] * 2
+    found = [finder.found.size, finder.found.accumulation, finder.found.trials[-1]["failed_in"]]
+    dist.all_gather_object(everyone, [found, weights(module)])
+    assert_equal(everyone[0], everyone[1])
+    assert run.global_step == 1, run.global_step
+    if rank == 0: print("both", *found)
+    """
+    size, accumulation, failed = run_script(source, tmp_path, processes=2).split("both ")[1].split()[:3]
+    assert int(size) * int(accumulation) == 16
+    assert 1 < int(size) < 16
+    assert failed == "training"

@@ -1,0 +1,81 @@
+"""``--ckpt_path``: checked first, and the config wins over it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.toy_runs import STEPS, fit, refused
+from tests.support_cli import Recorder, ToyData, ToyModel
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A checkpoint after two epochs."""
+    assert (
+        fit("--trainer.enable_checkpointing", "true", "--trainer.default_root_dir", "first", "--optimizer", "SGD") == 0
+    )
+    ToyData.touched = 0
+    return str(next(Path("first").rglob("*.ckpt")))
+
+
+def test_the_config_wins_over_the_checkpoint_and_says_so(trained, caplog, capsys):
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="dirpath has changed"):
+        assert (
+            fit(
+                "--trainer.enable_checkpointing",
+                "true",
+                "--ckpt_path",
+                trained,
+                "--model.scale",
+                "3",
+                "--data.batch_size",
+                "4",
+                "--trainer.max_epochs",
+                "3",
+            )
+            == 0
+        )
+    assert ToyModel.last.scale == 3.0
+    said = caplog.text + capsys.readouterr().err
+    assert "model.scale: 1.0 in the checkpoint -> 3.0 in the config" in said
+    assert "hidden" not in said
+    assert Recorder.last.trainer.global_step == STEPS + 2  # 4 batches became 2
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_before_data(trained, capsys):
+    said = refused(capsys, "--ckpt_path", trained, "--model.hidden", "7")
+    assert "net.0.weight: [4, 3] in the checkpoint, [7, 3] in the model" in said
+    said = refused(capsys, "--ckpt_path", trained, "--model", "tests.support_cli.OtherModel", command="validate")
+    assert "OtherModel" in said
+    assert "net.0.weight" in said
+
+
+def test_a_checkpoint_of_another_architecture_that_shows_late(trained, capsys):
+    assert fit("--ckpt_path", trained, "--model.hidden", "7", "--model.late", "true", "--trainer.max_epochs", "3") == 2
+    text = capsys.readouterr().err
+    said = text[text.index("error: ") :]
+    assert "net.0.weight: [4, 3] in the checkpoint, [7, 3] in the model" in said
+    assert len(said.splitlines()) <= 10
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_one_flipped_bit_in_a_checkpoint_is_seen(trained, capsys):
+    content = bytearray(Path(trained).read_bytes())
+    weights = torch.load(trained, weights_only=True)["state_dict"]["net.0.weight"].numpy().tobytes()
+    content[content.index(weights) + 5] ^= 1
+    flipped = Path("alone/flipped.ckpt")
+    flipped.parent.mkdir()
+    flipped.write_bytes(content)
+    said = refused(capsys, "--ckpt_path", str(flipped))
+    assert "damaged" in said
+    assert "No other *.ckpt" in said
+    shutil.copy(trained, "alone/good.ckpt")
+    with pytest.warns(UserWarning, match=r"flipped.ckpt is damaged.*Going on from the last good .*good.ckpt"):
+        assert fit("--ckpt_path", str(flipped), "--trainer.max_epochs", "3") == 0
+    assert Recorder.last.trainer.global_step > torch.load(trained, weights_only=True)["global_step"]
+
+
+def test_words_for_checkpoints_need_a_training(capsys):
+    assert "no file 'best'" in refused(capsys, "--ckpt_path", "best", command="validate")

@@ -1,0 +1,31 @@
+"""DDP from the command line: the launcher starts the second process with the same arguments."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.cli.toy_runs import ALLOW, fit
+from tests.support import assert_equal
+
+
+def test_two_processes_train_as_one_does_on_both_batches():
+    """A batch holds all of a process's rows, so that two processes see together what one sees, in whatever order."""
+    weights = "--trainer.callbacks+=tests.support_cli.WeightsOfRank"
+    assert fit(weights, "--data.batch_size", "8") == 0
+    alone = torch.load("rank0.pt", weights_only=True)
+    Path("rank0.pt").unlink()
+
+    command = [sys.executable, "-W", "ignore", "-m", "lit_efficient", "fit", *ALLOW, "-c", "base.yaml", weights]
+    ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--data.batch_size", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    done = subprocess.run([*command, *ddp], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    first, second = (torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert (alone.pop("world"), first["world"]) == (1, 2)
+    assert_equal(first, second)
+    torch.testing.assert_close({name: tensor for name, tensor in first.items() if name != "world"}, alone)
+    assert done.stdout.count("Done.") == 1  # rank 0 alone speaks
+    assert len(list(Path("runs").rglob("config.yaml"))) == 1

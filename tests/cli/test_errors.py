@@ -1,0 +1,110 @@
+"""An error is a sentence of ten lines at most that names key, value and what was meant."""
+
+import os
+
+import pytest
+
+from lit_efficient.cli.preflight import check_config, check_devices
+from lit_efficient.errors import ConfigurationError
+from tests.cli.toy_runs import fit, refused
+from tests.support_cli import ToyModel
+
+WRONG = {
+    "unknown option": (["--trainer.max_epoch", "3"], ["trainer.max_epoch", "did you mean 'trainer.max_epochs'"]),
+    "unknown argument of a class": (
+        ["--model.hiden", "3"],
+        ["ToyModel", "hiden", "did you mean 'hidden'", "accepted: "],
+    ),
+    "unknown argument of an optimizer": (["--optimizer", "SGD", "--optimizer.lrr", "1"], ["SGD", "did you mean 'lr'"]),
+    "wrong type": (["--trainer.max_epochs", "many"], ["trainer.max_epochs", "many", "int, null"]),
+    "wrong type in a class": (["--model.hidden", "wide"], ["ToyModel.hidden", "wide", "int"]),
+    "wrong type in an optimizer": (["--optimizer", "SGD", "--optimizer.lr", "fast"], ["SGD.lr", "fast", "float"]),
+    "null on the command line": (["--model.hidden", "null"], ["ToyModel.hidden", "null", "int"]),
+    "choice": (["--trainer.precision", "bf16-mixd"], ["trainer.precision", "did you mean 'bf16-mixed'"]),
+    "value out of range": (["--model.hidden", "0"], ["hidden must be at least 1, got 0", "support_cli.py"]),
+    "unknown class": (
+        ["--trainer.callbacks+=StochasticDepht"],
+        ["trainer.callbacks", "did you mean 'StochasticDepth'"],
+    ),
+    "unknown optimizer": (["--optimizer", "AdamX"], ["optimizer", "'AdamX'", "did you mean 'Adam"]),
+    "class of another kind": (
+        ["--data", "tests.support_cli.ToyModel"],
+        ["data", "ToyModel", "is not a LightningDataModule"],
+    ),
+    "no such class": (
+        ["--model", "tests.support_cli.ToyModl"],
+        ["'ToyModl'", "tests.support_cli", "did you mean 'ToyModel'"],
+    ),
+    "no such file": (["-c", "nothing.yaml"], ["config", "nothing.yaml", "no file"]),
+    "too many devices": (["--trainer.devices", "4096"], ["trainer.devices", "4096", str(os.cpu_count())]),
+    "folder below a file": (["--trainer.default_root_dir", "base.yaml/x"], ["trainer.default_root_dir", "base.yaml"]),
+    "secret": (
+        ["--trainer.callbacks+=tests.support_cli.Recorder", "--trainer.callbacks.api_key=12345"],
+        ["api_key", "environment"],
+    ),
+    "no checkpoint": (["--ckpt_path", "none.ckpt"], ["ckpt_path", "none.ckpt"]),
+    "folder as checkpoint": (["--ckpt_path", "."], ["ckpt_path", "folder"]),
+    "config as checkpoint": (["--ckpt_path", "base.yaml"], ["ckpt_path", "base.yaml", "damaged"]),
+    "empty allow-import": (["--allow-import"], ["--allow-import needs"]),
+    "allow everything": (["--allow-import", "*"], ["--allow-import", "'*'"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
+def test_an_error_is_a_sentence(arguments, words, capsys):
+    said = refused(capsys, *arguments)
+    assert [word for word in words if word not in said] == [], said
+
+
+WRONG_YAML = {
+    "duplicate key": ("trainer:\n  max_epochs: 1\n  max_epochs: 2\n", ["bad.yaml", "'max_epochs'", "line 2", "line 3"]),
+    "no yaml": ("trainer:\n  max_epochs: [1\n", ["bad.yaml", "line 2"]),
+    "a list": ("- 1\n", ["bad.yaml", "mapping"]),
+    "empty": ("", ["bad.yaml", "mapping"]),
+    "unknown key": ("trainer:\n  max_epoch: 1\n", ["did you mean 'trainer.max_epochs'", "bad.yaml, line 2"]),
+    "unknown top key": ("modle: ToyModel\n", ["did you mean 'model'", "bad.yaml, line 1"]),
+    "unknown empty key": ("modle: {}\n", ["did you mean 'model'", "bad.yaml, line 1"]),
+    "unknown empty branch": ("optimzer:\n  foo: {}\n", ["optimzer", "accepted: "]),
+    "nothing below a key": ("seed_everything: 1\ntrainer:\n", ["trainer"]),
+    "null": ("model:\n  init_args:\n    hidden: null\n", ["ToyModel.hidden", "null", "bad.yaml, line 3"]),
+    "in a list": (
+        "trainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: x\n",
+        ["ModelCheckpoint", "did you mean 'monitor'", "bad.yaml, line 5"],
+    ),
+    "null in the trainer": ("trainer:\n  deterministic: 3.5\n", ["trainer.deterministic", "3.5", "bad.yaml, line 2"]),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG_YAML.values(), ids=WRONG_YAML)
+def test_an_error_in_a_file_names_the_file_and_the_line(text, words, capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text(text)
+    said = refused(capsys, "-c", "bad.yaml")
+    assert [word for word in words if word not in said] == [], said
+
+
+def test_debug_and_bugs_show_the_traceback(monkeypatch):
+    with pytest.raises(ConfigurationError):
+        fit("--trainer.devices", "4096", "--debug")
+    monkeypatch.setenv("LIT_EFFICIENT_DEBUG", "1")
+    with pytest.raises(ConfigurationError):
+        fit("--trainer.devices", "4096")
+    monkeypatch.delenv("LIT_EFFICIENT_DEBUG")
+    monkeypatch.setattr(ToyModel, "training_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit()
+
+
+def test_devices_are_counted(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for devices in ("auto", 1, 2, "2", "0,1", -1, [0, 1]):
+        check_devices("cpu", devices)
+    for devices in (3, "3", "0,2", [2]):
+        with pytest.raises(ConfigurationError, match=r"trainer\.devices"):
+            check_devices("cpu", devices)
+
+
+def test_words_that_merely_resemble_secrets_are_no_secrets():
+    check_config({"model": {"pad_token": "<pad>", "tokenizer": "bpe", "token_dropout": "x", "password": None}})
+    for key in ("api_key", "wandb_api_key", "password", "hf_token", "aws_secret"):
+        with pytest.raises(ConfigurationError, match=key):
+            check_config({"trainer": {"logger": [{"init_args": {key: "x"}}]}})

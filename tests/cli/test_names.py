@@ -1,0 +1,109 @@
+"""Short names in YAML and on the command line, and overlays that append."""
+
+import yaml
+
+from lit_efficient import PUBLIC
+from lit_efficient.cli import run
+from lit_efficient.cli.parsing import expand_short_names, load_yaml, split_arguments
+from tests.cli.toy_runs import OVERLAYS, fit
+from tests.support_cli import Recorder
+
+
+def test_short_names_are_written_in_full_in_yaml():
+    text = """
+    model: LanguageModeling
+    trainer:
+      callbacks+:
+        - StochasticDepth
+        - class_path: SNRWeighting
+          init_args: {rule: GPT}
+      logger: CSVLogger
+    """
+    assert load_yaml(text) == {
+        "model": "lit_efficient.LanguageModeling",
+        "trainer": {
+            "callbacks+": [
+                "lit_efficient.StochasticDepth",
+                {"class_path": "lit_efficient.SNRWeighting", "init_args": {"rule": "GPT"}},
+            ],
+            "logger": "CSVLogger",
+        },
+    }
+    assert set(PUBLIC) == {expand_short_names(name, "class_path").removeprefix("lit_efficient.") for name in PUBLIC}
+
+
+def test_short_names_are_written_in_full_on_the_command_line():
+    argv = [
+        "fit",
+        "--model=GPT",
+        "--trainer.callbacks+",
+        "StochasticDepth",
+        "--model.name",
+        "GPT",
+        "--data.help",
+        "PythonCorpus",
+    ]
+    full, allowed = split_arguments([*argv[:2], "--allow-import", "a", *argv[2:], "--allow-import=b.c"])
+    assert allowed == ["a", "b.c"]
+    assert full == [
+        "fit",
+        "--model=lit_efficient.GPT",
+        "--trainer.callbacks+",
+        "lit_efficient.StochasticDepth",
+        "--model.name",
+        "GPT",
+        "--data.help",
+        "lit_efficient.PythonCorpus",
+    ]
+
+
+def test_a_class_of_the_users_with_our_name_does_not_clash():
+    from lit_efficient import SignalCheckpoint as Ours
+    from tests.support_cli import SignalCheckpoint as Theirs
+
+    assert fit("--trainer.callbacks+=SignalCheckpoint", "--trainer.callbacks+=tests.support_cli.SignalCheckpoint") == 0
+    kinds = [type(callback) for callback in Recorder.last.trainer.callbacks]
+    assert kinds.count(Ours) == 1
+    assert kinds.count(Theirs) == 1
+
+
+def test_overlays_append(tmp_path):
+    for tag in ("one", "two"):
+        part = {"class_path": "tests.support_cli.Recorder", "init_args": {"tag": tag}}
+        (tmp_path / f"{tag}.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [part]}}))
+    assert (
+        fit(
+            "-c",
+            "one.yaml",
+            "-c",
+            "two.yaml",
+            "--trainer.callbacks+=LearningRateMonitor",
+            "--trainer.logger",
+            "CSVLogger",
+            "--trainer.logger.save_dir",
+            ".",
+        )
+        == 0
+    )
+    tags = [callback.tag for callback in Recorder.last.trainer.callbacks if isinstance(callback, Recorder)]
+    assert tags == ["base", "one", "two"]
+    assert "LearningRateMonitor" in [type(callback).__name__ for callback in Recorder.last.trainer.callbacks]
+
+
+def test_shipped_overlays_name_what_exists_and_begin_with_a_comment():
+    files = sorted([*OVERLAYS.glob("techniques/*.yaml"), *OVERLAYS.glob("loggers/*.yaml")])
+    assert len(files) >= 6
+    for file in files:
+        assert file.read_text().startswith("# ")
+        trainer = yaml.safe_load(file.read_text())["trainer"]
+        parts = trainer.get("callbacks+") or [trainer["logger"]]
+        for part in parts:
+            assert part["class_path"] in PUBLIC or hasattr(
+                __import__("lightning.pytorch.loggers").pytorch.loggers, part["class_path"]
+            )
+
+
+def test_help_of_a_subcommand_names_the_parts(capsys):
+    assert run(["fit", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("--trainer.max_epochs", "--optimizer", "--ckpt_path", "--model"))

@@ -1,0 +1,119 @@
+"""Optimizers and schedulers of a config: built late, over what trains, to the end of the run."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from tests.cli.toy_runs import STEPS, fit, refused
+from tests.support_cli import Recorder, ToyModel
+
+
+def test_the_optimizer_holds_what_trains_and_the_scheduler_knows_the_end():
+    assert (
+        fit(
+            "--model.frozen",
+            "true",
+            "--optimizer",
+            "AdamW",
+            "--optimizer.lr",
+            "0.5",
+            "--lr_scheduler",
+            "CosineAnnealingLR",
+        )
+        == 0
+    )
+    optimizer = Recorder.last.trainer.optimizers[0]
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert held == [id(p) for p in ToyModel.last.net[1].parameters()]
+    expected = [0.25 * (1 + math.cos(math.pi * step / STEPS)) for step in range(STEPS)]
+    assert Recorder.last.rates == pytest.approx(expected)
+
+
+def test_layers_made_in_configure_model_are_trained():
+    assert (
+        fit(
+            "--model.late", "true", "--optimizer", "AdamW", "--lr_scheduler", "OneCycleLR", "--lr_scheduler.max_lr", "1"
+        )
+        == 0
+    )
+    held = [id(p) for group in Recorder.last.trainer.optimizers[0].param_groups for p in group["params"]]
+    assert held == [id(p) for p in ToyModel.last.parameters()]
+    assert Recorder.last.trainer.lr_scheduler_configs[0].scheduler.total_steps == STEPS
+
+
+def test_a_length_that_is_given_stays():
+    assert (
+        fit(
+            "--optimizer", "SGD", "--optimizer.lr", "1", "--lr_scheduler", "LinearLR", "--lr_scheduler.total_iters", "2"
+        )
+        == 0
+    )
+    assert Recorder.last.rates == pytest.approx([1 / 3, 2 / 3, *[1.0] * (STEPS - 2)])
+
+
+def test_plateau_scheduler_by_its_short_name():
+    assert fit("--optimizer", "SGD", "--lr_scheduler", "ReduceLROnPlateau", "--lr_scheduler.monitor", "val/loss") == 0
+    config = Recorder.last.trainer.lr_scheduler_configs[0]
+    assert (config.monitor, config.reduce_on_plateau, config.scheduler.last_epoch) == ("val/loss", True, 2)
+
+
+def test_without_an_optimizer_key_the_module_decides():
+    assert fit() == 0
+    assert Recorder.last.rates == [0.25] * STEPS
+
+
+def test_a_copy_of_the_module_optimizes_its_own_parameters():
+    assert fit("--optimizer", "SGD", "--optimizer.lr", "0.1") == 0
+    twin = copy.deepcopy(ToyModel.last)
+    held = [id(p) for group in twin.configure_optimizers().param_groups for p in group["params"]]
+    assert held == [id(p) for p in twin.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--optimizer", "AdamW", "--optimizer.lr", "-1"], ["optimizer", "AdamW", "-1"]),
+        (["--lr_scheduler", "CosineAnnealingLR"], ["lr_scheduler", "optimizer"]),
+        (
+            [
+                "--optimizer",
+                "SGD",
+                "--lr_scheduler",
+                "OneCycleLR",
+                "--lr_scheduler.max_lr",
+                "1",
+                "--lr_scheduler.pct_start",
+                "3",
+            ],
+            ["OneCycleLR", "pct_start"],
+        ),
+        (["--optimizer", "SGD", "--lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"], ["monitor"]),
+    ],
+)
+def test_wrong_optimizers_fail_before_data(arguments, words, capsys):
+    said = refused(capsys, *arguments)
+    assert all(word in said for word in words)
+
+
+def test_a_schedule_free_optimizer_brings_its_callback(caplog, capsys):
+    from lit_efficient import ScheduleFree
+
+    with caplog.at_level("INFO"):
+        assert fit("--optimizer", "ScheduleFreeAdamW", "--optimizer.warmup_steps", "2") == 0
+    assert "added the callback ScheduleFree()" in caplog.text + capsys.readouterr().err
+    trainer = Recorder.last.trainer
+    assert sum(isinstance(callback, ScheduleFree) for callback in trainer.callbacks) == 1
+    optimizer = trainer.optimizers[0]
+    assert not optimizer.training  # the averaged weights are left in the module
+    assert all("y" in optimizer.state[p] and not torch.equal(p, optimizer.state[p]["y"]) for p in optimizer.averages())
+
+
+def test_a_schedule_free_callback_of_the_users_is_the_only_one():
+    from lit_efficient import ScheduleFree
+
+    given = ["--trainer.callbacks+=ScheduleFree", "--trainer.callbacks.warmup_steps=3"]
+    assert fit("--optimizer", "ScheduleFreeAdamW", *given) == 0
+    found = [callback for callback in Recorder.last.trainer.callbacks if isinstance(callback, ScheduleFree)]
+    assert [callback.warmup_steps for callback in found] == [3]
