@@ -66,6 +66,7 @@ PUBLIC: dict[str, str] = {
     # slot model
     "LanguageModeling": "tasks.language_modeling",
     "Preference": "tasks.preference",
+    "RewardModeling": "tasks.reward_modeling",
     "Autoencoding": "tasks.autoencoding",
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data

@@ -45,8 +45,8 @@ class PreferenceData(LightningDataModule):
     no pairs are counted and shown. Testing uses the validation pairs.
 
     Args:
-        train: files (.jsonl, .json, .parquet), folders of them or of ``save_to_disk``, names on the Hugging Face hub, or
-            ``stdlib-preferences`` (2,000 functions of Python's own library, each with its own body and another's).
+        train: files (.jsonl, .json, .parquet), folders of them or of ``save_to_disk``, names on the Hugging Face hub,
+            or ``stdlib-preferences`` (2,000 functions of Python's own library, each with its own body and another's).
         val: the same for validation; null holds out ``val_fraction`` of the prompts.
         columns: own names of keys, {key of the format: key in the rows}.
         strings_as: whether prompts and answers that are texts are a ``text``, or ``turns`` for the chat template.

@@ -12,7 +12,6 @@ Chosen and rejected answers go through the network in one batch. The formulas ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
 from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL, LanguageModeling
-from lit_efficient.tasks.pairs import joined, pairs_of
+from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
 from lit_efficient.tasks.reference import Reference
 from lit_efficient.tasks.starting import load_start
 
@@ -33,34 +32,6 @@ _DPO = ("sigmoid", "hinge", "ipo")
 _AVERAGED = ("ipo", "orpo", "simpo")  # take log-probabilities averaged over tokens
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _KEY = "preference"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What became of a batch of pairs.
-
-    Args:
-        losses: ``[B]``.
-        chosen: rewards of the chosen answers ``[B]``, without a gradient.
-        rejected: those of the rejected ones ``[B]``.
-        router_loss: the balancing loss of a mixture of experts, if it asks for one.
-    """
-
-    losses: Tensor
-    chosen: Tensor
-    rejected: Tensor
-    router_loss: Tensor | None = None
-
-    def figures(self) -> dict[str, Tensor]:
-        """Means over the batch, by the names that are logged; a tie is half right."""
-        margin = self.chosen - self.rejected
-        return {
-            "loss": self.losses.detach().mean(),
-            "accuracy": ((margin.sign() + 1) / 2).mean(),
-            "margin": margin.mean(),
-            "rewards/chosen": self.chosen.mean(),
-            "rewards/rejected": self.rejected.mean(),
-        }
 
 
 class Preference(LanguageModeling):
@@ -230,8 +201,6 @@ class Preference(LanguageModeling):
 
     def _compare(self, batch: Mapping[str, Tensor]) -> Comparison:
         rows = joined(batch, "Preference")
-        if isinstance(self._built(), GPT):
-            rows.pop("attention_mask", None)  # nothing that is learned sees padding on its right
         reference = self.reference()
         # The reference first: its activations are gone before the policy's are kept for the backward pass.
         refs = None if reference is None else pairs_of(reference(self._built(), lambda: self._log_probs(rows)[0]))

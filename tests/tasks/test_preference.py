@@ -20,6 +20,7 @@ from lit_efficient import (
     LoRA,
     Preference,
 )
+from lit_efficient.application import apply
 from lit_efficient.errors import CheckpointError, ConflictError
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.causal_lm import build
@@ -103,6 +104,31 @@ def test_the_loss_starts_at_log_2_and_the_pairs_are_learned(variant: str | None,
     figures = runner.validate(task, loader(), verbose=False)[0]
     assert figures["val/accuracy"] > 0.8
     assert figures["val/margin"] == pytest.approx(figures["val/rewards/chosen"] - figures["val/rewards/rejected"])
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_under_autocast_the_reference_leaves_no_cached_weights_to_the_policy(adapters: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    task = _quiet(Preference(saved(tmp_path)))
+    if adapters:
+        apply(task, [LoRA(rank=4, modules_to_save=["lm_head"])])
+    task.reference()
+    network: Any = task.network
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    gradients = []
+    for options in ({"enabled": False}, {"dtype": torch.bfloat16}):
+        network.zero_grad()
+        with torch.autocast("cpu", **options):  # type: ignore[arg-type]
+            loss = task.training_step(pairs(4), 0)["loss"]
+        loss.backward()
+        gradients.append((loss.detach(), network.lm_head.weight.grad.clone()))
+    torch.testing.assert_close(*(loss for loss, _ in gradients), rtol=0.05, atol=0)
+    assert not torch.equal(gradients[0][0], gradients[1][0])
+    difference = (gradients[0][1] - gradients[1][1]).norm() / gradients[0][1].norm()
+    assert difference < 0.1
 
 
 def test_under_lora_the_reference_is_the_base_bit_for_bit_and_holds_nothing(tmp_path: Path) -> None:
