@@ -70,12 +70,15 @@ PUBLIC: dict[str, str] = {
     "Distillation": "tasks.distillation",
     "DistillationLoss": "tasks.distillation",
     "Divergence": "losses.distillation",
+    "Preference": "tasks.preference",
+    "RewardModeling": "tasks.reward_modeling",
     "Autoencoding": "tasks.autoencoding",
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data
     "DigitImages": "data.digits",
     "LatentDigits": "data.latent_digits",
     "LanguageData": "data.language_data",
+    "PreferenceData": "data.preference_data",
     "PythonCorpus": "data.python_corpus",
     # data that can be resumed
     "ResumableLoader": "data.resumable",

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.adapters.disabled import Switchable
 from lit_efficient.surgery import mix_in, mix_out
 
 
-class IA3Scaled:
+class IA3Scaled(Switchable):
     """A layer whose output, or input, is multiplied by learned factors; mixed in front of the layer's own class."""
 
     ia3: nn.Parameter
@@ -25,6 +26,8 @@ class IA3Scaled:
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's own output, with the factors."""
+        if self.adapter_off:
+            return super().forward(x)  # type: ignore[misc]
         if self.ia3_side == "input":
             return super().forward((x * self.ia3).to(x.dtype))  # type: ignore[misc]
         y: Tensor = super().forward(x)  # type: ignore[misc]

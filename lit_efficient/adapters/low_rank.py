@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_efficient.adapters.disabled import Switchable
 from lit_efficient.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.surgery import mix_in
 
@@ -60,7 +61,7 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
     return (squared + 2 * scale * cross + scale**2 * own).clamp_min(0).sqrt()
 
 
-class LowRank:
+class LowRank(Switchable):
     """What the adapted layers of all kinds share; mixed in front of the layer's own class."""
 
     weight: Tensor
@@ -79,6 +80,8 @@ class LowRank:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own output plus the adapter's part of it."""
         y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if self.adapter_off:
+            return y
         h = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
         delta = self._low_rank(h, self.lora_A, self.lora_B)
         if self.lora_variant == "pissa":
@@ -144,6 +147,8 @@ class _LowRankEmbedding(LowRank):
     def forward(self, x: Tensor) -> Tensor:
         """The table's rows plus the adapter's."""
         y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
+        if self.adapter_off:
+            return y
         rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T  # type: ignore[attr-defined]
         # Gemma's tables multiply what they look up: the adapter changes the table, not the product.
         return y + (self.lora_scale * getattr(self, "embed_scale", 1.0) * rows).to(y.dtype)

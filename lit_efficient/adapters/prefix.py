@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.adapters.base import FollowsBase
+from lit_efficient.adapters.disabled import Switchable
 from lit_efficient.adapters.prefix_cache import PrefixCache, computed_by_transformer, prefixed_call
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.gpt import GPT, KVCache
@@ -83,7 +84,7 @@ class PrefixVectors(nn.Module):
         return prefix_of({**self._parameters, **self._buffers})
 
 
-class PrefixedDecoder(FollowsBase):
+class PrefixedDecoder(FollowsBase, Switchable):
     """What both kinds of decoders share; mixed in front of the decoder's own class."""
 
     prefix_tuning: PrefixVectors
@@ -110,6 +111,8 @@ class PrefixedTransformer(PrefixedDecoder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's own output for a sequence that the prefix stands before."""
+        if self.adapter_off:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         kwargs |= dict(zip(self.prefix_positional, args, strict=False))
         return prefixed_call(self, super().forward, kwargs, *self.prefix_tuning())  # type: ignore[misc]
 
@@ -122,6 +125,8 @@ class PrefixedGPT(PrefixedDecoder):
 
     def features(self, input_ids: Tensor, cache: list[Any] | None = None, position_ids: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens, which stand at the positions n, n + 1, ..."""
+        if self.adapter_off:
+            return super().features(input_ids, cache, position_ids)  # type: ignore[misc]
         if position_ids is not None:
             raise ConfigurationError(
                 "PrefixTuning: this GPT cannot have a prefix before each document of a packed row; do not pack "

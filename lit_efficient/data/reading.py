@@ -57,7 +57,7 @@ class Reader:
                 try:
                     if isinstance(row, str):
                         raise MalformedRow(row)
-                    document = read_row(self._renamed(row), kind)
+                    document = self._read(self._renamed(row), kind)
                 except MalformedRow as reason:
                     self.refuse(place, str(reason))
                     continue
@@ -69,13 +69,19 @@ class Reader:
         if len(self.shown) < _SHOWN:
             self.shown.append((place, reason))
 
+    def _read(self, row: Mapping[str, Any], kind: Format) -> Document:
+        return read_row(row, kind)
+
     def _format(self, source: Source, kind: Format | Literal["auto"]) -> tuple[Format, str]:
         if source.is_text:
             return "text", f"{source.name}: text, one document a file"
         if kind != "auto":
             return kind, f"{source.name}: format {kind}, as asked"
+        return recognise(self._first_rows(source), source.name)
+
+    def _first_rows(self, source: Source) -> list[dict[str, Any]]:
         first = islice((row for _, row in source.rows() if isinstance(row, dict)), _PEEKED)
-        return recognise([self._renamed(row) for row in first], source.name)
+        return [self._renamed(row) for row in first]
 
     def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self._columns:

@@ -61,7 +61,7 @@ def open_sources(
         from lit_efficient.data.python_instructions import instructions
 
         rows = instructions()
-        return [Source(name, lambda: ((f"{name}:{i}", row) for i, row in enumerate(rows, 1)), _digest_of_rows(rows))]
+        return [Source(name, lambda: ((f"{name}:{i}", row) for i, row in enumerate(rows, 1)), digest_of_rows(rows))]
     if name == STDLIB_PACKAGES:
         return [_stdlib_packages()]
     path = Path(name).expanduser()
@@ -206,5 +206,6 @@ def streamed_rows(found: Any, name: str) -> Iterator[Row]:
             yield f"{name}, row {number}", dict(zip(batch, values))
 
 
-def _digest_of_rows(rows: list[dict[str, Any]]) -> str:
+def digest_of_rows(rows: list[dict[str, Any]]) -> str:
+    """Hash of rows that are in no file."""
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,102 @@
+"""The network as it was before training, without a second network: adapters off, and the first values of what trains.
+
+    under adapters    the frozen base, with copies of what trains in full beside them (a new head): often nothing
+    without           copies of all weights, which take the place of the trained ones for one forward pass
+
+The copies belong to no module: no checkpoint, optimizer or technique ever meets them. A run that is resumed builds its
+start as the first one did and takes the copies from there; a fingerprint in the checkpoint proves them to be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lit_efficient.adapters.base import ADDED
+from lit_efficient.adapters.disabled import disabled, has_adapters
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.modes import evaluating
+
+_SAMPLES = 1024
+
+
+class Reference:
+    """What a network computes now, to be asked again after its weights have changed.
+
+    Args:
+        network: The network, with its adapters if it is to have any. Its weights are copied, except for those that
+            adapters keep frozen.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.adapted = has_adapters(network)
+        self.tensors = {
+            name: parameter.detach().clone()
+            for name, parameter in network.named_parameters()
+            if parameter.is_floating_point() and (not self.adapted or _trains_in_full(name, parameter))
+        }
+
+    def describe(self) -> str:
+        """One line about where it comes from, and what it costs."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()) / 2**20
+        copies = f"a copy of {len(self.tensors)} tensors, {size:.1f} MiB" if self.tensors else "no copy"
+        return f"the base under disabled adapters, {copies}" if self.adapted else copies
+
+    def fingerprint(self) -> str:
+        """A digest of the copies; that of frozen weights is the adapters' own business."""
+        return hashlib.sha256(repr([(n, _digest(t)) for n, t in self.tensors.items()]).encode()).hexdigest()[:32]
+
+    def __call__(self, network: nn.Module, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns while ``network`` is as it was, in eval mode and without gradients.
+
+        Nothing that requires a gradient takes part, so autocast caches no weight of it for the policy's own pass.
+
+        Args:
+            network: That of the constructor, trained since.
+            function: Calls ``network``.
+
+        Raises:
+            ConfigurationError: If a weight trains now that was frozen when the copies were made.
+        """
+        late = [
+            name
+            for name, parameter in network.named_parameters()
+            if name not in self.tensors and self.adapted and _trains_in_full(name, parameter)
+        ]
+        if late:
+            raise ConfigurationError(
+                f"Preference: {late[0]!r} has begun to train beside adapters, and the reference has no copy of it: "
+                "let all that trains do so from the start, or use no adapters"
+            )
+        device = next(network.parameters()).device
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        with torch.no_grad(), evaluating(network), disabled(network):
+            return functional_call(_Call(network, function), {f"network.{k}": t for k, t in self.tensors.items()}, ())
+
+
+class _Call(nn.Module):
+    """A function of a network, as the module that ``functional_call`` wants."""
+
+    def __init__(self, network: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.network = network
+        self.function = function
+
+    def forward(self) -> Any:
+        return self.function()
+
+
+def _trains_in_full(name: str, parameter: Tensor) -> bool:
+    return parameter.requires_grad and name.rpartition(".")[2] not in ADDED
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of a tensor's shape and up to 1024 of its values, bit by bit: one step at a rate of 1e-6 must show."""
+    values = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)].contiguous().cpu()
+    content = repr((tuple(tensor.shape), str(tensor.dtype))).encode() + values.view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()

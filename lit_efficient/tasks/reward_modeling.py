@@ -1,0 +1,161 @@
+"""Train a model to say how good an answer is, from pairs of which one is preferred.
+
+    loss = -log sigmoid(R(chosen) - R(rejected) - margin) + centering (R(chosen) + R(rejected))^2
+
+R is one linear layer on the last hidden state of any causal language model; see :mod:`lit_efficient.models.reward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.preference import reward_loss
+from lit_efficient.models import reward
+from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL, LanguageModeling
+from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
+from lit_efficient.tasks.starting import load_start
+
+_NEEDED = ("input_ids", "attention_mask")
+
+
+class RewardModeling(LanguageModeling):
+    """A reward model on batches of pairs, ``chosen_`` and ``rejected_`` each with ``input_ids`` and ``attention_mask``.
+
+    All are ``[B, T]``; ``margin`` ``[B]``, if a batch has it, says by how much the chosen reward should be higher. The
+    language model's own head is taken off; ``score`` starts at zero, so that the loss starts at log 2. With LoRA, give
+    it ``modules_to_save: [score]``.
+
+    Logs ``loss``, ``accuracy``, ``margin``, ``rewards/chosen`` and ``rewards/rejected`` under ``train/``, ``val/`` and
+    ``test/``. Prediction gives rewards ``[B]`` for batches with ``input_ids``, and differences ``[B]`` for pairs. The
+    balancing loss of a mixture of experts is not added.
+
+    Args:
+        model: as for `LanguageModeling`; with trained weights, or with ``start_from``.
+        centering: weight of a term that keeps rewards around 0 (0.01 in its paper), at least 0.
+        start_from: a checkpoint of `LanguageModeling` (SFT) of the same shape to start from, its adapters merged.
+        learning_rate: peak rate of AdamW.
+        weight_decay: of the matrices.
+        warmup_steps: as for `LanguageModeling`.
+    """
+
+    def __init__(
+        self,
+        model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,
+        centering: float = 0.0,
+        start_from: str | None = None,
+        learning_rate: float = 1e-5,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 100,
+    ) -> None:
+        super().__init__(model, learning_rate, weight_decay, warmup_steps)
+        if not centering >= 0:
+            raise ConfigurationError(f"RewardModeling: centering must be at least 0, got {centering}.")
+        self.centering = centering
+        self.start_from = start_from
+        self.save_hyperparameters({"centering": centering, "start_from": start_from})
+        self.score: nn.Linear | None = None
+
+    def configure_model(self) -> None:
+        """Build the network, once, and put the scalar in the place of its head."""
+        fresh = self.network is None
+        super().configure_model()
+        if fresh and self.network is not None:
+            self._change_head(self.network)
+
+    def on_fit_start(self) -> None:
+        """Refuse a head that adapters have frozen."""
+        score = self._score()
+        if not all(parameter.requires_grad for name, parameter in score.named_parameters() if name == "weight"):
+            raise ConfigurationError(
+                "RewardModeling: the head does not train, and it starts at zero: give the adapters "
+                "modules_to_save=['score']"
+            )
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Rewards ``[B]`` of texts ``[B, T]``; without a mask every token counts."""
+        mask = input_ids.new_ones(input_ids.shape) if attention_mask is None else attention_mask
+        rewards: Tensor = self._score()(reward.last_hidden_states(self._built(), input_ids, mask))
+        return rewards[:, 0].float()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Loss over all pairs of the batch, and of each ``[B]`` for who reweights them."""
+        done = self._compare(batch)
+        self._log(done, "train")
+        return {"loss": done.losses.mean(), "sample_loss": done.losses}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log the figures of the batch; those of the epoch are means over pairs."""
+        self._log(self._compare(batch), "val")
+
+    def on_validation_epoch_end(self) -> None:
+        """Nothing: the steps have logged."""
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """As for validation, under ``test/``."""
+        self._log(self._compare(batch), "test")
+
+    def on_test_epoch_end(self) -> None:
+        """Nothing: the steps have logged."""
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Rewards ``[B]``, for pairs by how much the chosen one is higher ``[B]``."""
+        if "input_ids" in batch:
+            rewards: Tensor = self(batch["input_ids"], batch.get("attention_mask"))
+            return rewards
+        done = self._compare(batch)
+        return done.chosen - done.rejected
+
+    def generate_text(self, prompts: str | list[str], **options: Any) -> list[str]:
+        """Refuse: it has no head that writes."""
+        raise ConfigurationError("RewardModeling: a reward model judges texts and writes none.")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As for `LanguageModeling`; a language model's own checkpoint is refused."""
+        if "language_modeling" in checkpoint and "score.weight" not in _last_names(checkpoint["state_dict"]):
+            raise ConfigurationError(
+                "RewardModeling: this is the checkpoint of a language model, which has no score: give it as start_from"
+            )
+        super().on_load_checkpoint(checkpoint)
+
+    def _rebuilt(self, described: Mapping[str, Any]) -> nn.Module:
+        network = super()._rebuilt(described)
+        self._change_head(network)
+        return network
+
+    def _change_head(self, network: nn.Module) -> None:
+        if self.start_from is not None and (self._trainer is not None or Path(self.start_from).is_file()):
+            state = load_start(self.start_from, network, "RewardModeling")
+            if state is not None:
+                self._adopt_tokenizer(state, f"start_from ({self.start_from})")
+        parameter = next(network.parameters())
+        reward.drop_head(network)
+        self.score = nn.Linear(reward.hidden_size(network), 1, bias=False, device=parameter.device)
+        nn.init.zeros_(self.score.weight)
+
+    def _score(self) -> nn.Linear:
+        self._built()
+        assert self.score is not None
+        return self.score
+
+    def _compare(self, batch: Mapping[str, Tensor]) -> Comparison:
+        rows = joined(batch, "RewardModeling", _NEEDED, ())
+        chosen, rejected = pairs_of(self(rows["input_ids"], rows["attention_mask"]))
+        losses = reward_loss(chosen, rejected, batch.get("margin"), self.centering)
+        return Comparison(losses, chosen.detach(), rejected.detach())
+
+    def _log(self, done: Comparison, prefix: str) -> None:
+        training = prefix == "train"
+        for name, value in done.figures().items():
+            shown = name in ("loss", "accuracy")
+            self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)
+
+
+def _last_names(names: Mapping[str, Any]) -> set[str]:
+    return {".".join(name.split(".")[-2:]) for name in names}
