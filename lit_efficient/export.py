@@ -40,8 +40,8 @@ def export_checkpoint(
         output: A folder that does not exist yet, or is empty.
         format: ``peft``: the adapter, for ``PeftModel.from_pretrained``, or diffusers' ``load_lora_adapter(folder,
             prefix="base_model.model", weight_name="adapter_model.safetensors")``. ``merged``: a folder that
-            ``AutoModelForCausalLM.from_pretrained`` loads, with or without adapters, and the tokenizer if the checkpoint
-            is one of ``LanguageModeling``. ``safetensors``: ``model.safetensors`` with the names of the
+            ``AutoModelForCausalLM.from_pretrained`` loads, of a checkpoint with adapters or without; one of
+            ``LanguageModeling`` brings its tokenizer. ``safetensors``: ``model.safetensors`` with the names of the
             module, adapters merged; QA-LoRA's weights stay in int4.
         base: What the adapters stand beside, where the checkpoint does not hold it (``save_base=True``): the folder of
             a transformers model (``merged``), or a checkpoint or safetensors file (``safetensors``).

@@ -42,8 +42,8 @@ def missing_folder(name: str) -> str | None:
     if path.is_dir() or (name.count("/") < 2 and not name.startswith((".", "/", "~"))):
         return None
     return (
-        f"there is no folder {name} (looked for {path.absolute()}). One is made from a checkpoint of LanguageModeling by: "
-        f"python -m lit_efficient export CKPT --format merged --output {name}"
+        f"there is no folder {name} (looked for {path.absolute()}). One is made from a checkpoint of LanguageModeling "
+        f"by: python -m lit_efficient export CKPT --format merged --output {name}"
     )
 
 

@@ -14,6 +14,8 @@ from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.adapters.merge import dequantize_layers
 from lit_efficient.application import apply
 from lit_efficient.commands.export import run as export
+from lit_efficient.data.token_cache import END_OF_TEXT
+from lit_efficient.tasks.tokenizer_state import pack_tokenizer, save_tokenizer
 from tests.adapters.test_architectures import MODELS
 from tests.support import QUIET, Toy, assert_equal, data, trainer, weights
 
@@ -247,3 +249,16 @@ def test_what_cannot_be_exported_is_said_in_one_line_and_leaves_nothing(
         assert message in error
         assert len(error.splitlines()) == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_bare_tokenizer_becomes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import AutoTokenizer
+
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.train_from_iterator(["def f(x): return x"] * 4, trainers.BpeTrainer(special_tokens=[END_OF_TEXT]))
+    save_tokenizer(pack_tokenizer(bare), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("return f") == bare.encode("return f").ids
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (END_OF_TEXT, END_OF_TEXT)

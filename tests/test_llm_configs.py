@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
-from lit_efficient import LanguageData, LanguageModeling, LoRA
+from lit_efficient import LoRA
 from lit_efficient.__main__ import main
 from lit_efficient.adapters.low_rank import LowRank, add_low_rank
 from lit_efficient.adapters.targets import find_targets
 from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.data.chat_tokenizer import load_chat_tokenizer, train_chat_tokenizer
 from lit_efficient.data.chat_tokens import ChatTokens
-from lit_efficient.data.python_instructions import instructions
 from lit_efficient.models import causal_lm
 
 FOLDER = Path(__file__).parent.parent / "configs" / "llm"
@@ -77,7 +74,7 @@ def test_pretraining_leaves_a_base_that_fine_tuning_starts_from(tmp_path: Path) 
     assert len(moved) == 4 * 7
     assert all(moved.values())
     assert not [key for key in tuned["state_dict"] if key.endswith("proj.weight")]  # the base stays in its folder
-    sample = next((tmp_path / "runs" / "llm" / "qlora").rglob("step-2.txt")).read_text("utf-8")
+    sample = next((tmp_path / "runs" / "llm" / "samples").glob("step-2.txt")).read_text("utf-8")
     assert "<|im_start|>user\nWrite the body" in sample
     assert "<|im_end|>\n<|im_start|>assistant\n" in sample
 

@@ -71,10 +71,6 @@ def continue_text(
 ) -> tuple[str, bool]:
     """As `continue_texts`, for one prompt.
 
-    Args:
-        special: whether the tokenizer adds what begins its texts. A chat template has written it already: a second one
-            would be a text that the model has never seen.
-
     Returns:
         The continuation alone, and whether the model ended it; otherwise ``max_new_tokens`` did.
     """
@@ -87,6 +83,7 @@ def continue_text(
             f"max_length), got {max_new_tokens}."
         )
     stop = stop | stop_ids(network, tokenizer)
+    # ``special``: what begins a tokenizer's texts. A chat template has written it, and no model has seen two of them.
     ids = _encode(tokenizer, prompt, special)[-room:]
     if not ids:  # an empty prompt starts a new text
         if not stop:

@@ -1,4 +1,5 @@
 import json
+import json.decoder
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from lit_efficient.data.document_store import read_manifest
 from lit_efficient.data.language_data import LanguageData
 from lit_efficient.data.resumable import make_resumable
-from lit_efficient.data.rows import open_sources
+from lit_efficient.data.rows import STDLIB_PACKAGES, open_sources
+from lit_efficient.data.text_files import standard_library
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
 from tests.data.chat_kit import PLAIN, THINKING, tokenizer
@@ -317,3 +319,14 @@ def test_bad_sources_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:
 def test_too_large_a_batch_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="batch_size must be at most the number of rows to train on"):
         ready(language_data(tmp_path, batch_size=1000))
+
+
+def test_the_packages_of_the_standard_library_are_other_files_than_the_instructions_are_made_of() -> None:
+    source = open_sources(STDLIB_PACKAGES)[0]
+    rows = dict(source.rows())
+    assert source.is_text
+    assert source.digest == open_sources(STDLIB_PACKAGES)[0].digest
+    assert all("/" in place for place in rows)
+    assert rows[f"{STDLIB_PACKAGES}:json/decoder.py"] == {"text": Path(json.decoder.__file__).read_text("utf-8")}
+    tops = {path.read_text("utf-8", "replace") for path in standard_library().glob("*.py")}
+    assert not tops & {row["text"] for row in rows.values()}
