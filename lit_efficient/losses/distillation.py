@@ -76,9 +76,10 @@ class Divergence:
         Returns:
             Values ``[N]``, and G ``[N, C]`` of the module's docstring.
         """
-        p, q = log_p.exp(), log_q.exp()
+        p = log_p.exp()
         if self.kind == "forward_kl":
             return _expectation(p, log_p - log_q), -p
+        q = log_q.exp()
         if self.kind == "reverse_kl":
             terms = q * (log_q - log_p).masked_fill(q == 0, 0.0)
             return terms.sum(-1), terms

@@ -241,8 +241,8 @@ class Distillation(LanguageModeling):
 
     def _teacher_of(self, batch: Mapping[str, Tensor], learned: Tensor, vocab_size: int) -> Teacher:
         if self._cache is not None:
-            kept = self._cache.find({name: batch[name].cpu() for name in ROW if name in batch})
-            return TopKTeacher(*(tensor.to(self.device) for tensor in kept), vocab_size)
+            ids, log_probs = self._cache.find({name: batch[name].cpu() for name in ROW if name in batch})
+            return TopKTeacher(ids.to(self.device), log_probs.to(self.device), vocab_size)
         return self._asked(batch, learned, vocab_size)
 
     @torch.no_grad()

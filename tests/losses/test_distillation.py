@@ -177,6 +177,23 @@ def test_a_teacher_of_which_k_tokens_were_kept(how: Divergence) -> None:
     torch.testing.assert_close(previous, whole.detach())
 
 
+@pytest.mark.parametrize("upstream", [torch.ones(21), torch.linspace(0.5, 2, 21)])
+def test_under_autocast_it_is_the_dense_loss_under_autocast(upstream: torch.Tensor) -> None:
+    """Also where tokens are weighted afterwards: the second pass is made outside of the autocast's block."""
+    labels, dense, chunked = torch.arange(21) % 13, tensors(torch.float32), tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = mixed(dense, labels, ALL[3], 0.5)
+        got = chunked_distillation(**chunked, labels=labels, divergence=ALL[3], weight=0.5, vocab_size=10, chunk_size=4)
+    assert got.loss.dtype == torch.float32
+    expected.backward(upstream)
+    got.loss.backward(upstream)
+    torch.testing.assert_close(got.loss, expected, rtol=1e-2, atol=1e-2)
+    for name in ("student_hidden", "student_weight"):
+        wanted = dense[name].grad
+        assert wanted is not None
+        torch.testing.assert_close(chunked[name].grad, wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item())
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor that any operation gave."""
 
