@@ -32,6 +32,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto")
     parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
     arguments = parser.parse_args(argv)
+    from lit_efficient.tasks.starting import load_language_model
+
     model, held = load_language_model(arguments.ckpt, arguments.weights)
     model.to(arguments.device or _accelerator())
     print(f"{arguments.ckpt}: {held} weights", file=sys.stderr)
@@ -46,32 +48,6 @@ def run(argv: Sequence[str]) -> int:
     for text in texts:
         print(text)
     return 0
-
-
-def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
-    """The model of a checkpoint, ready to write.
-
-    Args:
-        path: a checkpoint of `LanguageModeling`.
-        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore.restore`.
-
-    Returns:
-        The module, and which weights it has.
-
-    Raises:
-        CheckpointError: if the file cannot be read, or was not written by a language model.
-    """
-    from lit_efficient.errors import CheckpointError
-    from lit_efficient.files import read
-    from lit_efficient.restore import restore
-    from lit_efficient.tasks.language_modeling import LanguageModeling
-
-    checkpoint = read(path)
-    if "language_modeling" not in checkpoint:
-        raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
-    model = LanguageModeling(checkpoint["hyper_parameters"]["model"])
-    model.on_load_checkpoint(checkpoint)
-    return model, restore(model, checkpoint, weights)
 
 
 def _accelerator() -> str:

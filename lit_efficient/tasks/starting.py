@@ -1,4 +1,4 @@
-"""Start a task from the weights of a language model that this package has trained."""
+"""A trained language model from its checkpoint, and a task that starts from one's weights."""
 
 from __future__ import annotations
 
@@ -10,34 +10,49 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.files import read
 
 
-def load_start(path: str, network: nn.Module, who: str) -> dict[str, Any] | None:
-    """Give ``network`` the weights of a checkpoint: of a run's average if it has one, with adapters merged.
+def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
+    """The model of a checkpoint, ready to write.
 
     Args:
-        path: a checkpoint of `LanguageModeling` or a task derived from it.
-        network: of the same shape; changed in place.
-        who: the task that asks, for errors.
+        path: a checkpoint of `LanguageModeling` or `Preference`.
+        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore.restore`.
 
     Returns:
-        The tokenizer of the checkpoint, packed; None if it has none.
+        The module, and which weights it has.
 
     Raises:
-        CheckpointError: If it is no such checkpoint, or one of another shape.
+        CheckpointError: if the file cannot be read, or was not written by a language model.
     """
-    from lit_efficient.adapters.merge import merge_adapters
     from lit_efficient.restore import restore
     from lit_efficient.tasks.language_modeling import LanguageModeling
+    from lit_efficient.tasks.preference import Preference
 
     checkpoint = read(path)
     if "language_modeling" not in checkpoint:
-        raise CheckpointError(f"{who}: start_from {path} is not a checkpoint of LanguageModeling")
-    start = LanguageModeling(checkpoint["hyper_parameters"]["model"])
-    start.on_load_checkpoint(checkpoint)
-    restore(start, checkpoint, "auto")
-    merged: Any = merge_adapters(start)
+        raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
+    arguments = checkpoint["hyper_parameters"]
+    # Adapters of a preference run stand beside the weights that it started from.
+    model = Preference(**arguments) if "preference" in checkpoint else LanguageModeling(arguments["model"])
+    model.on_load_checkpoint(checkpoint)
+    return model, restore(model, checkpoint, weights)
+
+
+def give_weights(trained: nn.Module, network: nn.Module, whence: str) -> None:
+    """Give ``network`` the weights of a task's network, with its adapters merged.
+
+    Args:
+        trained: a `LanguageModeling`; its adapters are merged in place.
+        network: of the same shape; changed in place.
+        whence: who asks and where the weights are from, for the error.
+
+    Raises:
+        CheckpointError: If the shape is another.
+    """
+    from lit_efficient.adapters.merge import merge_adapters
+
+    merged: Any = merge_adapters(trained)
     try:
         network.load_state_dict(merged.network.state_dict())
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{who}: start_from {path} does not fit the model here: {reason}") from error
-    return start.tokenizer_state
+        raise CheckpointError(f"{whence} does not fit the model here: {reason}") from error
