@@ -34,7 +34,8 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
     """Load a tokenizer.
 
     Args:
-        name: a folder or a name on the Hugging Face hub, or a ``tokenizer.json``.
+        name: a folder or a name on the Hugging Face hub, a ``tokenizer.json``, or a checkpoint (``.ckpt``) of
+            `LanguageModeling`, whose own it is.
         chat_template: a Jinja template, a file that holds one, or "chatml", to use instead of the tokenizer's own.
 
     Returns:
@@ -44,7 +45,8 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
         ConfigurationError: If there is none, or if it is slow (Python-only ones cannot say where a token came from).
     """
     path = Path(name).expanduser()
-    tokenizer = _bare(path) if path.is_file() else _pretrained(name)
+    reader = _of_checkpoint if path.suffix == ".ckpt" else _bare
+    tokenizer = reader(path) if path.is_file() else _pretrained(name)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigurationError(f"tokenizer: {name} is a {type(tokenizer).__name__}; only fast tokenizers will do.")
     if chat_template is not None:
@@ -101,6 +103,16 @@ def fingerprint(tokenizer: Any) -> str:
     """Hash of all that decides which ids a text becomes: vocabulary, rules, special tokens and template."""
     about = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _of_checkpoint(path: Path) -> Any:
+    from lit_efficient.files import read
+    from lit_efficient.tasks.tokenizer_state import unpack_tokenizer
+
+    packed = read(path).get("language_modeling", {}).get("tokenizer")
+    if packed is None:
+        raise ConfigurationError(f"tokenizer: {path} is no checkpoint of LanguageModeling, or one without a tokenizer.")
+    return unpack_tokenizer(packed)
 
 
 def _bare(path: Path) -> Any:

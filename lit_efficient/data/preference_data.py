@@ -50,8 +50,8 @@ class PreferenceData(LightningDataModule):
         val: the same for validation; null holds out ``val_fraction`` of the prompts.
         columns: own names of keys, {key of the format: key in the rows}.
         strings_as: whether prompts and answers that are texts are a ``text``, or ``turns`` for the chat template.
-        tokenizer: folder or name of a Hugging Face tokenizer, or a ``tokenizer.json``: the model's own; null trains a
-            byte-level BPE with a ChatML template on the pairs, for models that start from nothing.
+        tokenizer: folder or name of a Hugging Face tokenizer, a ``tokenizer.json``, or a checkpoint of
+            `LanguageModeling`: the model's own; null trains a byte-level BPE with a ChatML template on the pairs.
         vocab_size: ids of the BPE that is trained.
         chat_template: Jinja, a file of it, or ``chatml``, instead of the tokenizer's own.
         untrained_end: what to do if the template leaves the end-of-turn token out of what is learned.
@@ -166,6 +166,11 @@ class PreferenceData(LightningDataModule):
         return self._vocab_size if self.chat_tokenizer is None else len(self.chat_tokenizer)
 
     @property
+    def stop_ids(self) -> list[int]:
+        """The ids that end a text or a turn: where generation stops; known after `setup`."""
+        return sorted({self.chat_tokenizer.eos_token_id, self.report["end_of_turn"]} - {None})
+
+    @property
     def pad_id(self) -> int:
         """The id of what fills a row up; it is never learned."""
         pad = self.chat_tokenizer.pad_token_id
@@ -210,21 +215,23 @@ class PreferenceData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled pairs; an incomplete last batch is dropped."""
-        return self._loader(self.train_pairs, self.batch_size, shuffle=True, drop_last=True)
+        return self._loader(self.train_pairs, self.batch_size, training=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """All pairs held out, in order."""
-        return self._loader(self.val_pairs, self.val_batch_size)
+        return self._loader(self.val_pairs, self.val_batch_size, training=False)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The validation pairs: there is no third split."""
         return self.val_dataloader()
 
-    def _loader(self, pairs: PairRows | None, batch_size: int, **options: bool) -> DataLoader[Any]:
+    def _loader(self, pairs: PairRows | None, batch_size: int, *, training: bool) -> DataLoader[Any]:
         assert pairs is not None
         collate = partial(pair_batch, pad_id=self.pad_id)
         rows: Any = pairs
-        return DataLoader(rows, batch_size, num_workers=self.num_workers, collate_fn=collate, **options)
+        return DataLoader(
+            rows, batch_size, shuffle=training, drop_last=training, num_workers=self.num_workers, collate_fn=collate
+        )
 
     def _prepare(self, thorough: bool) -> Path:
         given = None if self.tokenizer_name is None else load_chat_tokenizer(self.tokenizer_name, self.chat_template)

@@ -26,11 +26,14 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
     from lit_efficient.files import read
     from lit_efficient.restore import restore
     from lit_efficient.tasks.language_modeling import LanguageModeling
+    from lit_efficient.tasks.preference import Preference
 
     checkpoint = read(path)
     if "language_modeling" not in checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
-    model = LanguageModeling(checkpoint["hyper_parameters"]["model"])
+    arguments = checkpoint["hyper_parameters"]
+    # Adapters of a preference run stand beside the weights that it started from.
+    model = Preference(**arguments) if "preference" in checkpoint else LanguageModeling(arguments["model"])
     model.on_load_checkpoint(checkpoint)
     return model, restore(model, checkpoint, weights)
 

@@ -12,20 +12,19 @@ Chosen and rejected answers go through the network in one batch. The formulas ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
-from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL, LanguageModeling
+from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
+from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
 from lit_efficient.tasks.reference import Reference
-from lit_efficient.tasks.starting import load_start
 
 Loss = Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"]
 _DPO = ("sigmoid", "hinge", "ipo")
@@ -34,7 +33,7 @@ _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _KEY = "preference"
 
 
-class Preference(LanguageModeling):
+class Preference(PairTask):
     """Preference learning on batches of pairs, ``chosen_`` and ``rejected_`` each with ``input_ids`` and ``labels``.
 
     All are ``[B, T]``; ``labels`` stand under their own token and are -100 in the prompt; ``attention_mask`` is for
@@ -72,7 +71,7 @@ class Preference(LanguageModeling):
         weight_decay: float = 0.0,
         warmup_steps: int = 100,
     ) -> None:
-        super().__init__(model, learning_rate, weight_decay, warmup_steps)
+        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
         if loss not in (*_DPO, "orpo", "simpo"):
             raise ConfigurationError(f"Preference: loss must be sigmoid, hinge, ipo, orpo or simpo, got {loss!r}.")
         if gamma is not None and (loss != "simpo" or gamma < 0):
@@ -84,9 +83,7 @@ class Preference(LanguageModeling):
         self.loss: Loss = loss
         self.label_smoothing = label_smoothing
         self.gamma = 1.0 if gamma is None else gamma
-        self.start_from = start_from
-        given = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
-        self.save_hyperparameters(given | {"start_from": start_from})
+        self.save_hyperparameters({"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma})
         self._reference: Reference | None = None
         self._fingerprint: str | None = None  # of the reference of the run that wrote the checkpoint
 
@@ -95,14 +92,7 @@ class Preference(LanguageModeling):
         """Whether the loss compares with the network as it was."""
         return self.loss in _DPO
 
-    # building
-
-    def configure_model(self) -> None:
-        """Build the network, once, and give it the weights of ``start_from``."""
-        fresh = self.network is None
-        super().configure_model()
-        if fresh and self.network is not None and self.start_from is not None:
-            self._adopt_tokenizer_of(load_start(self.start_from, self.network, "Preference"))
+    # the reference
 
     def on_fit_start(self) -> None:
         """Remember the network as it is, unless it is known already how it was."""
@@ -137,35 +127,23 @@ class Preference(LanguageModeling):
 
     # steps
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Loss over all pairs of the batch, and of each ``[B]`` for who reweights them."""
-        done = self._compare(batch)
-        self._log(done, "train")
-        output = {"loss": done.losses.mean(), "sample_loss": done.losses}
-        if done.router_loss is not None:
-            self.log("train/router_loss", done.router_loss, batch_size=len(done.losses))
-            output |= {"loss": output["loss"] + done.router_loss, "extra_loss": done.router_loss}
-        return output
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the figures of the batch; those of the epoch are means over pairs."""
-        self._log(self._compare(batch), "val")
-
-    def on_validation_epoch_end(self) -> None:
-        """Nothing: the steps have logged."""
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As for validation, under ``test/``."""
-        self._log(self._compare(batch), "test")
-
-    def on_test_epoch_end(self) -> None:
-        """Nothing: the steps have logged."""
+    def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
+        """Losses and rewards of the pairs of a batch."""
+        rows = joined(batch, "Preference")
+        reference = self.reference()
+        # The reference first: its activations are gone before the policy's are kept for the backward pass.
+        refs = None if reference is None else pairs_of(reference(self._built(), lambda: self._log_probs(rows)[0]))
+        log_probs, router_loss = self._log_probs(rows)
+        policy = pairs_of(log_probs)
+        losses = self._pair_losses(policy, refs)
+        chosen, rejected = (p.detach() if r is None else p.detach() - r for p, r in zip(policy, refs or (None, None)))
+        return Comparison(losses, self.beta * chosen, self.beta * rejected, router_loss)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str] | Tensor:
         """Continued texts for ``prompts``, else by how much each chosen answer's reward is higher ``[B]``."""
         if "prompts" in batch:
             return self.generate_text(batch["prompts"])
-        done = self._compare(batch)
+        done = self.compare(batch)
         return done.chosen - done.rejected
 
     # checkpoints
@@ -189,27 +167,6 @@ class Preference(LanguageModeling):
 
     # helpers
 
-    def _rebuilt(self, described: Mapping[str, Any]) -> nn.Module:
-        network = super()._rebuilt(described)
-        if self.start_from is not None and Path(self.start_from).is_file():  # adapters' checkpoints leave the base out
-            load_start(self.start_from, network, "Preference")
-        return network
-
-    def _adopt_tokenizer_of(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self._adopt_tokenizer(state, f"start_from ({self.start_from})")
-
-    def _compare(self, batch: Mapping[str, Tensor]) -> Comparison:
-        rows = joined(batch, "Preference")
-        reference = self.reference()
-        # The reference first: its activations are gone before the policy's are kept for the backward pass.
-        refs = None if reference is None else pairs_of(reference(self._built(), lambda: self._log_probs(rows)[0]))
-        log_probs, router_loss = self._log_probs(rows)
-        policy = pairs_of(log_probs)
-        losses = self._pair_losses(policy, refs)
-        chosen, rejected = (p.detach() if r is None else p.detach() - r for p, r in zip(policy, refs or (None, None)))
-        return Comparison(losses, self.beta * chosen, self.beta * rejected, router_loss)
-
     def _log_probs(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         losses, targets, router_loss = self._losses(rows)
         sums, tokens = sequence_log_probs(losses, targets)
@@ -222,9 +179,3 @@ class Preference(LanguageModeling):
             return simpo_loss(*policy, self.beta, self.gamma)
         assert refs is not None
         return dpo_loss(*policy, *refs, self.beta, self.loss, self.label_smoothing)
-
-    def _log(self, done: Comparison, prefix: str) -> None:
-        training = prefix == "train"
-        for name, value in done.figures().items():
-            shown = name in ("loss", "accuracy")
-            self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)

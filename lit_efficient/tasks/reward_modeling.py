@@ -8,7 +8,6 @@ R is one linear layer on the last hidden state of any causal language model; see
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,14 +17,14 @@ from lit_efficient.losses.preference import reward_loss
 from lit_efficient.models import reward
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
-from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL, LanguageModeling
+from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
+from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
-from lit_efficient.tasks.starting import load_start
 
 _NEEDED = ("input_ids", "attention_mask")
 
 
-class RewardModeling(LanguageModeling):
+class RewardModeling(PairTask):
     """A reward model on batches of pairs, ``chosen_`` and ``rejected_`` each with ``input_ids`` and ``attention_mask``.
 
     All are ``[B, T]``; ``margin`` ``[B]``, if a batch has it, says by how much the chosen reward should be higher. The
@@ -54,20 +53,12 @@ class RewardModeling(LanguageModeling):
         weight_decay: float = 0.0,
         warmup_steps: int = 100,
     ) -> None:
-        super().__init__(model, learning_rate, weight_decay, warmup_steps)
+        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
         if not centering >= 0:
             raise ConfigurationError(f"RewardModeling: centering must be at least 0, got {centering}.")
         self.centering = centering
-        self.start_from = start_from
-        self.save_hyperparameters({"centering": centering, "start_from": start_from})
+        self.save_hyperparameters({"centering": centering})
         self.score: nn.Linear | None = None
-
-    def configure_model(self) -> None:
-        """Build the network, once, and put the scalar in the place of its head."""
-        fresh = self.network is None
-        super().configure_model()
-        if fresh and self.network is not None:
-            self._change_head(self.network)
 
     def on_fit_start(self) -> None:
         """Refuse a head that adapters have frozen."""
@@ -84,32 +75,19 @@ class RewardModeling(LanguageModeling):
         rewards: Tensor = self._score()(reward.last_hidden_states(self._built(), input_ids, mask))
         return rewards[:, 0].float()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Loss over all pairs of the batch, and of each ``[B]`` for who reweights them."""
-        done = self._compare(batch)
-        self._log(done, "train")
-        return {"loss": done.losses.mean(), "sample_loss": done.losses}
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the figures of the batch; those of the epoch are means over pairs."""
-        self._log(self._compare(batch), "val")
-
-    def on_validation_epoch_end(self) -> None:
-        """Nothing: the steps have logged."""
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As for validation, under ``test/``."""
-        self._log(self._compare(batch), "test")
-
-    def on_test_epoch_end(self) -> None:
-        """Nothing: the steps have logged."""
+    def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
+        """Losses and rewards of the pairs of a batch."""
+        rows = joined(batch, "RewardModeling", _NEEDED, ())
+        chosen, rejected = pairs_of(self(rows["input_ids"], rows["attention_mask"]))
+        losses = reward_loss(chosen, rejected, batch.get("margin"), self.centering)
+        return Comparison(losses, chosen.detach(), rejected.detach())
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Rewards ``[B]``, for pairs by how much the chosen one is higher ``[B]``."""
         if "input_ids" in batch:
             rewards: Tensor = self(batch["input_ids"], batch.get("attention_mask"))
             return rewards
-        done = self._compare(batch)
+        done = self.compare(batch)
         return done.chosen - done.rejected
 
     def generate_text(self, prompts: str | list[str], **options: Any) -> list[str]:
@@ -124,37 +102,17 @@ class RewardModeling(LanguageModeling):
             )
         super().on_load_checkpoint(checkpoint)
 
-    def _rebuilt(self, described: Mapping[str, Any]) -> nn.Module:
-        network = super()._rebuilt(described)
-        self._change_head(network)
-        return network
-
-    def _change_head(self, network: nn.Module) -> None:
-        if self.start_from is not None and (self._trainer is not None or Path(self.start_from).is_file()):
-            state = load_start(self.start_from, network, "RewardModeling")
-            if state is not None:
-                self._adopt_tokenizer(state, f"start_from ({self.start_from})")
-        parameter = next(network.parameters())
+    def _begin(self, network: nn.Module) -> None:
+        super()._begin(network)
         reward.drop_head(network)
-        self.score = nn.Linear(reward.hidden_size(network), 1, bias=False, device=parameter.device)
+        device = next(network.parameters()).device
+        self.score = nn.Linear(reward.hidden_size(network), 1, bias=False, device=device)
         nn.init.zeros_(self.score.weight)
 
     def _score(self) -> nn.Linear:
         self._built()
         assert self.score is not None
         return self.score
-
-    def _compare(self, batch: Mapping[str, Tensor]) -> Comparison:
-        rows = joined(batch, "RewardModeling", _NEEDED, ())
-        chosen, rejected = pairs_of(self(rows["input_ids"], rows["attention_mask"]))
-        losses = reward_loss(chosen, rejected, batch.get("margin"), self.centering)
-        return Comparison(losses, chosen.detach(), rejected.detach())
-
-    def _log(self, done: Comparison, prefix: str) -> None:
-        training = prefix == "train"
-        for name, value in done.figures().items():
-            shown = name in ("loss", "accuracy")
-            self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)
 
 
 def _last_names(names: Mapping[str, Any]) -> set[str]:

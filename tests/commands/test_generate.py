@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from lit_efficient import EMA, CausalLMConfig, LanguageModeling, LoRA, PythonCorpus
 from lit_efficient.__main__ import main
-from lit_efficient.commands.generate import load_language_model
+from lit_efficient.tasks.loading import load_language_model
 from tests.models.test_causal_lm import SMALL
 
 

@@ -275,7 +275,7 @@ def test_sides_of_different_lengths_are_filled_up_and_routers_balanced() -> None
     masked["rejected_labels"][:, 8:] = -100
     masked["rejected_attention_mask"] = batch["rejected_attention_mask"].clone()
     masked["rejected_attention_mask"][:, 8:] = 0
-    margins = [task._compare(one) for one in (shorter, masked)]
+    margins = [task.compare(one) for one in (shorter, masked)]
     torch.testing.assert_close(margins[0].rejected, margins[1].rejected, atol=1e-5, rtol=0)
 
 
