@@ -270,6 +270,10 @@ class Distillation(LanguageModeling):
         batches = _in_order(self.trainer.train_dataloader)
         temperature = self.objective.divergence.temperature
         size = self._vocabulary(output_head(self._built()).rows)
+        if k > size:
+            raise ConfigurationError(
+                f"Distillation: cache_top_k must be at most {size}, the tokens there are, got {k}."
+            )
         settings = {"k": k, "temperature": temperature, "vocab_size": size}
         root = Path(self.cache_dir).expanduser() if self.cache_dir else cache_root()
         folder = root / "teacher" / cache_key(self._source.digest(), settings, batches())
