@@ -158,6 +158,9 @@ class TopKCache:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __deepcopy__(self, memo: object) -> TopKCache:
+        return self
+
     def find(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the teacher said of a batch, as `Answer` gave it: ids int32, log-probabilities float32.
 

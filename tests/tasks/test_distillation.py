@@ -277,7 +277,7 @@ def test_a_teacher_asked_once_teaches_as_a_live_one(
         torch.testing.assert_close(cached[name], tensor, rtol=1e-5, atol=1e-5)
     few = fitted(home, 0, **(every | {"cache_top_k": 2}))["weights"]
     assert not torch.allclose(few["network.head.weight"], live["network.head.weight"], atol=1e-3)
-    assert len(list((tmp_path / "teacher").iterdir())) == 2
+    assert len(list((tmp_path / "teacher").iterdir())) == 2  # one folder for each k
     monkeypatch.setattr(TeacherSource, "load", None)  # what is on disk is not asked for again
     assert_equal(cached, fitted(home, 0, **every)["weights"])
 
@@ -389,7 +389,13 @@ def test_a_teacher_of_other_tokens_is_refused(home: Path, tmp_path: Path) -> Non
         trainer(home).fit(Distillation("no/such", STUDENT), datamodule=corpus(home))
 
 
-def test_without_a_tokenizer_the_number_of_ids_must_be_the_same() -> None:
+def test_without_a_tokenizer_the_number_of_ids_must_be_the_same(home: Path, tmp_path: Path) -> None:
+    rows = [{name: tensor[0] for name, tensor in batch().items()}] * 4
+    cached = Distillation(
+        str(home / "teacher"), GPTConfig(vocab_size=97, dim=16), cache_top_k=4, cache_dir=str(tmp_path)
+    )
+    with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 310"):
+        trainer(home).fit(cached, *(DataLoader(rows, batch_size=2) for _ in range(2)))
     task, _ = ready(FAMILIES["llama"], {**FAMILIES["llama"], "vocab_size": 104}, JSD)
     with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 104"):
         task.training_step(batch(), 0)
