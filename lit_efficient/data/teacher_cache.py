@@ -150,12 +150,16 @@ class TopKCache:
             shard = safe_open(path, "pt")
             counts = shard.get_tensor("counts")
             starts = counts.cumsum(0) - counts
-            for key, start, count in zip(shard.get_tensor("keys"), starts.tolist(), counts.tolist()):
-                self._places[bytes(key.tolist())] = (len(self._shards), start, count)
+            keys = shard.get_tensor("keys").numpy().tobytes()
+            for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+                self._places[keys[16 * row : 16 * row + 16]] = (len(self._shards), start, count)
             self._shards.append(shard)
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def __deepcopy__(self, memo: object) -> TopKCache:
+        return self
 
     def find(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the teacher said of a batch, as `Answer` gave it: ids int32, log-probabilities float32.

@@ -80,8 +80,8 @@ _DEFAULT_LOSS = DistillationLoss()
 class Distillation(LanguageModeling):
     """`LanguageModeling` with a teacher; batches, figures, checkpoints and prediction are the same.
 
-    Batches may carry a second set of tensors under ``rationale_input_ids``, ``rationale_labels`` and so on, of as many
-    rows: the explanations that lead to the answers, learned as a task of their own.
+    Training batches may carry a second set of tensors under ``rationale_input_ids``, ``rationale_labels`` and so on, of
+    as many rows: the explanations that lead to the answers, learned as a task of their own, from the data alone.
 
     Logs ``train/loss``, ``train/cross_entropy``, ``train/divergence`` (and ``train/rationale``); ``val/loss`` is the
     cross-entropy, and a live teacher adds ``val/divergence``. The teacher stands outside the module: no technique,
@@ -270,7 +270,11 @@ class Distillation(LanguageModeling):
         batches = _in_order(self.trainer.train_dataloader)
         temperature = self.objective.divergence.temperature
         size = self._vocabulary(output_head(self._built()).rows)
-        settings = {"k": k, "temperature": temperature, "vocab_size": size}
+        if k > size:
+            raise ConfigurationError(
+                f"Distillation: cache_top_k must be at most {size}, the tokens there are, got {k}."
+            )
+        settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}
         root = Path(self.cache_dir).expanduser() if self.cache_dir else cache_root()
         folder = root / "teacher" / cache_key(self._source.digest(), settings, batches())
 
@@ -280,6 +284,7 @@ class Distillation(LanguageModeling):
             if self._live is None:
                 rank_zero_info(f"Distillation: the teacher is asked once about all training data, for {folder}")
                 self._live = self._source.load()
+                self._vocabulary(size)
             with torch.no_grad(), self.trainer.precision_plugin.forward_context():
                 asked = self._asked(batch, learned, size)
                 chunks = asked.hidden.split(self.objective.chunk_size)
@@ -288,6 +293,7 @@ class Distillation(LanguageModeling):
 
         write_top_k(folder, batches(), answer)
         self._live = None  # its memory is the student's now
+        self._checked.clear()
         return TopKCache(folder, thorough=self.trainer.is_global_zero)
 
     def _log_epoch(self, prefix: str) -> None:
@@ -297,7 +303,7 @@ class Distillation(LanguageModeling):
 
 
 def _in_order(loader: Any) -> Any:
-    """A function that reads the data set of a loader once, in its order, drawing nothing from global generators."""
+    """A function that reads the data set of a loader once, in its order, and leaves torch's generator as it was."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not loader.batch_sampler:
         raise ConfigurationError(
             "Distillation: cache_top_k needs one DataLoader over a data set with an index, batched by the loader; for "
@@ -308,7 +314,7 @@ def _in_order(loader: Any) -> Any:
         plain = DataLoader(
             loader.dataset, loader.batch_size or 1, num_workers=loader.num_workers, collate_fn=loader.collate_fn
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             yield from plain
 
     return batches

@@ -64,7 +64,7 @@ class TeacherSource:
 
     def load(self) -> FrozenNetwork:
         """The network on the CPU; the global random state stays as it is."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             if self.checkpoint is not None:
                 return FrozenNetwork(load_language_model(self.checkpoint)[0].network)
             return FrozenNetwork(causal_lm.build(self.config))

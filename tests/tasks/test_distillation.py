@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lit_efficient import (
     Divergence,
     ExactResume,
     GPTConfig,
+    LanguageData,
     LanguageModeling,
     LoRA,
     PythonCorpus,
@@ -31,11 +33,12 @@ from lit_efficient import (
     distillation_divergence,
 )
 from lit_efficient.__main__ import main
+from lit_efficient.data.token_cache import END_OF_TEXT
 from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.models.causal_lm import build
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource
 from tests.models.test_causal_lm import FAMILIES, SMALL
-from tests.support import assert_equal, weights
+from tests.support import assert_equal, run_script, weights
 
 STUDENT = GPTConfig(dim=16, depth=1, num_heads=2, max_length=64)
 JSD = DistillationLoss(Divergence("jsd", beta=0.1, temperature=2.0), weight=0.7, chunk_size=5)
@@ -66,7 +69,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
     llama = build(CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": data.vocab_size + 12}))
     llama.save_pretrained(folder / "teacher")
-    PreTrainedTokenizerFast(tokenizer_object=data.tokenizer).save_pretrained(folder / "teacher")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=data.tokenizer, eos_token=END_OF_TEXT)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "teacher")
     teacher = LanguageModeling(STUDENT)
     run = trainer(folder, max_steps=1, limit_val_batches=0)
     run.fit(teacher, datamodule=data)
@@ -272,9 +277,61 @@ def test_a_teacher_asked_once_teaches_as_a_live_one(
         torch.testing.assert_close(cached[name], tensor, rtol=1e-5, atol=1e-5)
     few = fitted(home, 0, **(every | {"cache_top_k": 2}))["weights"]
     assert not torch.allclose(few["network.head.weight"], live["network.head.weight"], atol=1e-3)
-    assert len(list((tmp_path / "teacher").iterdir())) == 2
+    assert len(list((tmp_path / "teacher").iterdir())) == 2  # one folder for each k
     monkeypatch.setattr(TeacherSource, "load", None)  # what is on disk is not asked for again
     assert_equal(cached, fitted(home, 0, **every)["weights"])
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_path: Path, pack: bool) -> None:
+    """Only answers are learned; padded rows are as long as the longest of a batch that shuffling makes."""
+    turns = [
+        [{"role": "user", "content": f"def {i}?"}, {"role": "assistant", "content": "x " * (1 + i % 20)}]
+        for i in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": two}) + "\n" for two in turns))
+    student = CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": 310})
+    found = []
+    for more in ({}, {"cache_top_k": 298, "cache_dir": str(tmp_path)}):
+        data = LanguageData(
+            train=str(tmp_path / "a.jsonl"),
+            tokenizer=str(home / "teacher"),
+            max_length=64,
+            pack=pack,
+            val_fraction=0.1,
+            cache_dir=str(tmp_path),
+        )
+        torch.manual_seed(0)
+        task = Distillation(str(home / "teacher"), student, JSD, warmup_steps=1, **more)
+        trainer(home, max_steps=4, limit_val_batches=0, callbacks=[ExactResume()]).fit(task, datamodule=data)
+        found.append(weights(task))
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_two_processes_share_one_cache_and_keep_the_teacher_out_of_ddp(home: Path, tmp_path: Path) -> None:
+    script = f"""
+        from pathlib import Path
+        import torch
+        from lit_efficient import Distillation
+        from tests.tasks.test_distillation import JSD, STUDENT, corpus, trainer
+
+        home, found = Path({str(home)!r}), []
+        for more in ({{}}, {{"cache_top_k": 298, "cache_dir": {str(tmp_path)!r}}}):
+            torch.manual_seed(0)
+            task = Distillation(str(home / "teacher"), STUDENT, JSD, warmup_steps=1, **more)
+            run = trainer(home, devices=2, strategy="ddp", max_steps=2, limit_val_batches=0)
+            run.fit(task, datamodule=corpus(home))
+            mine = torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+            other = [torch.empty_like(mine) for _ in range(2)]
+            torch.distributed.all_gather(other, mine)
+            found.append((mine, torch.equal(*other)))
+        near = torch.allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+        if run.is_global_zero:
+            print("RESULT", found[0][1], found[1][1], near)
+    """
+    assert "RESULT True True True" in run_script(script, tmp_path, processes=2)
+    assert len(list((tmp_path / "teacher").iterdir())) == 1
 
 
 def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> None:
@@ -286,6 +343,10 @@ def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> N
     task.model = GPTConfig(vocab_size=97, dim=16, depth=1, num_heads=2)
     with pytest.raises(ConfigurationError, match="needs one DataLoader over a data set with an index"):
         trainer(home).fit(task, *(DataLoader(Stream(), batch_size=None) for _ in range(2)))
+    task = Distillation(str(home / "teacher"), STUDENT, cache_top_k=299, cache_dir=str(tmp_path))
+    with pytest.raises(ConfigurationError, match="cache_top_k must be at most 298, the tokens there are, got 299"):
+        trainer(home).fit(task, datamodule=corpus(home))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -328,7 +389,13 @@ def test_a_teacher_of_other_tokens_is_refused(home: Path, tmp_path: Path) -> Non
         trainer(home).fit(Distillation("no/such", STUDENT), datamodule=corpus(home))
 
 
-def test_without_a_tokenizer_the_number_of_ids_must_be_the_same() -> None:
+def test_without_a_tokenizer_the_number_of_ids_must_be_the_same(home: Path, tmp_path: Path) -> None:
+    rows = [{name: tensor[0] for name, tensor in batch().items()}] * 4
+    cached = Distillation(
+        str(home / "teacher"), GPTConfig(vocab_size=97, dim=16), cache_top_k=4, cache_dir=str(tmp_path)
+    )
+    with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 310"):
+        trainer(home).fit(cached, *(DataLoader(rows, batch_size=2) for _ in range(2)))
     task, _ = ready(FAMILIES["llama"], {**FAMILIES["llama"], "vocab_size": 104}, JSD)
     with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 104"):
         task.training_step(batch(), 0)
