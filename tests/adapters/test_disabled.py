@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import GPT, IA3, CausalLMConfig, GPTConfig, LoRA, PrefixTuning
+from lit_efficient import GPT, IA3, CausalLMConfig, GPTConfig, LoRA, PrefixTuning, QuantizeBase
 from lit_efficient.adapters.disabled import disabled, has_adapters
 from lit_efficient.application import apply
 from lit_efficient.models.causal_lm import build
@@ -78,3 +78,16 @@ def test_nested_contexts_and_errors_leave_adapters_as_they_were() -> None:
         twin = copy.deepcopy(network)
     assert torch.equal(_logits(network), trained)
     assert not torch.equal(_logits(twin), trained)
+
+
+@pytest.mark.parametrize(("number_format", "variant"), [("int4", "qalora"), ("int4", "dora"), ("nf4", "pissa")])
+def test_of_a_quantised_base_it_is_the_quantised_one(number_format: str, variant: str) -> None:
+    options = {"group_size": 8} if number_format == "int4" else {}
+    network = _network("llama")
+    base = _network("llama")
+    apply(base, [QuantizeBase(number_format, **options)])
+    apply(network, [QuantizeBase(number_format, **options)])
+    _disturbed(network, LoRA(rank=4, variant=variant))
+    with disabled(network):
+        assert torch.equal(_logits(network), _logits(base))
+    assert not torch.allclose(_logits(network), _logits(base))
