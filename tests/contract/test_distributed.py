@@ -83,7 +83,7 @@ print("done")
     )
     run_script(source, tmp_path, processes=2)
     module = Toy("configure_model")
-    trainer([StochasticDepth(0.7), SNRWeighting(gamma=1.0)], max_epochs=1).fit(module, data(32, 8))
+    trainer([StochasticDepth(0.7), SNRWeighting(gamma=1.0)], max_epochs=1).fit(module, data(32, 8), data())
     two = torch.load(tmp_path / "two.pt", weights_only=True)
     for name, tensor in weights(module).items():
         torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-5)
