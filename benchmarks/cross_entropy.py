@@ -1,21 +1,42 @@
 """The loss and gradients of a language model's head: ours against F.cross_entropy, torch's fused one and Liger's.
 
-    python benchmarks/cross_entropy.py [--tokens 1024] [--width 512] [--vocabularies 32000 128256 256000] [--chunks 256]
+    python benchmarks/cross_entropy.py [--tokens 2048] [--width 512] [--vocabularies 32000 128256 256000] [--chunks 256]
 
-Memory is the peak of what is allocated beyond inputs (hidden states, weight), of one forward and backward pass from no
-gradients: summed by torch's profiler on the CPU, max_memory_allocated on a GPU. Times are of this process (of the
-device on a GPU), one thread, medians over interleaved rounds. The line `gradients` is the floor: (V + N) H numbers.
-Seen on a busy 2-core machine for 512 tokens and 128,256 entries, best of 3 rounds: chunks of 64, 128, 256 and 512
-tokens took 0.87, 0.74, 0.70 and 0.80 of the dense time.
+One forward and backward pass from no gradients, each in a process of its own after a warm-up on a small vocabulary;
+rounds are interleaved, so that a busy machine slows all alike. Memory is what the resident set grew by at its peak,
+beyond hidden states and weight (max_memory_allocated on a GPU); time is that of the process on one thread (of the
+device on a GPU), the median over rounds. The line `gradients` is the floor: (V + N) H numbers.
+
+Seen with `--vocabularies 32000 128256` on two vCPUs of a Xeon at 2.5 GHz that were busy with other work, torch 2.13.0;
+once, but twice (means) where there is a star:
+
+    2048 tokens, width 512, float32, cpu
+    vocabulary 32,000
+      gradients                       66 MiB   0.09 x
+      F.cross_entropy                760 MiB   1.00 x       3.44 s   1.00 x
+      F.linear_cross_entropy         133 MiB   0.18 x       3.90 s   1.13 x
+        the same, chunks of 256      132 MiB   0.17 x       2.31 s   0.67 x
+      ours, chunks of 256            101 MiB   0.13 x       2.05 s   0.59 x
+    vocabulary 128,256
+      gradients                      255 MiB   0.08 x
+      F.cross_entropy               3016 MiB   1.00 x      13.28 s   1.00 x *
+      F.linear_cross_entropy         509 MiB   0.17 x      53.12 s   4.00 x
+        the same, chunks of 256      510 MiB   0.17 x       8.84 s   0.67 x
+      ours, chunks of 256            381 MiB   0.13 x      10.08 s   0.76 x *
+
+Promised: at 128,256 entries at most a fifth of the dense peak, in at most 1.1 times its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,12 +44,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from lit_efficient.losses.chunked_cross_entropy import TokenLoss, chunked_cross_entropy
+from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, TokenLoss, chunked_cross_entropy
 from lit_efficient.losses.liger_cross_entropy import installed, liger_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+DENSE = "F.cross_entropy"
 
 
 def dense(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -39,95 +60,106 @@ def torch_fused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.linear_cross_entropy(hidden, weight, labels, options=torch.nn.LinearCrossEntropyOptions())
 
 
+def torch_fused_in(chunk: int) -> Loss:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None)
+        return F.linear_cross_entropy(hidden, weight, labels, options=options)
+
+    return loss
+
+
 def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return liger_cross_entropy(hidden, weight, labels, None, TokenLoss()) / len(labels)
 
 
+def ours_in(chunk: int) -> Loss:
+    return lambda hidden, weight, labels: chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk)
+
+
 def contenders(chunks: list[int], device: str) -> dict[str, Loss]:
-    found: dict[str, Loss] = {"F.cross_entropy": dense}
+    found: dict[str, Loss] = {DENSE: dense}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         found["F.linear_cross_entropy"] = torch_fused
+        found |= {f"  the same, chunks of {size}": torch_fused_in(size) for size in chunks}
     if device.startswith("cuda") and installed():
         found["Liger"] = liger
-    for size in chunks:
-        found[f"ours, chunks of {size}"] = lambda h, w, y, size=size: chunked_cross_entropy(h, w, y, chunk_size=size)
-    return found
+    return found | {f"ours, chunks of {size}": ours_in(size) for size in chunks}
 
 
-def seconds(step: Callable[[], None], device: str) -> float:
-    if not device.startswith("cuda"):
-        start = time.process_time()
-        step()
-        return time.process_time() - start
+def step(loss: Loss, vocabulary: int, tokens: int, options: argparse.Namespace) -> Callable[[], None]:
+    """A forward and backward pass, whose inputs are made already, and without larger temporaries."""
+    torch.manual_seed(0)
+    like = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    hidden = torch.empty(tokens, options.width, **like).normal_().requires_grad_()
+    weight = torch.empty(vocabulary, options.width, **like).normal_(0, 0.02).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=options.device)
+    return lambda: loss(hidden, weight, labels).backward()
+
+
+def resident() -> int:
+    """The process's largest resident set so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Bytes and seconds of one contender: the work of a child process."""
+    loss = contenders(options.chunks, options.device)[options.measure]
+    step(loss, 1000, max(options.chunks), options)()  # threads, kernels and code are loaded
+    run = step(loss, *options.vocabularies, options.tokens, options)
+    if not options.device.startswith("cuda"):
+        before, start = resident(), time.process_time()
+        run()
+        return {"seconds": time.process_time() - start, "bytes": resident() - before}
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    run()
     torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return {"seconds": time.perf_counter() - start, "bytes": torch.cuda.max_memory_allocated() - before}
 
 
-def peak_bytes(step: Callable[[], None], device: str) -> int:
-    """Of all that is alive at once, beyond what was alive before."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    alive = peak = 0
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+def measured(name: str, vocabulary: int, options: argparse.Namespace) -> dict[str, float]:
+    """:func:`measure` in a fresh process."""
+    chunks = [str(size) for size in options.chunks]
+    arguments = ["--measure", name, "--vocabularies", str(vocabulary), "--chunks", *chunks]
+    for key in ("tokens", "width", "device", "dtype"):
+        arguments += [f"--{key}", str(getattr(options, key))]
+    child = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(child.stdout)
 
 
 def compare(vocabulary: int, options: argparse.Namespace) -> None:
     """One table."""
-    generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, options.dtype)
-    hidden = torch.randn(options.tokens, options.width, generator=generator).to(options.device, dtype)
-    weight = (torch.randn(vocabulary, options.width, generator=generator) * 0.02).to(options.device, dtype)
-    labels = torch.randint(0, vocabulary, (options.tokens,), generator=generator).to(options.device)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-
-    def step(loss: Loss) -> None:
-        loss(hidden, weight, labels).backward()
-        hidden.grad = weight.grad = None
-
-    steps = {name: partial(step, loss) for name, loss in contenders(options.chunks, options.device).items()}
-    peaks: dict[str, int] = {}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.rounds):  # interleaved: a busy machine slows all alike
-        for name, run in steps.items():
-            times[name].append(seconds(run, options.device))
-    for name, run in steps.items():
-        peaks[name] = peak_bytes(run, options.device)
-    medians = {name: median(values) for name, values in times.items()}
-    whole, slow = peaks["F.cross_entropy"], medians["F.cross_entropy"]
-    floor = (vocabulary + options.tokens) * options.width * hidden.element_size()
+    names = list(contenders(options.chunks, options.device))
+    found = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name in names:
+            found[name].append(measured(name, vocabulary, options))
+    peaks = {name: median(one["bytes"] for one in rounds) for name, rounds in found.items()}
+    times = {name: median(one["seconds"] for one in rounds) for name, rounds in found.items()}
+    floor = (vocabulary + options.tokens) * options.width * getattr(torch, options.dtype).itemsize
     print(f"\nvocabulary {vocabulary:,}")
-    print(f"  {'gradients':24} {floor / 2**20:9.0f} MiB  {floor / whole:5.2f} x")
-    for name, peak in peaks.items():
-        memory = f"{peak / 2**20:9.0f} MiB  {peak / whole:5.2f} x"
-        print(f"  {name:24} {memory}   {medians[name]:8.3f} s  {medians[name] / slow:5.2f} x", flush=True)
+    print(f"  {'gradients':26} {floor / 2**20:7.0f} MiB  {floor / peaks[DENSE]:5.2f} x")
+    for name in names:
+        memory = f"{peaks[name] / 2**20:7.0f} MiB  {peaks[name] / peaks[DENSE]:5.2f} x"
+        print(f"  {name:26} {memory}   {times[name]:8.2f} s  {times[name] / times[DENSE]:5.2f} x", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256, 256_000])
-    parser.add_argument("--chunks", type=int, nargs="+", default=[256])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[CHUNK_SIZE])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--measure", metavar="NAME", help="only this contender, here: prints bytes and seconds")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if options.measure is not None:
+        print(json.dumps(measure(options)))
+        return
     setting = f"{options.tokens} tokens, width {options.width}, {options.dtype}, {options.device}"
     print(f"{setting}, torch {torch.__version__}")
     for vocabulary in options.vocabularies:

@@ -1,17 +1,32 @@
 """A training step with stochastic depth: ours against DropPath masks and against the plain network.
 
-    python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 60]
+    python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 24]
 
 A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L to rate. The steps
 of all contenders are interleaved, and their times are this process's own on one thread, so that a busy machine slows
-all alike; read the ratios. timm's DropPath is used if timm is installed, otherwise the same mask.
+all alike; read the ratios. The seeds are such that skip='batch' drops the share that the rates promise: few steps would
+say more about their luck than about the cost. timm's DropPath is used if timm is installed, otherwise the same mask.
+
+Seen with `--steps 16` on two vCPUs of a Xeon at 2.5 GHz that were busy with other work, torch 2.13.0:
+
+    12 blocks of width 128, 32 rows of 64 tokens, linear rates to 0.5: 16 steps
+    blocks dropped: 27.1% expected, 27.1% drawn for skip='batch'
+    plain                               722.9 ms a step   100.0% of plain
+    DropPath (timm)                     721.2 ms a step    99.8% of plain
+    StochasticDepth(skip='batch')       530.8 ms a step    73.4% of plain
+    StochasticDepth(skip='sample')      515.6 ms a step    71.3% of plain
+
+With 8 rows the optimizer, which steps for skipped blocks too, takes a tenth of the plain step, and less is saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import runpy
 import time
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -41,11 +56,20 @@ class MaskedRows(nn.Module):
 
 
 def drop_path() -> tuple[Any, str]:
-    try:
-        from timm.layers.drop import DropPath
-    except ImportError:
+    """timm's, also where torchvision is missing, which timm imports: the tests know how."""
+    if importlib.util.find_spec("timm") is None:
         return MaskedRows, "DropPath (an own mask)"
-    return DropPath, "DropPath (timm)"
+    models = runpy.run_path(str(Path(__file__).parent.parent / "tests" / "timm_models.py"))
+    return models["import_timm"]().layers.DropPath, "DropPath (timm)"
+
+
+def fair_seed(rates: list[float], steps: int) -> int:
+    """The first of ``steps`` seeds in a row whose draws drop the expected number of blocks."""
+    chances = torch.tensor(rates)
+    draws = (torch.rand(len(rates), generator=torch.Generator().manual_seed(seed)) for seed in range(4096))
+    drawn = [int((draw < chances).sum()) for draw in draws]
+    expected = round(sum(rates) * steps)
+    return next(first for first in range(len(drawn) - steps) if sum(drawn[first : first + steps]) == expected)
 
 
 class Block(nn.Module):
@@ -101,7 +125,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rate", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=32, help="rows of 64 tokens; the optimizer's time stays")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     x = torch.randn(options.batch, 64, options.width)
@@ -114,11 +138,12 @@ def main() -> None:
         apply(net, [StochasticDepth(options.rate, skip=skip)])
     counts = Counts(nets["StochasticDepth(skip='batch')"], options.blocks * options.steps)
     steps = {label: Step(net, x) for label, net in nets.items()}
-    for number in range(options.steps + 3):
-        counts.ran *= number != 3  # three steps warm up
+    first = fair_seed(rates, options.steps)
+    for number in range(-2, options.steps):
+        counts.ran *= number != 0  # two steps warmed up
         for step in steps.values():
-            step.run(number)
-    means = {label: mean(step.seconds[3:]) for label, step in steps.items()}  # the draws differ from step to step
+            step.run(first + max(number, 0))
+    means = {label: mean(step.seconds[2:]) for label, step in steps.items()}  # the draws differ from step to step
     size = f"{options.blocks} blocks of width {options.width}, {options.batch} rows of 64 tokens"
     print(f"{size}, linear rates to {options.rate}: {options.steps} steps")
     print(f"blocks dropped: {mean(rates):.1%} expected, {1 - counts.ran / counts.all:.1%} drawn for skip='batch'")

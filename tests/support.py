@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.gpt import GPT, GPTConfig
+from tests.processes import run_ranks
 
 WIDTH = 16
 
@@ -262,17 +263,16 @@ def _differences(a: Any, b: Any, path: str) -> Any:
 
 
 def run_script(source: str, folder: Path, processes: int = 1, timeout: int = 240) -> str:
-    """Run ``source`` in fresh processes (as torchrun would start them on one node) and return rank 0's output."""
-    root = Path(__file__).parent.parent
+    """Run ``source`` in a fresh process, or in ranks as torchrun would start them, and return what they printed."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source))
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)
-    command = [sys.executable, "-W", "ignore", str(script)]
     if processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--log-dir=logs"]
-        command = [sys.executable, "-W", "ignore", *launcher, str(script)]
+        return run_ranks(script, environment, processes, timeout)
+    command = [sys.executable, "-W", "ignore", str(script)]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -63,7 +63,7 @@ def drop_block(
         return passed[0] if isinstance(x, Tensor) else passed
     y = block(x, *args, **kwargs)
     _check_shapes(x, y)
-    return y if rate == 0 else tree_map(lambda before, after: before + (after - before) / (1 - rate), x, y)
+    return y if rate == 0 else tree_map(lambda before, after: _scale_residual(before, after, rate), x, y)
 
 
 def drop_rows(
@@ -116,6 +116,11 @@ def draw_rows(batch: int, rate: float, generator: torch.Generator | None = None)
 def linear_rates(rate: float, blocks: int) -> list[float]:
     """Skip probabilities that grow linearly over the depth and end at ``rate``: ``rate * l / L`` for l = 1..L."""
     return [rate * (block + 1) / blocks for block in range(blocks)]
+
+
+def _scale_residual(x: Tensor, y: Tensor, rate: float) -> Tensor:
+    """``x + (y - x) / (1 - rate)``, in one pass over memory where both are of one type."""
+    return torch.lerp(x, y, 1 / (1 - rate)) if x.dtype == y.dtype else x + (y - x) / (1 - rate)
 
 
 def _check_shapes(x: Any, y: Any) -> None:
@@ -174,8 +179,7 @@ class _Droppable(nn.Module):
         if self._drop_by == "sample":
             rows = _rows_of(self, len(x[0]))
             return streams.pack(drop_rows(run, x, self._drop_rate, *rest, rows=rows, **named))
-        parameters = tuple(self.parameters())
-        y = drop_block(run, x, self._drop_rate, *rest, parameters=parameters, drop=self._drop_now, **named)
+        y = drop_block(run, x, self._drop_rate, *rest, parameters=self.parameters(), drop=self._drop_now, **named)
         return streams.pack(y)
 
 

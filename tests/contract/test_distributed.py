@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support import run_script
+from lit_efficient import SNRWeighting, StochasticDepth
+from tests.support import Toy, data, run_script, trainer, weights
 
 PREAMBLE = """
 import os
@@ -80,19 +82,11 @@ print("done")
 """
     )
     run_script(source, tmp_path, processes=2)
-    single = (
-        PREAMBLE
-        + """
-run = trainer([StochasticDepth(0.7), SNRWeighting(gamma=1.0)], max_epochs=1)
-module = Toy("configure_model")
-run.fit(module, data(32, 8))
-two = torch.load("two.pt", weights_only=True)
-for name, tensor in weights(module).items():
-    torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-5)
-print("close")
-"""
-    )
-    assert "close" in run_script(single, tmp_path)
+    module = Toy("configure_model")
+    trainer([StochasticDepth(0.7), SNRWeighting(gamma=1.0)], max_epochs=1).fit(module, data(32, 8), data())
+    two = torch.load(tmp_path / "two.pt", weights_only=True)
+    for name, tensor in weights(module).items():
+        torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-5)
 
 
 def test_fsdp2_trains_with_what_works_on_shards_and_refuses_the_rest(tmp_path: Path) -> None:
