@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.freezing import held
 
 _CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there
 
@@ -127,23 +128,21 @@ def weighted_mean(states: Sequence[Sequence[Tensor]], weights: Sequence[float]) 
 # Parameters and where they live --------------------------------------------------------------------------------------
 
 
-def averageable(
-    module: nn.Module, trainable_only: bool = True, trained: Iterable[Tensor] = ()
-) -> dict[str, nn.Parameter]:
+def averageable(module: nn.Module, trainable_only: bool = True) -> dict[str, nn.Parameter]:
     """Parameters that an average shadows, by name: tied ones once, quantised ones never.
 
     Args:
         module: Any module.
-        trainable_only: Leave out what neither requires a gradient nor is in ``trained``.
-        trained: Parameters that will train even if they are frozen now: those of the optimizers.
+        trainable_only: Leave out what does not require a gradient, unless it is frozen for now only (see
+            :func:`lit_efficient.freezing.hold`). Optimizers are not asked: many hold the frozen parameters, too.
     """
-    trains = {id(p) for p in trained}
+    later = held(module)
     found = {}
     for name, p in module.named_parameters():
         if not (p.is_floating_point() or p.is_complex()):
             continue
         plain = type(p) is nn.Parameter or hasattr(p, "to_local")  # other classes hold packed or quantised weights
-        if p.requires_grad or id(p) in trains or (plain and not trainable_only):
+        if p.requires_grad or name in later or (plain and not trainable_only):
             found[name] = p
     return found
 

@@ -130,8 +130,8 @@ def match_modules(
         where: Only modules for which this is true.
 
     Raises:
-        ConfigurationError: If a pattern is no regular expression or matches nothing; the message lists the nearest
-            names that could match.
+        ConfigurationError: If a pattern is no regular expression or matches nothing; the message lists how
+            the names of those end that could match.
     """
     modules: list[tuple[str, nn.Module]] = list(root.named_modules())
     candidates = [
@@ -146,13 +146,30 @@ def match_modules(
         hits = {name: module for name, module in candidates if expression.fullmatch(name)}
         if not hits:
             names = [name for name, _ in candidates]
-            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
+            ends = endings(names)
+            near = difflib.get_close_matches(pattern, ends, n=1, cutoff=0.3) or ends[:1]
+            example = next((f" (as in {name})" for name in names if name.endswith(near[0])), "")
             raise ConfigurationError(
-                f"{who}: the pattern {pattern!r} matches none of the {len(names)} modules that it could; "
-                f"for example: {', '.join(near) or 'there are none'}"
+                f"{who}: the pattern {pattern!r} matches none of the {len(names)} modules that it could, whose names "
+                f"end in: {_listed(near + [end for end in ends if end not in near])}{example}"
             )
         matched.update(hits)
     return [(name, module) for name, module in candidates if name in matched]
+
+
+def endings(names: Iterable[str]) -> list[str]:
+    """The distinct ends of dotted names, in order: the last part, with those before it where it is a number.
+
+    Example:
+        >>> endings(["blocks.0.up", "blocks.1.up", "blocks.1.mlp.0"])
+        ['up', 'mlp.0']
+    """
+    found = ((name, re.search(r"[^.]*[^.\d][^.]*(?:\.\d+)*$", name)) for name in names)
+    return list(dict.fromkeys(match.group() if match else name for name, match in found))
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "there are none"
 
 
 def find_blocks(root: nn.Module, patterns: str | Sequence[str] = "auto", *, who: str) -> list[tuple[str, nn.Module]]:

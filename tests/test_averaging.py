@@ -18,6 +18,7 @@ from lit_efficient.averaging import (
     update_,
     weighted_mean,
 )
+from lit_efficient.freezing import hold
 
 
 @pytest.mark.parametrize("warmup", ["inverse_gamma", "tf"])
@@ -88,7 +89,9 @@ def test_tied_once_and_frozen_or_quantised_never() -> None:
     net["d"].weight = Packed(torch.ones(3), requires_grad=False)
     net["d"].bias = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
     assert list(averageable(net)) == ["a.weight", "a.bias", "b.bias"]
-    assert list(averageable(net, trained=[net["c"].bias])) == ["a.weight", "a.bias", "b.bias", "c.bias"]
+    net["c"].bias.requires_grad_(True)
+    hold(net, ["c.bias"])
+    assert list(averageable(net)) == ["a.weight", "a.bias", "b.bias", "c.bias"]
     assert list(averageable(net, False)) == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
 
 

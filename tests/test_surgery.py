@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, mix_in
-from lit_efficient.surgery import become, find_blocks, match_modules, mix_out
+from lit_efficient.surgery import become, endings, find_blocks, match_modules, mix_out
 from tests.support import Block, Net
 
 
@@ -92,8 +92,15 @@ def test_match_modules_lists_what_could_match() -> None:
         "blocks.2.up",
         "blocks.2.down",
     ]
-    with pytest.raises(ConfigurationError, match=r"T: the pattern 'upp' matches none of the .* blocks\.\d\.up"):
-        match_modules(net, ["upp"], who="T")
+    said = r"T: the pattern 'upp' matches none of the 10 .* end in: up, stem, down, head \(as in blocks\.\d\.up\)$"
+    with pytest.raises(ConfigurationError, match=said):
+        match_modules(net, ["upp"], who="T", kind=nn.Linear)
+    assert endings(["a.b.0", "c.b.0", "b.1", "3", "x.q", "y.q", "x2.1.0"]) == ["b.0", "b.1", "3", "q", "x2.1.0"]
+    many = nn.ModuleDict({f"layer{i}": nn.Linear(1, 1) for i in range(23)})
+    with pytest.raises(ConfigurationError, match=r"layer0, layer1, .*layer19 and 3 more \(as in"):
+        match_modules(many, ["fc"], who="T")
+    with pytest.raises(ConfigurationError, match=r"none of the 0 modules that it could, .* end in: there are none$"):
+        match_modules(many, ["fc"], who="T", kind=nn.Conv2d)
 
 
 def test_find_blocks_takes_the_outermost_repeated_blocks() -> None:

@@ -69,6 +69,13 @@ def digests(module: nn.Module) -> dict[str, str]:
     return {name: _digest(p) for name, p in frozen if not _sharded(p)}
 
 
+def _all_digests(module: nn.Module) -> dict[str, str]:
+    """:func:`digests`, and of parameters that have been sharded since, those of before."""
+    now, named = digests(module), dict(module.named_parameters())
+    earlier: dict[str, str] = module.__dict__[_MARK]["digests"] if has_frozen_base(module) else {}
+    return {name: d for name, d in earlier.items() if name in named and _sharded(named[name])} | now
+
+
 def _sharded(tensor: Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"
 
@@ -102,8 +109,9 @@ def check(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         CheckpointError: Naming the first parameters that differ.
     """
     saved: Mapping[str, str] = checkpoint.get("lit_efficient", {}).get("base", {})
-    present = checkpoint["state_dict"]
-    now = digests(module)
+    # A strategy that shards has loaded the weights by itself: they must be the base's own, in the file or not.
+    present = checkpoint.get("state_dict", {})
+    now = _all_digests(module)
     other = [name for name, digest in saved.items() if name not in present and now.get(name, digest) != digest]
     if other:
         raise CheckpointError(
@@ -147,7 +155,7 @@ def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
 def _settle(module: nn.Module, incompatible: Any) -> None:
     """After loading: what depends on the base follows it."""
     mark = module.__dict__[_MARK]
-    now = digests(module)
+    now = _all_digests(module)
     changed, mark["digests"] = now != mark["digests"], now
     fresh = mark.pop("fresh", False)
     for part in module.modules() if changed else ():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.adapters.disabled import Switchable
+from lit_efficient.adapters.quantized import is_conv1d
 from lit_efficient.surgery import mix_in, mix_out
 
 
@@ -49,10 +50,10 @@ def sizes(layer: Any) -> tuple[int, int]:
 def add_ia3(layer: Any, side: str) -> None:
     """Put factors of one beside a layer, on its ``output`` or ``input``.
 
-    Of a layer ``c_attn`` that makes queries, keys and values (out = 3 in), only keys and values are scaled.
+    GPT-2's ``c_attn`` (out = 3 in), quantised or not, makes queries, keys and values: queries are left as they are.
     """
     inputs, outputs = sizes(layer)
-    first = inputs if side == "output" and outputs == 3 * inputs and not isinstance(layer, nn.Linear) else 0
+    first = inputs if side == "output" and outputs == 3 * inputs and is_conv1d(layer) else 0
     dtype = (
         torch.promote_types(layer.weight.dtype, torch.float32) if layer.weight.is_floating_point() else torch.float32
     )

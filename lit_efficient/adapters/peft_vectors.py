@@ -20,6 +20,7 @@ from lit_efficient.adapters.ia3 import IA3Scaled, whole_factors
 from lit_efficient.adapters.low_rank import kind_of
 from lit_efficient.adapters.peft_format import _root_of
 from lit_efficient.adapters.prefix import CHILD, prefix_of
+from lit_efficient.adapters.quantized import is_conv1d
 from lit_efficient.errors import CheckpointError, ConfigurationError
 
 
@@ -35,7 +36,11 @@ def ia3_placement(module: nn.Module) -> dict[str, Any]:
     root = _root_of(module, scaled)
     prefix = f"{root}." if root else ""
     layers = {
-        name.removeprefix(prefix): {"kind": str(kind_of(part)), "side": part.ia3_side, "first": part.ia3_first}  # type: ignore[arg-type]
+        name.removeprefix(prefix): {
+            "kind": "conv1d" if is_conv1d(part) else str(kind_of(part)),  # type: ignore[arg-type]
+            "side": part.ia3_side,
+            "first": part.ia3_first,
+        }
         for name, part in scaled.items()
     }
     everything = [name for name, _ in module.get_submodule(root).named_modules() if name]

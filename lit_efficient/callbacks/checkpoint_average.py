@@ -114,11 +114,7 @@ class CheckpointAverage(ShadowWeights):
             )
 
     def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
-        trainer = module.__dict__.get("_trainer")
-        optimizers = trainer.optimizers if trainer is not None else ()
-        tracked = averageable(
-            module, True, (p for o in optimizers for group in o.param_groups for p in group["params"])
-        )
+        tracked = averageable(module)
         if not tracked:
             raise ConfigurationError(f"CheckpointAverage: no parameter of {type(module).__name__} trains")
         return tracked
@@ -144,7 +140,8 @@ class CheckpointAverage(ShadowWeights):
         self._count += 1
         if self.last_k is None and self._count > 1:
             mean = self._snapshots[0]
-            update_([mean[n] for n in tracked], list(tracked.values()), 1 - 1 / self._count)
+            names = mean.keys() & tracked.keys()  # without what was thawed or frozen since
+            update_([mean[n] for n in names], [tracked[n] for n in names], 1 - 1 / self._count)
             return
         dtypes = {n: precise(p.dtype) if self.last_k is None else p.dtype for n, p in tracked.items()}
         # Shards stay with their mesh, all else goes to the CPU.

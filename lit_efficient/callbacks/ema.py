@@ -36,8 +36,9 @@ class EMA(ShadowWeights):
         power: Exponent of ``inverse_gamma``, above 0: 2/3 for a million steps and more, 3/4 for fewer.
         every_n_steps: Update after each n-th optimizer step, at least 1.
         start_step: Optimizer steps before the first update, at least 0; until then evaluation uses the raw weights.
-        trainable_only: Leave out parameters that neither require a gradient nor are in an optimizer. Quantised ones are
-            never averaged.
+        trainable_only: Leave out frozen parameters. Those that are thawed later are averaged, too: from the start if
+            ``GradualUnfreezing`` or ``ReplaceHead`` holds them back, else from the end of the epoch of their thaw.
+            Quantised ones are never averaged.
         device: Where the average lives, as in ``cpu``; null for the parameters' own device.
         switch_every: Copy the average into the trained weights after every so many optimizer steps (switch EMA); null
             for never.
@@ -123,10 +124,7 @@ class EMA(ShadowWeights):
         )
 
     def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
-        trainer = module.__dict__.get("_trainer")
-        optimizers = trainer.optimizers if trainer is not None else ()
-        trained = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        tracked = averageable(module, self.trainable_only, trained)
+        tracked = averageable(module, self.trainable_only)
         if not tracked:
             raise ConfigurationError(
                 f"EMA: none of the {sum(1 for _ in module.parameters())} parameters of {type(module).__name__} trains: "
@@ -144,6 +142,9 @@ class EMA(ShadowWeights):
                 f"EMA: device={self.device!r} cannot be combined with sharded parameters ({sharded!r} is one): leave "
                 "it out, the average is sharded as they are"
             )
+        if self._updates:  # what was thawed before the checkpoint may be thawed anew only later
+            named = dict(pl_module.named_parameters())
+            self._parameters |= {n: named[n] for n in self._average if n in named}
         if self._updates and (different := self._average.keys() ^ self._parameters.keys()):
             raise ConfigurationError(
                 f"EMA: the restored average and the trained parameters differ in {len(different)} names "
@@ -168,6 +169,14 @@ class EMA(ShadowWeights):
             self._updates += 1
         if self.switch_every and self._updates and step // self.switch_every > before // self.switch_every:
             update_(list(self._parameters.values()), list(self._average.values()), 0.0)
+
+    @outside_autograd
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take in what the module, or another callback, has thawed."""
+        for name, p in self._tracked(pl_module).items():
+            if name not in self._parameters:
+                self._parameters[name] = p
+                self._average[name] = placed_like(p, p, precise(p.dtype), self.device)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Let go of the parameters: a strategy may replace them."""

@@ -18,6 +18,7 @@ from lit_efficient.adapters.base import check, freeze_base, trim
 from lit_efficient.adapters.ia3 import add_ia3
 from lit_efficient.adapters.low_rank import kind_of
 from lit_efficient.adapters.peft_vectors import ia3_placement
+from lit_efficient.adapters.sharded import restore_without_base
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.surgery import count, match_modules
 from lit_efficient.technique import Phase, Report, Technique
@@ -63,6 +64,11 @@ class IA3(Technique):
         self.targets = targets
         self.feedforward = feedforward
         self.save_base = save_base
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let sharded modules, too, be restored from checkpoints without the base."""
+        super().setup(trainer, pl_module, stage)
+        restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
         """Add the factors and freeze the rest."""

@@ -24,6 +24,7 @@ from lit_efficient.adapters.int4 import Int4Linear
 from lit_efficient.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
 from lit_efficient.adapters.peft_format import placement
 from lit_efficient.adapters.quantized import is_bitsandbytes, quantization_of
+from lit_efficient.adapters.sharded import restore_without_base
 from lit_efficient.adapters.targets import ALL_LINEAR, find_targets
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.surgery import count, match_modules
@@ -100,6 +101,11 @@ class LoRA(Technique):
         self.modules_to_save = modules_to_save
         self.save_base = save_base
         self.seed = seed
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let sharded modules, too, be restored from checkpoints without the base."""
+        super().setup(trainer, pl_module, stage)
+        restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
         """Add the adapters and freeze the rest."""

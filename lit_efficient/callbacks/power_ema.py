@@ -103,10 +103,7 @@ class PowerEMA(Technique):
         return Path(self.dirpath) if self.dirpath else Path(root) / "snapshots"
 
     def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
-        optimizers = module.trainer.optimizers
-        tracked = averageable(
-            module, True, (p for o in optimizers for group in o.param_groups for p in group["params"])
-        )
+        tracked = averageable(module)
         if not tracked:
             raise ConfigurationError(f"PowerEMA: no parameter of {type(module).__name__} trains")
         return tracked

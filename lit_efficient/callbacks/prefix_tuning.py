@@ -20,6 +20,7 @@ from torch import nn
 
 from lit_efficient.adapters.base import check, freeze_base, trim
 from lit_efficient.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
+from lit_efficient.adapters.sharded import restore_without_base
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.gpt import GPT
 from lit_efficient.surgery import count, match_modules
@@ -115,6 +116,11 @@ class PrefixTuning(Technique):
         if self._text_tokens is not None:
             arguments |= {"init_tokens": list(self._text_tokens), "init_text": None, "tokenizer": None}
         return arguments
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let sharded modules, too, be restored from checkpoints without the base."""
+        super().setup(trainer, pl_module, stage)
+        restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
         """Add the prefix and freeze the rest."""

@@ -50,7 +50,7 @@ class LowBitStates:
     Args:
         backend: ``bitsandbytes`` or ``torchao``.
         low: Elements whose states are low-bit, in this process.
-        total: Elements of all parameters of the optimizer, in this process.
+        total: Elements of the parameters that train, in this process: frozen ones in the optimizer get no state.
         state_bytes: Bytes that all states will take, scales and code tables included, step counters not.
         full_bytes: Bytes that the states of the optimizer as it was would take.
     """
@@ -92,6 +92,7 @@ def to_low_bit(
     """
     kind, twin_name = _twin_of(optimizer, bits, who)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [p for p in parameters if p.requires_grad]
     backend = _backend_for(parameters, bits, backend, who)
     _check_settings(optimizer, kind, who)
     if backend == "torchao":
@@ -108,28 +109,29 @@ def to_low_bit(
             raise ConfigurationError(f"{who}: this needs torchao: pip install 'lit-efficient[torchao]'") from error
         cls: Any = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
         settings["bits"] = bits
-        sizes = {p: ao.local_size(p) for p in parameters}
-        low = {p for p in parameters if ao.is_low(p, bits, min_size, p in keep_32bit)}
-        state_bytes = sum(ao.state_bytes(p, bits, p in low) for p in parameters)
+        sizes = {p: ao.local_size(p) for p in trained}
+        low = {p for p in trained if ao.is_low(p, bits, min_size, p in keep_32bit)}
+        state_bytes = sum(ao.state_bytes(p, bits, p in low) for p in trained)
     else:
         from lit_efficient.optimizers import low_bit_bitsandbytes as bnb
 
         cls = getattr(bnb, f"{twin_name}8bit")
         settings["paged"] = paged
-        sizes = {p: p.numel() for p in parameters}
-        low = {p for p in parameters if p not in keep_32bit and p.numel() >= min_size}
-        state_bytes = sum(bnb.state_bytes(p, moments, p in low) for p in parameters) + bnb.table_bytes(moments)
+        sizes = {p: p.numel() for p in trained}
+        low = {p for p in trained if p not in keep_32bit and p.numel() >= min_size}
+        state_bytes = sum(bnb.state_bytes(p, moments, p in low) for p in trained) + bnb.table_bytes(moments)
     if not low:
+        kept = sum(p in keep_32bit for p in trained)
         raise ConfigurationError(
-            f"{who}: none of the {len(parameters)} tensors would have {_label(bits)} states: the largest has "
-            f"{max(sizes.values(), default=0)} elements, min_size is {min_size}, and {len(keep_32bit)} are kept"
+            f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: the largest has "
+            f"{max(sizes.values(), default=0)} elements, min_size is {min_size}, and {kept} are kept"
         )
     if kind is torch.optim.Adagrad:
         optimizer.state.clear()  # torch makes its zeros before the first step
     for group in optimizer.param_groups:
         group["lr"] = float(group["lr"])
     become(optimizer, cls, **settings)
-    full_bytes = sum(moments * sizes[p] * p.element_size() for p in parameters)
+    full_bytes = sum(moments * sizes[p] * p.element_size() for p in trained)
     return LowBitStates(backend, sum(sizes[p] for p in low), sum(sizes.values()), state_bytes, full_bytes)
 
 

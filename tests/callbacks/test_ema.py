@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_efficient import EMA, ConfigurationError, ConflictError
+from lit_efficient import EMA, ConfigurationError, ConflictError, GradualUnfreezing
 from lit_efficient.averaging import decay_at
 from tests.support import Toy, assert_equal, data, trainer, weights
 
@@ -134,24 +134,46 @@ def test_tied_weights_are_kept_once_and_saved_under_both_names(tmp_path: Path) -
         assert torch.equal(saved[f"net.blocks.{block}.up.weight"], ema._average["net.blocks.0.up.weight"])
 
 
-def test_frozen_weights_are_not_copied_unless_an_optimizer_holds_them() -> None:
+def test_frozen_weights_are_not_copied_even_if_an_optimizer_holds_them() -> None:
     class Frozen(Toy):
-        held = False
-
         def configure_optimizers(self) -> Any:
             self.net.stem.requires_grad_(False)
-            return torch.optim.AdamW([p for p in self.parameters() if self.held or p.requires_grad])
+            return torch.optim.AdamW(self.parameters())
 
     ema = EMA(decay=0.9)
     fit(ema, Frozen(), max_epochs=1)
     assert not any("stem" in name for name in ema._average)
     assert len(ema._average) == len(list(Toy().parameters())) - 2
-    module = Frozen()
-    module.held = True
-    fit(ema, module, max_epochs=1)
-    assert len(ema._average) == len(list(Toy().parameters()))
     fit(ema := EMA(trainable_only=False), Frozen(), max_epochs=1)
     assert len(ema._average) == len(list(Toy().parameters()))
+
+
+def test_what_is_thawed_later_is_averaged_and_resumes(tmp_path: Path) -> None:
+    class Thaws(Toy):
+        def configure_optimizers(self) -> Any:
+            self.net.stem.requires_grad_(False)
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def on_train_epoch_start(self) -> None:
+            self.net.stem.requires_grad_(self.current_epoch > 0)
+
+    def run(epochs: int, **arguments: Any) -> tuple[EMA, Any]:
+        torch.manual_seed(0)
+        ema = EMA(decay=0.5, warmup=None)
+        run = trainer([ema], max_epochs=epochs)
+        run.fit(Thaws(), data(), data(), **arguments)
+        return ema, run
+
+    ema, whole = run(4)
+    stem = whole.lightning_module.net.stem.weight
+    assert 0 < (ema._average["net.stem.weight"] - stem).abs().max() < 0.1
+    _, half = run(3)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    again, _ = run(4, ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(ema.state_dict(), again.state_dict())
+    held = EMA()
+    trainer([held, GradualUnfreezing(every_n_epochs=9)]).fit(Toy(), data(), data())
+    assert len(held._average) == len(list(Toy().parameters()))
 
 
 def test_buffers_are_those_of_the_module() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lit_efficient import IA3, ConfigurationError, QuantizeBase, merge_adapters
-from lit_efficient.adapters.peft_vectors import ia3_patterns
+from lit_efficient.adapters.merge import dequantize_layers
+from lit_efficient.adapters.peft_vectors import ia3_patterns, ia3_placement
 from lit_efficient.application import apply, reports_of
 from lit_efficient.commands.export import run as export
 from tests.adapters.decoders import FAMILIES, Language, decoder, logits
@@ -65,6 +66,27 @@ def test_computes_what_peft_computes_with_the_same_factors(family: str) -> None:
             factors = theirs.base_model.model.get_submodule(name).ia3_l["default"]
             factors.view(-1)[ours.ia3_first :] = ours.ia3
     torch.testing.assert_close(logits(root["model"]), logits(theirs), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_a_quantised_gpt2_leaves_its_queries_alone(format: str) -> None:
+    root = nn.ModuleDict({"model": decoder("GPT2")})
+    reports = apply(root, [QuantizeBase(format, group_size=8), IA3()])
+    assert reports["IA3"].parameters == 2 * (32 + 64)
+    attention: Any = root["model"].transformer.h[0].attn.c_attn
+    assert attention.ia3.shape == (32,)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    before = attention(x)
+    with torch.no_grad():
+        attention.ia3.fill_(2.0)
+    assert torch.equal(attention(x)[:, :16], before[:, :16])  # queries
+    assert torch.equal(attention(x)[:, 16:], 2 * before[:, 16:])
+    placed = ia3_placement(root)["layers"]["transformer.h.0.attn.c_attn"]
+    assert (placed["kind"], placed["first"]) == ("conv1d", 16)
+    y = logits(root["model"])
+    dequantize_layers(merge_adapters(root))
+    torch.testing.assert_close(logits(root["model"]), y, rtol=1e-5, atol=1e-5)
+    assert root["model"].state_dict().keys() == decoder("GPT2").state_dict().keys()
 
 
 def test_a_quantised_base_is_dequantised_when_it_is_merged() -> None:

@@ -49,6 +49,21 @@ def rewritten(module: nn.Module, technique: LowBitOptimizer, kind: type = torch.
     return optimizer, technique.rewrite_optimizer(optimizer, module)
 
 
+@pytest.mark.parametrize("backend", ["bitsandbytes", "torchao"])
+def test_counts_what_trains_and_not_what_is_frozen_in_the_optimizer(backend: Any) -> None:
+    module = network()
+    module[2].requires_grad_(False)  # 256 * 256 + 256
+    optimizer, report = rewritten(module, LowBitOptimizer(backend=backend))
+    train(module, optimizer, 1)
+    assert report.parameters == 256 * 128
+    assert report.details["state_bytes"] == pytest.approx(measure_state_bytes(optimizer), rel=1e-3)
+    assert report.bytes_saved == 8 * (128 * 64 + 256 * 128 + 128) - report.details["state_bytes"]
+    assert f" of {128 * 64 + 256 * 128 + 128:,} parameters" in report.summary
+    module.requires_grad_(False)[4].bias.requires_grad_(True)
+    with pytest.raises(ConfigurationError, match="none of the 1 tensors that train would have 8-bit states"):
+        rewritten(module, LowBitOptimizer(backend=backend))
+
+
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 128, (64, 4), generator=generator)

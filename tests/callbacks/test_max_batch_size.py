@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lit_efficient import EMA, ConfigurationError, ConflictError, MaxBatchSize
+from lit_efficient import EMA, ConfigurationError, ConflictError, MaxBatchSize, TokenWeightedAccumulation
 from lit_efficient.batch_size import candidate_sizes, divisors, largest_fitting
 from lit_efficient.errors import OutOfMemoryError
 from lit_efficient.memory import AllocationMeter, parse_bytes
@@ -273,6 +273,48 @@ def test_the_gradient_is_that_of_the_batch_that_was_asked_for() -> None:
         trainer([*callbacks, Keep()], max_steps=1).fit(Toy().double(), _double(data()))
     # those of the trials come first in the second run; the last is the real one
     torch.testing.assert_close(gradients[0], gradients[-1], rtol=1e-12, atol=1e-15)
+
+
+class Tokens(L.LightningModule):
+    """The mean over a batch's tokens, which are as many as its rows are long: ragged in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, keep = batch
+        return ((self.net(x) - x).square().mean(-1) * keep).sum() / keep.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_found_accumulation_over_ragged_tokens_is_the_one_big_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 12, 8, generator=generator, dtype=torch.float64)
+    lengths = torch.tensor([12, 1, 5, 2, 9, 12, 1, 3])
+    rows = torch.utils.data.TensorDataset(x, torch.arange(12) < lengths[:, None])
+
+    def gradient(*callbacks: Any) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        class Keep(Callback):
+            def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+                found.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
+
+        torch.manual_seed(0)
+        run = trainer([*callbacks, Keep()], max_steps=1, limit_val_batches=0)
+        run.fit(Tokens(), DataLoader(rows, 8))
+        assert run.global_step == 1
+        return found[-1]  # those of the trials come first
+
+    whole = gradient()
+    finder = MaxBatchSize(max_size=2)
+    split = gradient(finder, TokenWeightedAccumulation(count="1"))
+    assert (finder.found.size, finder.found.accumulation) == (2, 4)  # type: ignore[union-attr]
+    torch.testing.assert_close(split, whole, rtol=1e-6, atol=1e-9)
+    assert (gradient(MaxBatchSize(max_size=2)) - whole).abs().max() > 1e-2  # a mean of means is another gradient
 
 
 def _double(loader: DataLoader) -> DataLoader:

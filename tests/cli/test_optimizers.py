@@ -110,6 +110,15 @@ def test_a_schedule_free_optimizer_brings_its_callback(caplog, capsys):
     assert all("y" in optimizer.state[p] and not torch.equal(p, optimizer.state[p]["y"]) for p in optimizer.averages())
 
 
+@pytest.mark.parametrize("other", ["EMA", "CheckpointAverage"])
+def test_a_schedule_free_optimizer_and_another_average_are_one_error(other, capsys):
+    said = refused(capsys, "--optimizer", "ScheduleFreeAdamW", f"--trainer.callbacks+={other}")
+    assert f"ScheduleFree cannot be combined with {other}: both average the weights" in said
+    assert "use one of the two" in said
+    assert said.count("cannot be combined") == 1
+    assert len(said.strip().splitlines()) <= 10
+
+
 def test_a_schedule_free_callback_of_the_users_is_the_only_one():
     from lit_efficient import ScheduleFree
 
