@@ -178,11 +178,15 @@ def gradient_ratio(loss: Tensor, extra: Tensor, parameter: Tensor, limit: float 
     Costs a backward pass of each from the loss down to the parameter. The graph is kept, and ``.grad`` is not touched.
 
     Args:
-        loss: Scalar that depends on ``parameter``.
-        extra: Scalar that depends on ``parameter``.
-        parameter: Weight of the last layer that both share.
+        loss: A scalar.
+        extra: A scalar.
+        parameter: Weight of the last layer that both share; what does not depend on it has the norm 0.
         limit: Largest weight; also what a vanished gradient of ``extra`` gets.
     """
-    (main,) = torch.autograd.grad(loss, parameter, retain_graph=True)
-    (other,) = torch.autograd.grad(extra, parameter, retain_graph=True)
-    return (main.norm() / (other.norm() + 1e-6)).clamp(0.0, limit).detach()
+    main, other = (_gradient_norm(x, parameter) for x in (loss, extra))
+    return (main / (other + 1e-6)).clamp(0.0, limit)
+
+
+def _gradient_norm(loss: Tensor, parameter: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True)
+    return parameter.new_zeros(()) if gradient is None else gradient.detach().norm()
