@@ -54,13 +54,14 @@ def tap(layer: nn.Module) -> None:
 def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[str, list[Call]]]:
     """The calls of tapped layers by dotted name, as they happen while the context is open."""
     calls: dict[str, list[Call]] = {name: [] for name in names}
-    for name in names:
-        root.get_submodule(name)._taps[who] = calls[name]  # type: ignore[union-attr,index]
+    layers: dict[str, Any] = {name: root.get_submodule(name) for name in calls}
+    for name, layer in layers.items():
+        layer._taps[who] = calls[name]
     try:
         yield calls
     finally:
-        for name in names:
-            root.get_submodule(name)._taps.pop(who, None)  # type: ignore[union-attr,operator]
+        for layer in layers.values():
+            layer._taps.pop(who, None)
         calls.clear()  # they hold the step's graph
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,11 @@ def only_module(root: nn.Module, pattern: str, who: str) -> str:
 def width_of(root: nn.Module, name: str) -> int | None:
     """Number of features of a layer's output, as far as its class or a config around it tells; else ``None``."""
     layer: Any = root.get_submodule(name)
+    parent, _, last = name.rpartition(".")
+    owner = root.get_submodule(parent)
     own = _own_width(layer)
+    if own is None and isinstance(owner, nn.Sequential) and name and not any(True for _ in layer.parameters()):
+        own = _last_width(owner[: int(last) + 1])  # an activation: as wide as what comes before it
     if own is not None:
         return own
     norms = [part for part in layer.modules() if "Norm" in type(part).__name__]
@@ -226,7 +230,7 @@ def input_width_of(root: nn.Module, name: str) -> int | None:
 
 def _own_width(layer: Any) -> int | None:
     if isinstance(layer, nn.Sequential):
-        return next((width for child in reversed(layer) if (width := _own_width(child)) is not None), None)
+        return _last_width(layer)
     for attribute in ("out_features", "out_channels", "embedding_dim", "num_channels", "num_features"):
         if isinstance(getattr(layer, attribute, None), int):
             return int(getattr(layer, attribute))
@@ -235,6 +239,16 @@ def _own_width(layer: Any) -> int | None:
         return int(shape[-1])
     weight = getattr(layer, "weight", None)  # an RMS norm of whatever package
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 1 else None
+
+
+def _last_width(layers: Iterable[nn.Module]) -> int | None:
+    """Width after layers in a row, unless one that changes shapes comes after the last that says its own."""
+    for layer in reversed(list(layers)):
+        if isinstance(layer, nn.Flatten | nn.Unflatten | nn.PixelShuffle | nn.PixelUnshuffle):
+            return None
+        if (width := _own_width(layer)) is not None:
+            return width
+    return None
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------
