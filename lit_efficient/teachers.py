@@ -201,7 +201,7 @@ def width_of(root: nn.Module, name: str) -> int | None:
     owner = root.get_submodule(parent)
     own = _own_width(layer)
     if own is None and isinstance(owner, nn.Sequential) and name and not any(True for _ in layer.parameters()):
-        own = _last_width(owner[: int(last) + 1])  # an activation: as wide as what comes before it
+        own = _last_width(list(owner)[: int(last) + 1])  # an activation: as wide as what comes before it
     if own is not None:
         return own
     norms = [part for part in layer.modules() if "Norm" in type(part).__name__]

@@ -124,8 +124,8 @@ def test_the_term_falls(loss):
         def on_train_batch_end(self, trainer, *_) -> None:
             values.append(float(trainer.callback_metrics["train/feature_matching"]))
 
-    fit([matching(loss=loss, weight=3.0), Watch()], Silent(), max_epochs=20)
-    assert values[-1] < 0.3 * values[0]
+    fit([matching(loss=loss, weight=3.0), Watch()], Silent(), max_epochs=12)
+    assert values[-1] < 0.5 * values[0]
 
 
 def test_from_stop_at_on_the_teacher_is_not_called_and_gradients_are_those_without_it():

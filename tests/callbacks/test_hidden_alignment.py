@@ -117,7 +117,7 @@ def test_the_alignment_rises_on_digits_with_the_classifier_that_the_data_trained
             values.append(-float(trainer.callback_metrics["train/hidden_alignment"]))
 
     autoencoder = AutoencoderConfig(latent_channels=2, width=8)
-    data = LatentDigits(16, 64, autoencoder, autoencoder_steps=20, judge_steps=20, cache_dir=str(tmp_path))
+    data = LatentDigits(16, 64, autoencoder, autoencoder_steps=10, judge_steps=10, cache_dir=str(tmp_path))
     technique = HiddenAlignment(2, "data.judge", r"body\.5", hidden=32)
     module = fit(technique, data, [Watch()], max_steps=40, max_epochs=-1)
     assert sum(values[-5:]) / 5 > sum(values[:5]) / 5 + 0.2

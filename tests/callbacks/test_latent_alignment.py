@@ -69,9 +69,9 @@ def test_the_adaptive_weight_makes_both_gradients_alike_at_the_encoders_last_lay
 
 def test_the_term_falls_while_reconstruction_goes_on_and_checkpoints_are_plain(tmp_path):
     technique = LatentAlignment(encoder(), weight=1.0, distance_margin=0.0, cosine_margin=0.0)
-    module, seen, run = fit(technique, max_epochs=40)
+    module, seen, run = fit(technique, max_epochs=20)
     first, last = seen.values[0], seen.values[-1]
-    assert last["train/latent_alignment"] < 0.7 * first["train/latent_alignment"]
+    assert last["train/latent_alignment"] < 0.8 * first["train/latent_alignment"]
     assert last["train/error"] < first["train/error"]
     run.save_checkpoint(tmp_path / "a.ckpt")
     loaded = Autoencoding.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
