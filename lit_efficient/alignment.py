@@ -112,9 +112,6 @@ class Alignment(Technique):
     alters = ("optimizer",)
     training_only = True
     heads_name: ClassVar[str]  # attribute of the module; also the name of the logged value
-    conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
-    }
 
     teacher: str | nn.Module | None
     weight: float

@@ -10,7 +10,7 @@ Source: Romero et al. (2014), https://arxiv.org/abs/1412.6550; the losses: :mod:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from lit_efficient.alignment import PROJECTIONS, Alignment, Call, make_head, mea
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.feature_matching import LAYOUTS, LOSSES, match_tokens
 from lit_efficient.teachers import Teacher, find_teacher, only_module, width_of
+from lit_efficient.technique import Phase
 
 
 class FeatureMatching(Alignment):
@@ -52,6 +53,10 @@ class FeatureMatching(Alignment):
         >>> Trainer(callbacks=[FeatureMatching("net", teacher, {"blocks.3": "layers.7"})])  # doctest: +SKIP
     """
 
+    phase = Phase.FREEZE
+    conflicts: ClassVar[dict[str, str]] = {
+        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
+    }
     heads_name = "feature_matching_heads"
 
     def __init__(

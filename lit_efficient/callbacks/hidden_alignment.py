@@ -20,6 +20,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.feature_matching import match_tokens, repa_loss
 from lit_efficient.surgery import find_blocks
 from lit_efficient.teachers import Teacher, find_teacher, only_module, width_of
+from lit_efficient.technique import Phase
 
 
 class HiddenAlignment(Alignment):
@@ -53,8 +54,11 @@ class HiddenAlignment(Alignment):
         >>> Trainer(callbacks=[HiddenAlignment(8, "facebook/dinov2-base", stop_at=50_000)])  # doctest: +SKIP
     """
 
+    phase = Phase.FREEZE
+    conflicts: ClassVar[dict[str, str]] = {
+        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
+    }
     heads_name = "hidden_alignment_heads"
-    conflicts: ClassVar[dict[str, str]] = Alignment.conflicts
 
     def __init__(
         self,

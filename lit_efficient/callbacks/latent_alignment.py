@@ -19,6 +19,7 @@ from lit_efficient.alignment import Alignment, Call, feature_of, make_head, mean
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.feature_matching import gradient_ratio, match_tokens, vf_loss
 from lit_efficient.teachers import Teacher, find_teacher, input_width_of, only_module
+from lit_efficient.technique import Phase
 
 
 class LatentAlignment(Alignment):
@@ -52,8 +53,11 @@ class LatentAlignment(Alignment):
         >>> Trainer(callbacks=[LatentAlignment("facebook/dinov2-large")])  # doctest: +SKIP
     """
 
+    phase = Phase.FREEZE
+    conflicts: ClassVar[dict[str, str]] = {
+        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
+    }
     heads_name = "latent_alignment_heads"
-    conflicts: ClassVar[dict[str, str]] = Alignment.conflicts
 
     def __init__(
         self,
