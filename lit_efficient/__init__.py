@@ -29,9 +29,12 @@ PUBLIC: dict[str, str] = {
     "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
+    "FeatureMatching": "callbacks.feature_matching",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
+    "HiddenAlignment": "callbacks.hidden_alignment",
     "IA3": "callbacks.ia3",
     "LRFinder": "callbacks.lr_finder",
+    "LatentAlignment": "callbacks.latent_alignment",
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "MaxBatchSize": "callbacks.max_batch_size",
@@ -86,6 +89,10 @@ PUBLIC: dict[str, str] = {
     "train_superbpe": "data.superbpe",
     # losses
     "chunked_cross_entropy": "losses.chunked_cross_entropy",
+    "cosine_loss": "losses.feature_matching",
+    "l2_loss": "losses.feature_matching",
+    "repa_loss": "losses.feature_matching",
+    "vf_loss": "losses.feature_matching",
     # models
     "CausalLMConfig": "models.causal_lm",
     "GPT": "models.gpt",

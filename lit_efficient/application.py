@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.protocol import check_loss, product, weigh
+from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.technique import Report, Technique, check_conflicts, in_order, overrides, techniques_of
 
 _ABSENT = "absent"  # a string, so that it survives a deep copy and a pickle
@@ -104,6 +105,8 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         cls = getattr(lit_efficient, name) if name in lit_efficient.PUBLIC else known.get(name)
         if cls is None:
             raise ConfigurationError(f"the checkpoint uses the technique {name!r}: import its class first")
+        if cls.training_only:
+            continue
         techniques.append(cls(**record["arguments"]))
     apply(module, techniques)
     _check_checkpoint(module, checkpoint)
@@ -152,7 +155,7 @@ def install(trainer: Any, module: Any) -> None:
     rewriters = ("prepare_parameters", "rewrite_optimizer")
     if any(overrides(technique, method) for technique in techniques for method in rewriters):
         _wrap(module, "configure_optimizers", _configure_optimizers, session.previous)
-    if any(overrides(technique, "sample_weights") for technique in techniques):
+    if any(overrides(technique, method) for technique in techniques for method in ("sample_weights", "extra_loss")):
         _wrap(module, "training_step", _training_step_like(module.training_step), session.previous)
     if any(overrides(technique, "write_checkpoint") for technique in techniques):
         _keep_saving(module)
@@ -199,6 +202,12 @@ def _check_run(trainer: Any, module: Any, techniques: list[Technique]) -> None:
         raise ConflictError(
             f"{weighers[0]} weighs the loss that training_step returns, but {type(module).__name__} optimizes manually "
             "and has stepped by then: call the technique's pure function on your losses inside training_step instead"
+        )
+    adders = [type(technique).__name__ for technique in techniques if overrides(technique, "extra_loss")]
+    if adders and not module.automatic_optimization:
+        raise ConflictError(
+            f"{adders[0]} adds a term to the loss that training_step returns, but {type(module).__name__} optimizes "
+            "manually and has stepped by then: add the technique's pure function to your loss inside training_step"
         )
     for technique in techniques:
         technique.check(trainer, module)
@@ -304,13 +313,32 @@ def _weighed(module: Any, *args: Any) -> Any:
     inside = next((context for context in contexts if context is not None), None)
     if inside is not None:
         with inside:
-            return _call_inner(module, "training_step", session.previous, *args)
-    output = _call_inner(module, "training_step", session.previous, *args)
+            return _with_extra_losses(module, *args)
+    output = _with_extra_losses(module, *args)
+    if not weighers:
+        return output
     weighed = weigh(output, weighers, type(module).__name__)
     if output is not None and not session.protocol_checked:  # once: it costs a synchronisation
         check_loss(output, module)
         session.protocol_checked = True
     return weighed
+
+
+def _with_extra_losses(module: Any, *args: Any) -> Any:
+    """The module's own ``training_step``, and the terms that techniques add to its loss."""
+    session: Session = module.__dict__["_lit_efficient_session"]
+    techniques = in_order(t for t in techniques_of(module.trainer) if overrides(t, "extra_loss"))
+    with ExitStack() as watching:
+        for technique in techniques:
+            context = technique.watch_step(module, args[0])
+            if context is not None:
+                watching.enter_context(context)
+        output = _call_inner(module, "training_step", session.previous, *args)
+        for technique in techniques if output is not None else ():
+            term = technique.extra_loss(output, module, args[0])
+            if term is not None:
+                output = add_loss(output, term, type(technique).__name__, type(module).__name__)
+    return output
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -73,4 +73,7 @@ def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: 
     """``checkpoint`` with other weights and without what only a resumed fit could use."""
     dropped = {"optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "loops", "state_dict"}
     kept = {key: value for key, value in checkpoint.items() if key not in dropped}
-    return kept | {"state_dict": state_dict, "lit_efficient": {**kept.get("lit_efficient", {}), "weights": kind}}
+    ours: dict[str, Any] = {**kept.get("lit_efficient", {}), "weights": kind}
+    if "training_only" in ours:
+        ours["training_only"] = dict.fromkeys(ours["training_only"])
+    return kept | {"state_dict": state_dict, "lit_efficient": ours}

@@ -54,6 +54,26 @@ def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> Any:
     return {key: value for key, value in output.items() if key not in _EXTRAS} | {"loss": loss}
 
 
+def add_loss(output: Any, term: Tensor, name: str, owner: str) -> Any:
+    """Add a technique's term to what ``training_step`` returned: to the tensor, or to ``loss`` in a dict.
+
+    A dict that follows the protocol (with ``sample_loss``) gets it in ``extra_loss``, too: weights leave it alone.
+
+    Raises:
+        ConfigurationError: If ``output`` is neither a tensor nor a dict with a tensor in ``loss``.
+    """
+    if isinstance(output, Tensor):
+        return output + term
+    if not isinstance(output, Mapping) or not isinstance(output.get("loss"), Tensor):
+        found = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+        raise ConfigurationError(
+            f"{name} adds a term to the loss, but {owner}.training_step returned {found}: return the loss, or a dict "
+            'with it in "loss"'
+        )
+    extra = {"extra_loss": output.get("extra_loss", 0.0) + term} if "sample_loss" in output else {}
+    return {**output, "loss": output["loss"] + term, **extra}
+
+
 def product(output: Mapping[str, Any], weighers: Sequence[Weigher]) -> Tensor:
     """The product of all weights [B], for losses that are weighted where they are computed."""
     return math.prod((weights_of(output) for _, weights_of in weighers[1:]), start=weighers[0][1](output))

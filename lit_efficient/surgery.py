@@ -60,6 +60,14 @@ def mix_out(module: nn.Module, mixin: type) -> None:
     module.__class__ = cls
 
 
+def unmixed(module: nn.Module) -> type:
+    """The class that a module had before :func:`mix_in`."""
+    cls: Any = type(module)
+    while "_mixed_from" in vars(cls):
+        _, cls = cls._mixed_from
+    return cls
+
+
 @functools.cache
 def _mixed(mixin: type, base: type) -> type:
     """The class ``mixin(base)``, made once a pair, so that equal modules keep equal classes."""
@@ -211,7 +219,7 @@ def _homogeneous(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in root.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
-        kinds = {type(child) for child in module}
+        kinds = {unmixed(child) for child in module}
         if len(kinds) == 1 and all(any(True for _ in child.children()) for child in module):
             yield from ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
 

@@ -1,10 +1,11 @@
 """The contract: what a technique is, in which order techniques are applied, and when two of them exclude each other.
 
-A technique is a Lightning callback that says *what* it changes, in up to three small methods, and never *when*:
+A technique is a Lightning callback that says *what* it changes, in a few small methods, and never *when*:
 
 * :meth:`Technique.transform` changes the network, right after the module's own ``configure_model``;
 * :meth:`Technique.rewrite_optimizer` changes each optimizer, right after ``configure_optimizers``;
-* :meth:`Technique.sample_weights` weighs the samples' losses, right after ``training_step``.
+* :meth:`Technique.sample_weights` weighs the samples' losses, right after ``training_step``;
+* :meth:`Technique.extra_loss` adds a term to the loss, there, too.
 
 The first technique's ``setup`` checks the whole set at once and wraps those methods on the module's instance;
 ``teardown`` or ``on_exception`` takes the wraps off again (see :mod:`lit_efficient.application`). What was done to the
@@ -83,6 +84,7 @@ class Technique(Callback):
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     repeatable: ClassVar[bool] = False  # may stand in the list more than once
+    training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
 
     def __new__(cls, *args: object, **kwargs: object) -> Technique:
         """Also be a callback of the standalone ``pytorch_lightning`` package, once that is imported."""
@@ -119,6 +121,14 @@ class Technique(Callback):
         ``weights_of`` gives the product of all techniques' weights [B] for what they would have been returned.
         """
         return None
+
+    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
+        """A context around ``training_step`` in which the technique may listen to what the network computes."""
+        return None
+
+    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+        """A scalar to add to the loss that ``training_step`` returned in ``output``; ``None`` adds nothing."""
+        raise NotImplementedError
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
         """Change what is about to be saved. Unlike ``on_save_checkpoint`` it also acts on weights-only checkpoints."""
@@ -189,7 +199,7 @@ def in_order(techniques: Iterable[Technique]) -> list[Technique]:
 
 
 def overrides(technique: Technique, method: str) -> bool:
-    """Whether the technique's class defines one of the three methods of the contract."""
+    """Whether the technique's class defines one of the methods of the contract."""
     return getattr(type(technique), method) is not getattr(Technique, method)
 
 

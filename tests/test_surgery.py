@@ -118,6 +118,15 @@ def test_find_blocks_takes_the_outermost_repeated_blocks() -> None:
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), who="T")
 
 
+def test_find_blocks_sees_through_a_mix_in_on_one_of_them() -> None:
+    class Mixin(nn.Module):
+        pass
+
+    net = Net()
+    mix_in(net.blocks[1], Mixin)
+    assert [name for name, _ in find_blocks(net, who="test")] == [f"blocks.{i}" for i in range(4)]
+
+
 def test_find_blocks_knows_what_libraries_declare() -> None:
     class GradientCheckpointingLayer(nn.Module):
         """Stands for transformers' class of this name."""

@@ -100,6 +100,8 @@ def _validated(validate: Validator, files: dict[float, Path], raw: Path, step: i
 def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> dict[str, Any]:
     """The checkpoint ``base`` with the averaged weights in place of its own, tied ones too."""
     state = base["state_dict"]
+    aside = base.get("lit_efficient", {}).get("training_only", ())  # heads that no weights of the network are
+    average = {name: tensor for name, tensor in average.items() if name not in aside}
     if unknown := sorted(average.keys() - state.keys()):
         raise ConfigurationError(f"{path} has no {unknown[0]!r}, which the snapshots hold: is it of the same run?")
     alias = {tensor.data_ptr(): name for name, tensor in state.items() if name in average}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import lit_efficient
@@ -18,7 +19,10 @@ from lit_efficient import (
     ChunkedCrossEntropy,
     ConflictError,
     ExactResume,
+    FeatureMatching,
     GradualUnfreezing,
+    HiddenAlignment,
+    LatentAlignment,
     LoRA,
     LowBitOptimizer,
     LRFinder,
@@ -34,7 +38,7 @@ from lit_efficient import (
     TokenWeightedAccumulation,
 )
 from lit_efficient.technique import check_conflicts
-from tests.support import AttentionNet, Net, TokenAttentionNet, TokenNet
+from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -76,6 +80,13 @@ def _lr_finder(apply: bool = True) -> LRFinder:
     return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=16, early_stop_threshold=None, apply=apply)
 
 
+def _teacher(width: int = 12) -> nn.Module:
+    """A frozen network of the toy's input, the same each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh())
+
+
 CASES: dict[str, Case] = {
     "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
@@ -93,6 +104,18 @@ CASES: dict[str, Case] = {
     "ChunkedCrossEntropy": Case(lambda: ChunkedCrossEntropy(chunk_size=3, z_loss=0.1), neutral=None, network=TokenNet),
     "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
     "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
+    "FeatureMatching": Case(
+        lambda: FeatureMatching("net", _teacher(), {r"blocks\.1": ""}, stop_at=6),
+        neutral=lambda: FeatureMatching("net", _teacher(WIDTH), {r"blocks\.1": ""}, weight=0.0, projection="none"),
+    ),
+    "HiddenAlignment": Case(
+        lambda: HiddenAlignment(2, _teacher(), hidden=8, source="0"),
+        neutral=lambda: HiddenAlignment(2, _teacher(WIDTH), weight=0.0, projection="none", source="0"),
+    ),
+    "LatentAlignment": Case(
+        lambda: LatentAlignment(_teacher(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"),
+        neutral=None,
+    ),
     "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
     "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
     "PrefixTuning": Case(lambda: PrefixTuning(3, init_tokens=[1, 5]), neutral=None, network=AttentionNet),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -191,6 +192,53 @@ def test_a_skipped_step_stays_skipped() -> None:
     assert not torch.equal(first[0]["net.head.weight"], first[1]["net.head.weight"])
 
 
+class Bias(Technique):
+    """Adds the head's squared bias."""
+
+    phase = Phase.LOSS
+    heard: ClassVar[list[str]] = []
+
+    @contextmanager
+    def watch_step(self, module: Any, batch: Any) -> Any:
+        self.heard.append("watch")
+        yield
+        self.heard.append("done")
+
+    def extra_loss(self, output: Any, module: Any, batch: Any) -> torch.Tensor:
+        self.heard.append(f"term of {len(batch[0])}")
+        return module.net.head.bias.square().sum()
+
+
+def test_a_technique_adds_to_a_tensor_a_dict_and_the_protocol_alike() -> None:
+    class Own(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self._sample_loss(batch).mean() + self.net.head.bias.square().sum()
+
+    class Dict(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self._sample_loss(batch).mean(), "note": 3}
+
+    fit(own := Own(), [])
+    Bias.heard.clear()
+    for module in (Toy(protocol=False), Dict(), Toy(protocol=True)):
+        fit(module, [Bias()])
+        assert_equal(weights(own), weights(module))
+    assert Bias.heard == ["watch", "term of 4", "done"] * 12
+    fit(weighted := Toy(), [Bias(), SNRWeighting(gamma=1e30, prediction="eps")])  # weights of 1
+    assert_equal(weights(own), weights(weighted))
+
+
+def test_a_term_needs_a_loss_and_automatic_optimization() -> None:
+    class Nothing(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"note": 3}
+
+    with pytest.raises(ConfigurationError, match=r"Bias adds a term to the loss, but Nothing.training_step returned"):
+        fit(Nothing(), [Bias()])
+    with pytest.raises(ConflictError, match=r"Bias adds a term .* Toy optimizes manually"):
+        fit(Toy(optimizers=2), [Bias()])
+
+
 # Forms of a run
 
 
@@ -250,6 +298,17 @@ def test_other_arguments_or_a_late_earlier_phase_are_refused_by_name() -> None:
         fit(module, [Widen(2.0)])
     with pytest.raises(ConfigurationError, match="Early must act before Widen"):
         fit(module, [Widen(1.0), Early()])
+
+
+def test_what_serves_training_alone_is_not_rebuilt(tmp_path: Path) -> None:
+    class Passing(Early):
+        training_only = True
+
+    run = fit(Toy(), [Passing(), StochasticDepth(0.3)])
+    run.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
+    module = Toy()
+    replay(module, torch.load(tmp_path / "w.ckpt", weights_only=True))
+    assert [entry.record["name"] for entry in module.__dict__["_lit_efficient_ledger"]] == ["StochasticDepth"]
 
 
 def test_a_ledger_rebuilds_the_network_without_a_trainer(tmp_path: Path) -> None:

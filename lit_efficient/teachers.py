@@ -1,0 +1,324 @@
+"""Frozen networks whose features another one learns from: found by name, shown images as they know them, never trained.
+
+A teacher is deliberately no ``nn.Module`` of the run: a LightningModule that uses one neither trains, counts, averages,
+saves nor shards it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.surgery import match_modules
+
+_IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
+_DATA = "data."
+_WIDTHS = ("hidden_size", "width", "dim", "d_model", "n_embd", "embed_dim")
+_WITHOUT = {"labels", "use_cache", "past_key_values"}  # a teacher gives features, not losses
+
+
+class Teacher:
+    """A frozen network and the layers whose features are wanted.
+
+    Args:
+        network: It is put into evaluation mode and frozen, in place.
+        layers: Patterns of dotted names, each of one layer; an empty one stands for the network's output.
+        who: Name of the technique that asks, for errors.
+        image_size: Side to which :meth:`of_images` resizes; ``None``: what a transformers model was made for, and the
+            images as they are for others.
+        statistics: Mean and standard deviation of each channel of images in [0, 1] that the network expects; ``None``:
+            it gets them in [-1, 1].
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layers: Sequence[str],
+        *,
+        who: str,
+        image_size: int | None = None,
+        statistics: tuple[list[float], list[float]] | None = None,
+    ) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.layers = {layer: only_module(network, layer, who) for layer in layers}
+        self.who = who
+        self.image_size = image_size
+        self.statistics = statistics
+
+    def features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Features by layer's pattern, without gradients, of the arguments that the network's forward knows."""
+        device, dtype = _placed(self.network)
+        args, kwargs = _on((args, kwargs), device, dtype)
+        found: dict[str, Tensor] = {}
+        handles = [
+            self.network.get_submodule(name).register_forward_hook(_keep(found, layer))
+            for layer, name in self.layers.items()
+        ]
+        try:
+            with torch.no_grad():
+                self.network(*args, **_known(self.network, kwargs))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def of_images(self, images: Tensor) -> dict[str, Tensor]:
+        """Features of images [B, C, H, W] in [-1, 1]; class and register tokens are left out where they can be told.
+
+        A transformers model gets as many channels as it has, its size and its normalisation.
+        """
+        config = getattr(self.network, "config", None)
+        size = self.image_size or _side(getattr(config, "image_size", None))
+        channels = getattr(config, "num_channels", None)
+        kwargs: dict[str, Any] = {}
+        if images.ndim == 4:
+            images = _prepared(images.float(), size, channels, self.statistics)
+            if size != _side(getattr(config, "image_size", None)) and "interpolate_pos_encoding" in _named(
+                self.network
+            ):
+                kwargs["interpolate_pos_encoding"] = True
+        found = self.features(images, **kwargs)
+        patch = _side(getattr(config, "patch_size", None))
+        if not patch or images.ndim != 4:
+            return found
+        patches = (images.shape[-2] // patch) * (images.shape[-1] // patch)
+        return {
+            k: t[:, t.shape[1] - patches :] if t.ndim == 3 and t.shape[1] > patches else t for k, t in found.items()
+        }
+
+    def to(self, device: torch.device) -> None:
+        """Move the network."""
+        if _placed(self.network)[0] != device:
+            self.network.to(device)
+
+    def width(self, layer: str) -> int | None:
+        """Width of a layer's features, where the network says it."""
+        return width_of(self.network, self.layers[layer])
+
+
+# Finding one ---------------------------------------------------------------------------------------------------------
+
+
+def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data: Any = None, **images: Any) -> Teacher:
+    """The teacher that an argument names.
+
+    Args:
+        spec: A module; ``data.NAME``, an attribute of the data module; the folder or name of a transformers model; or a
+            transformers ``config.json``, for random weights (seed 0).
+        layers: As in :class:`Teacher`.
+        who: Name of the technique that asks, for errors.
+        data: The data module, if there is one.
+        **images: ``image_size`` of :class:`Teacher`.
+
+    Raises:
+        ConfigurationError: If there is no such thing.
+    """
+    if isinstance(spec, nn.Module):
+        return Teacher(spec, layers, who=who, **images)
+    if spec.startswith(_IN_CODE):
+        raise ConfigurationError(f"{who}: teacher was {spec!r}, which no config can name: give the module again")
+    if spec.startswith(_DATA):
+        network = getattr(data, spec.removeprefix(_DATA), None)
+        if not isinstance(network, nn.Module):
+            names = [name for name, value in vars(data).items() if isinstance(value, nn.Module)] if data else []
+            raise ConfigurationError(
+                f"{who}: teacher is {spec!r}, but {type(data).__name__ if data else 'no data module'} has no such "
+                f"network{'; it has ' + ', '.join(names) if names else ''}"
+            )
+        return Teacher(network, layers, who=who, **images)
+    return Teacher(_of_transformers(spec, who), layers, who=who, statistics=_statistics(spec), **images)
+
+
+def name_of(spec: str | nn.Module) -> str:
+    """What a checkpoint keeps of a teacher: its name, or for a module the class and a digest of its weights."""
+    if isinstance(spec, str):
+        return spec
+    digest = hashlib.sha256()
+    for key, tensor in spec.state_dict().items():
+        digest.update(key.encode())
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return f"{_IN_CODE}{type(spec).__name__} {digest.hexdigest()[:16]}"
+
+
+def _of_transformers(spec: str, who: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModel
+
+    try:
+        if not spec.endswith(".json"):
+            loaded: nn.Module = AutoModel.from_pretrained(spec)
+            return loaded
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made: nn.Module = AutoModel.from_config(AutoConfig.from_pretrained(spec))
+            return made
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{who}: teacher must be a module, data.NAME, or the folder, name or config.json of a transformers model; "
+            f"got {spec!r}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _statistics(spec: str) -> tuple[list[float], list[float]] | None:
+    file = Path(spec) / "preprocessor_config.json"
+    if not file.is_file():
+        return None
+    kept = json.loads(file.read_text())
+    return (kept["image_mean"], kept["image_std"]) if "image_mean" in kept else None
+
+
+# Layers and widths ---------------------------------------------------------------------------------------------------
+
+
+def only_module(root: nn.Module, pattern: str, who: str) -> str:
+    """Dotted name of the one module that a pattern matches; an empty pattern is the root.
+
+    Raises:
+        ConfigurationError: If it matches none, or several.
+    """
+    if not pattern:
+        return ""
+    names = [name for name, _ in match_modules(root, [pattern], who=who)]
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"{who}: {pattern!r} matches {len(names)} modules, {', '.join(names[:4])}: name one of them in full"
+        )
+    return names[0]
+
+
+def width_of(root: nn.Module, name: str) -> int | None:
+    """Number of features of a layer's output, as far as its class or a config around it tells; else ``None``."""
+    layer: Any = root.get_submodule(name)
+    parent, _, last = name.rpartition(".")
+    owner = root.get_submodule(parent)
+    own = _own_width(layer)
+    if own is None and isinstance(owner, nn.Sequential) and name and not any(True for _ in layer.parameters()):
+        own = _last_width(list(owner)[: int(last) + 1])  # an activation: as wide as what comes before it
+    if own is not None:
+        return own
+    norms = [part for part in layer.modules() if "Norm" in type(part).__name__]
+    if name and norms and not isinstance(layer, nn.Sequential):  # of a residual block: as wide as its stream
+        return _own_width(norms[0])
+    parts = name.split(".") if name else []
+    for i in range(len(parts), -1, -1):
+        config = getattr(root.get_submodule(".".join(parts[:i])), "config", None)
+        for attribute in _WIDTHS:
+            if isinstance(getattr(config, attribute, None), int):
+                return int(getattr(config, attribute))
+    sizes = getattr(getattr(root, "config", None), "hidden_sizes", None)
+    return int(sizes[-1]) if sizes else None
+
+
+def input_width_of(root: nn.Module, name: str) -> int | None:
+    """Number of features of a layer's input, as far as the first layer in it tells; else ``None``."""
+    for part in root.get_submodule(name).modules():
+        for attribute in ("in_features", "in_channels"):
+            if isinstance(getattr(part, attribute, None), int):
+                return int(getattr(part, attribute))
+        if "Norm" in type(part).__name__:
+            return _own_width(part)
+    return None
+
+
+def _own_width(layer: Any) -> int | None:
+    if isinstance(layer, nn.Sequential):
+        return _last_width(layer)
+    for attribute in ("out_features", "out_channels", "embedding_dim", "num_channels", "num_features"):
+        if isinstance(getattr(layer, attribute, None), int):
+            return int(getattr(layer, attribute))
+    shape = getattr(layer, "normalized_shape", None)
+    if shape:
+        return int(shape[-1])
+    weight = getattr(layer, "weight", None)  # an RMS norm of whatever package
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 1 else None
+
+
+def _last_width(layers: Iterable[nn.Module]) -> int | None:
+    """Width after layers in a row, unless one that changes shapes comes after the last that says its own."""
+    for layer in reversed(list(layers)):
+        if isinstance(layer, nn.Flatten | nn.Unflatten | nn.PixelShuffle | nn.PixelUnshuffle):
+            return None
+        if (width := _own_width(layer)) is not None:
+            return width
+    return None
+
+
+# Calls ---------------------------------------------------------------------------------------------------------------
+
+
+def feature_of(output: Any) -> Tensor:
+    """The features in what a layer returned: a tensor, the first one of a tuple, or ``last_hidden_state``.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and isinstance(output.get("last_hidden_state"), Tensor):
+        return output["last_hidden_state"]
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    raise ConfigurationError(
+        f"a layer returned a {type(output).__name__}, in which there are no features: name another"
+    )
+
+
+def _keep(found: dict[str, Tensor], layer: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found[layer] = feature_of(output)
+
+    return hook
+
+
+def _named(network: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(network.forward).parameters
+
+
+def _known(network: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _named(network)
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {k: v for k, v in kwargs.items() if k not in _WITHOUT and (anything or k in parameters)}
+
+
+def _placed(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
+    first = next((t for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), None)
+    return (None, None) if first is None else (first.device, first.dtype)
+
+
+def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """Tensors on the network's device, floats in its format."""
+    from torch.utils._pytree import tree_map
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to(device, dtype if value.is_floating_point() else None)
+
+    return tree_map(move, tree)
+
+
+def _side(value: Any) -> int | None:
+    return int(value[0]) if isinstance(value, list | tuple) else value
+
+
+def _prepared(
+    images: Tensor, size: int | None, channels: int | None, statistics: tuple[list[float], list[float]] | None
+) -> Tensor:
+    if channels and images.shape[1] != channels:
+        images = images.mean(1, keepdim=True).expand(-1, channels, -1, -1)
+    if size and tuple(images.shape[-2:]) != (size, size):
+        images = F.interpolate(images, (size, size), mode="bicubic", align_corners=False, antialias=True)
+    if statistics is None:
+        return images
+    mean, std = (torch.tensor(s, device=images.device).view(1, -1, 1, 1) for s in statistics)
+    return ((images + 1.0) / 2.0 - mean) / std

@@ -1,0 +1,165 @@
+"""REPA on our diffusion transformer: where the clean image comes from, what gets gradients, what it costs."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lit_efficient import (
+    AutoencoderConfig,
+    ConfigurationError,
+    DiTConfig,
+    HiddenAlignment,
+    LatentDiffusion,
+    LatentDigits,
+)
+from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.models.autoencoder import Autoencoder
+from lit_efficient.models.digit_features import DigitFeatures
+from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.teachers import Teacher, find_teacher
+from tests.support import QUIET
+
+BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=3, heads=2)
+IMAGES = torch.rand(8, 1, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def batches(**more) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    rows = {"latents": torch.randn(8, 2, 4, 4, generator=generator), "labels": torch.arange(8), **more}
+    return DataLoader(TensorDictDataset(rows), batch_size=4)
+
+
+def encoder() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return DigitFeatures()
+
+
+def fit(technique, loader, callbacks=(), **arguments):
+    torch.manual_seed(0)
+    module = LatentDiffusion(BACKBONE, validation_samples=0)
+    module.codec = arguments.pop("codec", None)
+    settings = {**QUIET, "limit_val_batches": 0, "max_epochs": 1, **arguments}
+    val = None if isinstance(loader, L.LightningDataModule) else loader
+    L.Trainer(callbacks=[technique, *callbacks], **settings).fit(module, loader, val)
+    return module
+
+
+class Gradients(Callback):
+    def on_after_backward(self, trainer, pl_module) -> None:
+        self.moved = {n for n, p in pl_module.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+        self.value = float(trainer.callback_metrics["train/hidden_alignment"])
+
+
+class Seen(nn.Module):
+    """An encoder that keeps what it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 4, stride=4)
+        self.images: list[torch.Tensor] = []
+
+    def forward(self, images):
+        self.images.append(images)
+        return self.conv(images)
+
+
+def test_gradients_end_at_the_chosen_block():
+    class Silent(HiddenAlignment):
+        """Only the term counts."""
+
+        def extra_loss(self, output, module, batch):
+            return super().extra_loss(output, module, batch) - output["loss"]
+
+    seen = Gradients()
+    technique = Silent(2, encoder(), r"body\.5", hidden=16)
+    # the network starts as the identity on its tokens, so no block has a gradient but for its gates: train it a little
+    module = fit(technique, batches(images=IMAGES), [seen], max_steps=2)
+    inside = {name.split(".")[2] for name in seen.moved if name.startswith("network.blocks.")}
+    assert inside == {"0", "1"}
+    assert {name for name in seen.moved if name.startswith("hidden_alignment_heads.0")} == {
+        f"hidden_alignment_heads.0.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")
+    }
+    assert not any(name.startswith(("network.patch_out", "network.modulation")) for name in seen.moved)
+    assert [layer.weight.shape for layer in module.hidden_alignment_heads["0"][::2]] == [(16, 32), (16, 16), (32, 16)]
+
+
+def test_the_clean_image_comes_from_the_batch_or_the_codec_or_its_features_are_cached():
+    shown = Seen()
+    fit(HiddenAlignment(1, shown, "conv", hidden=8), batches(images=IMAGES))
+    assert torch.equal(torch.cat(shown.images), IMAGES)
+    codec = LatentCodec(Autoencoder(AutoencoderConfig(latent_channels=2, width=8)), torch.zeros(2), torch.ones(2))
+    shown = Seen()
+    loader = batches()
+    fit(HiddenAlignment(1, shown, "conv", hidden=8), loader, codec=codec)
+    expected = codec.decode(torch.cat([batch["latents"] for batch in loader]))
+    torch.testing.assert_close(torch.cat(shown.images), expected)
+
+    live, cached = Gradients(), Gradients()
+    teacher = encoder().eval()
+    features = Teacher(teacher, [r"body\.5"], who="test").of_images(IMAGES)[r"body\.5"]
+    fit(HiddenAlignment(1, teacher, r"body\.5", hidden=8), batches(images=IMAGES), [live])
+    no_encoder = HiddenAlignment(1, None, widths=[32, 32], hidden=8)
+    fit(no_encoder, batches(features=features.flatten(2).transpose(1, 2)), [cached])
+    assert live.value == pytest.approx(cached.value, abs=1e-6)
+    with pytest.raises(ConfigurationError, match=r"no clean image: .* it holds \['labels', 'latents'\]"):
+        fit(HiddenAlignment(1, Seen(), "conv"), batches())
+
+
+def test_the_alignment_rises_on_digits_with_the_classifier_that_the_data_trained(tmp_path):
+    values = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, *_) -> None:
+            values.append(-float(trainer.callback_metrics["train/hidden_alignment"]))
+
+    autoencoder = AutoencoderConfig(latent_channels=2, width=8)
+    data = LatentDigits(16, 64, autoencoder, autoencoder_steps=10, judge_steps=10, cache_dir=str(tmp_path))
+    technique = HiddenAlignment(2, "data.judge", r"body\.5", hidden=32)
+    module = fit(technique, data, [Watch()], max_steps=40, max_epochs=-1)
+    assert sum(values[-5:]) / 5 > sum(values[:5]) / 5 + 0.2
+    assert not [name for name, _ in module.named_parameters() if "judge" in name or "body" in name]
+
+
+def test_transformers_encoders_get_their_size_channels_and_statistics_and_lose_their_class_token(tmp_path):
+    from transformers import Dinov2Config, Dinov2Model, ViTConfig
+
+    shape = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vit = ViTConfig(**shape, intermediate_size=16, image_size=16, patch_size=8)
+    vit.save_pretrained(tmp_path / "vit")
+    teacher = find_teacher(str(tmp_path / "vit" / "config.json"), [""], who="test")
+    assert teacher.width("") == 12
+    assert teacher.of_images(torch.rand(2, 1, 32, 32))[""].shape == (2, 4, 12)
+
+    config = Dinov2Config(**shape, mlp_ratio=2, image_size=28, patch_size=14)
+    Dinov2Model(config).eval().save_pretrained(tmp_path / "dino")
+    (tmp_path / "dino" / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.5, 0.4, 0.3], "image_std": [1, 1, 2]}'
+    )
+    teacher = find_teacher(str(tmp_path / "dino"), [""], who="test", image_size=42)
+    images = torch.rand(2, 3, 42, 42) * 2 - 1
+    mean, std = (torch.tensor(s).view(1, 3, 1, 1) for s in ([0.5, 0.4, 0.3], [1.0, 1.0, 2.0]))
+    model = Dinov2Model.from_pretrained(tmp_path / "dino").eval()
+    with torch.no_grad():
+        expected = model((images / 2 + 0.5 - mean) / std).last_hidden_state[:, 1:]
+    torch.testing.assert_close(teacher.of_images(images)[""], expected)
+    seen = Gradients()
+    fit(HiddenAlignment(1, str(tmp_path / "dino"), hidden=8), batches(images=IMAGES), [seen], max_steps=1)
+    assert -1.0 <= seen.value <= 1.0
+
+
+def test_what_cannot_work_is_refused_by_name():
+    for arguments, message in (
+        ({"block": 0, "teacher": "x"}, "block must be at least 1 or a pattern, got 0"),
+        ({"block": 1, "teacher": None}, "features are in the batch: give widths"),
+        ({"block": 1, "teacher": "x", "hidden": 0}, "hidden must be at least 1"),
+        ({"block": 1, "teacher": "x", "projection": "cnn"}, "projection must be one of"),
+        ({"block": 1, "teacher": "x", "widths": [3]}, "widths must be two numbers"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            HiddenAlignment(**arguments)
+    with pytest.raises(ConfigurationError, match="block must be at most 3, the number of blocks, got 4"):
+        fit(HiddenAlignment(4, encoder(), r"body\.5"), batches(images=IMAGES))

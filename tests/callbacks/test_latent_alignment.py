@@ -1,0 +1,108 @@
+"""The VF loss on our autoencoder: gradients, the adaptive weight, and what it does to the latents."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lit_efficient import AutoencoderConfig, Autoencoding, ConfigurationError, LatentAlignment
+from lit_efficient.callbacks.latent_alignment import last_weight
+from lit_efficient.data.digits import TensorDictDataset
+from tests.support import QUIET, assert_equal
+
+IMAGES = torch.rand(16, 1, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def encoder() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Conv2d(1, 6, 4, stride=2, padding=1), nn.Tanh())  # a finer grid than the latents'
+
+
+class Gradients(Callback):
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+        self.values: list[dict[str, float]] = []
+
+    def on_after_backward(self, trainer, pl_module) -> None:
+        self.steps.append({n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None})
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def fit(technique, module=None, **arguments):
+    torch.manual_seed(0)
+    module = module or Autoencoding(AutoencoderConfig(latent_channels=2, width=8), learning_rate=1e-2)
+    seen = Gradients()
+    loader = DataLoader(TensorDictDataset({"images": IMAGES}), batch_size=8)
+    settings = {**QUIET, "limit_val_batches": 0, "max_epochs": 1, **arguments}
+    run = L.Trainer(callbacks=[*([technique] if technique else []), seen], **settings)
+    run.fit(module, loader, loader)
+    return module, seen, run
+
+
+def test_the_term_moves_the_encoder_and_the_map_and_leaves_the_decoder_alone():
+    _, plain, _ = fit(None, max_steps=1)
+    teacher = encoder()
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    _, aligned, _ = fit(LatentAlignment(teacher, weight=1.0), max_steps=1)
+    heads = "latent_alignment_heads.0.weight"
+    assert aligned.steps[0][heads].shape == (6, 2)
+    for name, gradient in plain.steps[0].items():
+        assert torch.equal(gradient, aligned.steps[0][name]) is name.startswith("autoencoder.decoder"), name
+    assert_equal(before, dict(teacher.state_dict()))
+
+
+def test_the_adaptive_weight_makes_both_gradients_alike_at_the_encoders_last_layer():
+    name = "autoencoder.encoder.4.weight"
+    _, plain, _ = fit(None, max_steps=1)
+    _, aligned, _ = fit(LatentAlignment(encoder(), weight=0.5), max_steps=1)
+    main, both = plain.steps[0][name], aligned.steps[0][name]
+    assert float((both - main).norm() / main.norm()) == pytest.approx(0.5, rel=1e-3)
+    _, fixed, _ = fit(LatentAlignment(encoder(), weight=0.5, adaptive=False), max_steps=1)
+    ratio = aligned.values[0]["train/latent_alignment_ratio"]
+    torch.testing.assert_close(both - main, (fixed.steps[0][name] - main) * ratio, rtol=1e-3, atol=1e-6)
+
+
+def test_the_term_falls_while_reconstruction_goes_on_and_checkpoints_are_plain(tmp_path):
+    technique = LatentAlignment(encoder(), weight=1.0, distance_margin=0.0, cosine_margin=0.0)
+    module, seen, run = fit(technique, max_epochs=20)
+    first, last = seen.values[0], seen.values[-1]
+    assert last["train/latent_alignment"] < 0.8 * first["train/latent_alignment"]
+    assert last["train/error"] < first["train/error"]
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Autoencoding.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
+    assert torch.equal(loaded(IMAGES), module.eval()(IMAGES))
+
+
+def test_margins_wide_enough_leave_training_as_it_is():
+    plain, _, _ = fit(None)
+    wide, _, _ = fit(LatentAlignment(encoder(), distance_margin=1.99, cosine_margin=1.99, adaptive=False))
+    state = {k: t for k, t in wide.state_dict().items() if "alignment" not in k}
+    assert_equal(dict(plain.state_dict()), state)
+
+
+def test_the_last_weight_is_that_of_the_encoders_last_layer():
+    module = Autoencoding(AutoencoderConfig(latent_channels=2, width=8))
+    module.configure_model()
+    assert last_weight(module, "encoder") is module.autoencoder.encoder[4].weight
+    module.requires_grad_(False)
+    assert last_weight(module, "encoder") is None
+
+
+def test_what_cannot_work_is_refused_by_name():
+    for arguments, message in (
+        ({"weight": float("inf")}, "weight must be a finite number"),
+        ({"distance_margin": -0.1}, "distance_margin must be at least 0 and below 2, got -0.1"),
+        ({"cosine_margin": 2.0}, "cosine_margin must be at least 0 and below 2"),
+        ({"image_size": 0}, "image_size must be at least 1"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            LatentAlignment(encoder(), **arguments)
+    with pytest.raises(ConfigurationError, match=r"the batch has no 'pixels'; it has \['images'\]"):
+        fit(LatentAlignment(encoder(), images="pixels"))
+    with pytest.raises(ConfigurationError, match="pattern 'vae' matches none"):
+        fit(LatentAlignment(encoder(), encoder="vae"))
