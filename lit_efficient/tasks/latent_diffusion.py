@@ -123,8 +123,8 @@ class LatentDiffusion(LightningModule):
         # Primitives only, so that checkpoints load with weights_only=True.
         names = "prediction label_dropout guidance_scale sampling_steps learning_rate validation_samples"
         values = {name: getattr(self, name) for name in names.split()}
-        described = {"schedule": self.process, "timestep_sampling": self.timestep_sampling, "sampler": self.sampler}
-        values |= {name: asdict(value) for name, value in {"backbone": backbone, **described}.items()}
+        values |= {"backbone": asdict(backbone), "schedule": asdict(self.process)}
+        values |= {"timestep_sampling": asdict(self.timestep_sampling), "sampler": asdict(self.sampler)}
         self.save_hyperparameters(values)
         self._by_noise = LossByNoise()
         self.network: DiT | None = None

@@ -345,7 +345,7 @@ def test_min_snr_weighs_the_new_processes(tmp_path):
     module = task(schedule=process, prediction="v", timestep_sampling=TimestepSampling("uniform", shift=500.0))
     weighting = SNRWeighting()
     run = trainer(tmp_path, max_steps=3, callbacks=[weighting], num_sanity_val_steps=0)
-    run.fit(module, plain())
+    run.fit(module, plain(), plain())
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     output = module._losses(next(iter(plain())), torch.arange(8), process, torch.Generator().manual_seed(0))
     assert torch.isneginf(output["log_snr"]).any()
@@ -359,7 +359,7 @@ def test_a_config_may_name_a_schedule_or_describe_the_process():
     parser.add_class_arguments(LatentDiffusion, "model")
 
     def parsed(**model):
-        return parser.instantiate_classes(parser.parse_object({"model": model})).model
+        return parser.instantiate(parser.parse_object({"model": model})).model
 
     assert parsed(schedule="cosine").process == DiffusionProcess("cosine")
     described = parsed(
