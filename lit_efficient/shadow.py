@@ -78,6 +78,21 @@ class ShadowWeights(Technique):
         finally:
             self.swap_out(module)
 
+    @contextmanager
+    def raw(self, module: Any) -> Iterator[bool]:
+        """Use the raw weights where the average stands in, as in validation, to see both side by side.
+
+        Yields:
+            Whether the average stood in the module; if not, the weights were the raw ones already.
+        """
+        stood = self._raw is not None
+        self.swap_out(module)
+        try:
+            yield stood
+        finally:
+            if stood:
+                self.swap_in(module)
+
     # Checkpoints
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:

@@ -1,34 +1,54 @@
-"""The diffusion process: noise schedules, what a network may be asked to predict, and how the answers convert.
+"""What a diffusion network may be asked to predict, and how the answers convert.
 
-    x_t = alpha(t) x0 + sigma(t) eps,    t in [0, 1], from data to noise
-    flow:   alpha = 1 - t,            sigma = t              (Lipman et al. 2022, https://arxiv.org/abs/2210.02747)
-    cosine: alpha = cos(pi t / 2),    sigma = sin(pi t / 2)  (Nichol and Dhariwal 2021, https://arxiv.org/abs/2102.09672)
+    eps;   x0;   flow = eps - x0;   v = alpha eps - sigma x0    (Salimans and Ho 2022, https://arxiv.org/abs/2202.00512)
+    edm = (s x0 / d - d eps) / sqrt(s^2 + d^2),   s = sigma / alpha,  d = sigma_data
+                                                                (Karras et al. 2022, https://arxiv.org/abs/2206.00364)
 
-    targets: eps;  x0;  flow = eps - x0;  v = alpha eps - sigma x0 (Salimans and Ho 2022, https://arxiv.org/abs/2202.00512)
+Every target gives the same x0 and eps under every process of :mod:`lit_efficient.losses.noise_process`, wherever the
+process determines them: eps says nothing of x0 where there is no signal, x0 nothing of eps where there is no noise.
 
-Every target gives the same x0 and eps under every schedule. At t = 1 there is no signal (alpha = 0) and at t = 0 no
-noise: training draws t within ``T_RANGE``, so that log-SNRs are finite and every conversion is defined.
+``edm`` is the raw network F of the paper: D = c_skip x + c_out F denoises, and the paper's loss lambda |D - x0|^2 with
+lambda = (s^2 + d^2) / (s d)^2 = 1 / c_out^2 is exactly the unweighted |F - edm|^2. With d = 1 it is -v of the
+variance-preserving process of the same signal-to-noise ratio.
 """
 
-import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.noise_process import (
+    T_RANGE,
+    DiffusionProcess,
+    Schedule,
+    as_process,
+    check_choice,
+    check_range,
+)
+from lit_efficient.losses.timesteps import TimestepSampling, sample_timesteps
 
-Schedule = Literal["flow", "cosine"]
-Prediction = Literal["flow", "eps", "v", "x0"]
-TimestepSampling = Literal["uniform", "logit_normal"]
+__all__ = [
+    "T_RANGE",
+    "DiffusionProcess",
+    "Prediction",
+    "Schedule",
+    "TimestepSampling",
+    "add_noise",
+    "alpha_sigma",
+    "check_choice",
+    "check_prediction",
+    "convert",
+    "draw_noise",
+    "edm_weight",
+    "log_snr",
+    "per_sample",
+    "preconditioning",
+    "sample_timesteps",
+    "target",
+    "to_x0_eps",
+]
 
-T_RANGE = (1e-3, 1.0 - 1e-3)
-
-
-def check_choice(owner: str, name: str, value: str, choices: object) -> None:
-    """Raise ConfigurationError unless ``value`` is one of the strings of the Literal ``choices``."""
-    if value not in get_args(choices):
-        raise ConfigurationError(f"{owner}: {name} must be one of {', '.join(get_args(choices))}, not {value!r}.")
+Prediction = Literal["flow", "eps", "v", "x0", "edm"]
 
 
 def per_sample(value: Tensor, like: Tensor) -> Tensor:
@@ -36,29 +56,51 @@ def per_sample(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(-1, *[1] * (like.dim() - 1))
 
 
-def alpha_sigma(t: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
+def alpha_sigma(t: Tensor, process: Schedule | DiffusionProcess) -> tuple[Tensor, Tensor]:
     """Factors of signal and noise at times ``t`` (any shape, in [0, 1]); the same shape each."""
-    if schedule == "flow":
-        return 1.0 - t, t
-    check_choice("alpha_sigma", "schedule", schedule, Schedule)
-    return torch.cos(t * (math.pi / 2)), torch.sin(t * (math.pi / 2))
+    return as_process(process).alpha_sigma(t)
 
 
-def log_snr(t: Tensor, schedule: Schedule) -> Tensor:
-    """``log(alpha^2 / sigma^2)`` at times ``t``; +inf at 0, and at 1 -inf (or its nearest float)."""
-    alpha, sigma = alpha_sigma(t, schedule)
-    return 2.0 * (alpha.log() - sigma.log())
+def log_snr(t: Tensor, process: Schedule | DiffusionProcess) -> Tensor:
+    """``log(alpha^2 / sigma^2)`` at times ``t``; +inf at 0, and -inf where there is no signal."""
+    return as_process(process).log_snr(t)
 
 
-def add_noise(x0: Tensor, eps: Tensor, t: Tensor, schedule: Schedule) -> Tensor:
+def add_noise(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProcess) -> Tensor:
     """``alpha x0 + sigma eps``: data and noise [B, ...] at times [B] to noisy data [B, ...]."""
-    alpha, sigma = (per_sample(a, x0) for a in alpha_sigma(t, schedule))
+    alpha, sigma = (per_sample(a, x0) for a in alpha_sigma(t, process))
     return alpha * x0 + sigma * eps
 
 
-def target(x0: Tensor, eps: Tensor, t: Tensor, schedule: Schedule, prediction: Prediction) -> Tensor:
+def draw_noise(
+    x0: Tensor, process: DiffusionProcess, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """The noise that the network is asked for, and the one that it sees: the same unless the input is perturbed.
+
+    Args:
+        x0: Data, [B, C, ...].
+        process: Gives the strengths of offset noise and input perturbation.
+        generator: Where the draws come from; None is torch's global generator.
+
+    Returns:
+        Noise of the shape, type and device of ``x0``, twice.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        device = x0.device if generator is None else generator.device
+        return torch.randn(shape, generator=generator, device=device, dtype=x0.dtype).to(x0.device)
+
+    eps = normal(*x0.shape)
+    if process.offset_noise:
+        eps = eps + process.offset_noise * normal(*x0.shape[:2], *[1] * (x0.dim() - 2))
+    seen = eps + process.input_perturbation * normal(*x0.shape) if process.input_perturbation else eps
+    return eps, seen
+
+
+def target(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProcess, prediction: Prediction) -> Tensor:
     """What the network is asked for: [B, ...] from data and noise [B, ...] at times [B]."""
-    alpha, sigma = (per_sample(a, x0) for a in alpha_sigma(t, schedule))
+    process = as_process(process)
+    alpha, sigma = (per_sample(a, x0) for a in process.alpha_sigma(t))
     match prediction:
         case "eps":
             return eps
@@ -68,11 +110,14 @@ def target(x0: Tensor, eps: Tensor, t: Tensor, schedule: Schedule, prediction: P
             return alpha * eps - sigma * x0
         case "flow":
             return eps - x0
+        case "edm":
+            d = process.sigma_data
+            return (sigma / d * x0 - d * alpha * eps) / (sigma.square() + (alpha * d).square()).sqrt()
     check_choice("target", "prediction", prediction, Prediction)
 
 
 def to_x0_eps(
-    output: Tensor, x_t: Tensor, t: Tensor, schedule: Schedule, prediction: Prediction
+    output: Tensor, x_t: Tensor, t: Tensor, process: Schedule | DiffusionProcess, prediction: Prediction
 ) -> tuple[Tensor, Tensor]:
     """Data and noise that a prediction stands for.
 
@@ -81,14 +126,16 @@ def to_x0_eps(
     Args:
         output: The network's prediction, [B, ...].
         x_t: The noisy data it was made from, [B, ...].
-        t: Times, [B]. For ``eps`` below 1, for ``x0`` above 0: there the equations do not determine the rest.
-        schedule: The process.
+        t: Times, [B]. For ``eps`` where there is signal, for ``x0`` where there is noise: elsewhere the equations do
+            not determine the rest.
+        process: The process.
         prediction: What ``output`` is.
 
     Returns:
         x0 and eps, [B, ...] each.
     """
-    alpha, sigma = (per_sample(a, x_t) for a in alpha_sigma(t, schedule))
+    process = as_process(process)
+    alpha, sigma = (per_sample(a, x_t) for a in process.alpha_sigma(t))
     match prediction:
         case "eps":
             return (x_t - sigma * output) / alpha, output
@@ -100,30 +147,42 @@ def to_x0_eps(
         case "flow":
             norm = alpha + sigma
             return (x_t - sigma * output) / norm, (x_t + alpha * output) / norm
+        case "edm":
+            d = process.sigma_data
+            norm = sigma.square() + (alpha * d).square()
+            x0 = alpha * d**2 / norm * x_t + sigma * d / norm.sqrt() * output
+            return x0, sigma / norm * x_t - alpha * d / norm.sqrt() * output
     check_choice("to_x0_eps", "prediction", prediction, Prediction)
 
 
-def sample_timesteps(
-    count: int,
-    sampling: TimestepSampling,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
+def convert(
+    output: Tensor,
+    x_t: Tensor,
+    t: Tensor,
+    process: Schedule | DiffusionProcess,
+    prediction: Prediction,
+    wanted: Prediction,
 ) -> Tensor:
-    """Random training times, [count] float32 within ``T_RANGE``.
+    """A prediction as another target: what the network would have said, had it been asked for ``wanted``."""
+    if prediction == wanted:
+        return output
+    x0, eps = to_x0_eps(output, x_t, t, process, prediction)
+    return target(x0, eps, t, process, wanted)
 
-    ``logit_normal`` is sigmoid(normal), which spends more of the training at the middle, where the problem is hardest
-    (Esser et al. 2024, https://arxiv.org/abs/2403.03206).
 
-    Args:
-        count: How many.
-        sampling: The distribution.
-        generator: Where the draws come from; None is torch's global generator.
-        device: Where the result lies; without a generator the draws are made there.
-    """
-    source = device if generator is None else generator.device
-    if sampling == "uniform":
-        t = torch.rand(count, generator=generator, device=source)
-    else:
-        check_choice("sample_timesteps", "sampling", sampling, TimestepSampling)
-        t = torch.randn(count, generator=generator, device=source).sigmoid()
-    return t.clamp(*T_RANGE).to(device)
+def preconditioning(sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """EDM's c_skip, c_out, c_in and c_noise at noise levels ``sigma`` above 0 (any shape); the same shape each."""
+    norm = sigma.square() + sigma_data**2
+    return sigma_data**2 / norm, sigma * sigma_data * norm.rsqrt(), norm.rsqrt(), sigma.log() / 4.0
+
+
+def edm_weight(sigma: Tensor, sigma_data: float) -> Tensor:
+    """EDM's lambda, the weight of the denoised data's squared error: 1 / c_out^2."""
+    return (sigma.square() + sigma_data**2) / (sigma * sigma_data).square()
+
+
+def check_prediction(owner: str, prediction: Prediction, process: DiffusionProcess) -> None:
+    """Raise ConfigurationError for a target that the process cannot be trained with or sampled from."""
+    check_choice(owner, "prediction", prediction, Prediction)
+    allowed = "v, flow, x0 or edm with zero_terminal_snr (the noise in pure noise says nothing of the data)"
+    check_range(owner, "prediction", prediction, allowed, not (prediction == "eps" and process.zero_terminal_snr))

@@ -1,15 +1,15 @@
 """A small classifier of digits to judge generated ones: features for a Fréchet distance, a verdict for accuracy.
 
-    d^2 = |m1 - m2|^2 + trace(C1 + C2 - 2 (C1 C2)^(1/2))    over the mean and covariance of 32 features
+    Fréchet and kernel distances over its 32 features: see :mod:`lit_efficient.models.sample_quality`
 
-This is NOT the FID: that name belongs to one particular Inception network. Values compare only with values of the same
-judge; what held-out real digits score is the floor to read them against.
-
-Source: Heusel et al. (2017), https://arxiv.org/abs/1706.08500, for the distance.
+They are NOT the FID and the KID: those names belong to one particular Inception network. Values compare only with
+values of the same judge; what held-out real digits score is the floor to read them against.
 """
 
 import torch
 from torch import Tensor, nn
+
+from lit_efficient.models.sample_quality import feature_distances
 
 
 class DigitFeatures(nn.Module):
@@ -54,12 +54,8 @@ def judge_digits(judge: DigitFeatures, real: Tensor, images: Tensor, labels: Ten
         labels: What each was meant to be, [M].
 
     Returns:
-        ``frechet_distance`` (lower is better) and ``sample_accuracy``, the share that the judge reads as meant.
+        ``frechet_distance`` and ``kernel_distance`` (lower is better) and ``sample_accuracy``, the share that the judge
+        reads as meant.
     """
-    from torchmetrics.image.fid import FrechetInceptionDistance
-
-    distance = FrechetInceptionDistance(feature=judge, sync_on_compute=False)  # every process holds all samples
-    distance.update(real, real=True)
-    distance.update(images, real=False)
     accuracy = (judge.classify(images).argmax(dim=1) == labels).float().mean()
-    return {"frechet_distance": float(distance.compute()), "sample_accuracy": float(accuracy)}
+    return {**feature_distances(judge, real, images), "sample_accuracy": float(accuracy)}

@@ -1,17 +1,20 @@
 """Train a diffusion transformer on latents, and look at what it samples.
 
-    x_t = alpha x0 + sigma eps;    loss = mean |network(x_t, t, label) - target|^2;    target: flow, eps, v or x0
+    x_t = alpha x0 + sigma eps;    loss = mean |network(x_t, t, label) - target|^2;    target: flow, eps, v, x0 or edm
 
-Validation measures the same loss at fixed draws, then samples with guidance and has the data module judge the images.
+Validation measures the same loss at fixed draws, over all and by the range of log SNR, then samples with guidance and
+has the data module judge the images. With a technique that evaluates averaged weights (EMA), ``val/loss`` is the
+average's and ``val/loss_raw`` that of the weights that train, at the same draws.
 
-Costs: with validation, one sampling of ``validation_samples`` images, two network evaluations a step.
+Costs: with validation, one sampling of ``validation_samples`` images, two network evaluations a step; with averaged
+weights each batch of it is evaluated twice.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie (2022), https://arxiv.org/abs/2212.09748.
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,16 +22,22 @@ from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.losses import diffusion
-from lit_efficient.losses.diffusion import Prediction, Schedule, TimestepSampling
-from lit_efficient.losses.diffusion_sampling import ddim_sample, guide, sampling_times
+from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps, sample_with_diffusers
+from lit_efficient.losses.diffusion import Prediction
+from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName, ddim_sample, guide, sampling_times
+from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
+from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.models.autoencoder import sample_posterior
 from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.optimizers.schedules import warmup_cosine
+from lit_efficient.shadow import ShadowWeights
+from lit_efficient.tasks.loss_by_noise import LossByNoise
 
 _VALIDATION_SEED = 1_000_003
 _WARMUP_STEPS = 100
 _CODEC_KEY = "latent_codec"
+_T = TypeVar("_T")
 
 
 @runtime_checkable
@@ -55,12 +64,17 @@ class LatentDiffusion(LightningModule):
 
     Args:
         backbone: Shape of the diffusion transformer.
-        prediction: What the network predicts: flow, eps, v or x0. eps learns the classes many times slower.
-        schedule: The noise schedule: flow (straight lines) or cosine (variance-preserving).
-        timestep_sampling: Distribution of training times: logit_normal or uniform.
+        prediction: What the network predicts: flow, eps, v, x0 or edm. eps learns the classes many times slower. With
+            edm, whose loss is weighted already, SNRWeighting needs to be told ``prediction: v``.
+        schedule: The noise schedule by name (flow, cosine, squared_cosine, linear, scaled_linear, edm), or the whole
+            process: betas, zero terminal SNR, offset noise and input perturbation.
+        timestep_sampling: Distribution of training times by name (uniform, logit_normal, mode, log_normal), or with its
+            location, scale and shift.
         label_dropout: Probability that a training sample's label is hidden, in [0, 1).
         guidance_scale: Strength of classifier-free guidance when sampling; 1 is none.
-        sampling_steps: Steps of the deterministic sampler.
+        sampling_steps: Steps of the sampler.
+        sampler: The sampler by name (builtin, and diffusers' ddim, euler, heun, dpmsolver++), or with its shift and the
+            rescaling of guidance.
         learning_rate: AdamW's peak rate; 100 steps of warm-up (a tenth of short runs), then a cosine to zero.
         validation_samples: Images sampled and judged at each validation; 0 for none.
     """
@@ -69,23 +83,28 @@ class LatentDiffusion(LightningModule):
         self,
         backbone: DiTConfig = DiTConfig(),  # noqa: B008 (frozen)
         prediction: Prediction = "flow",
-        schedule: Schedule = "flow",
-        timestep_sampling: TimestepSampling = "logit_normal",
+        schedule: Schedule | DiffusionProcess = "flow",
+        timestep_sampling: Distribution | TimestepSampling = "logit_normal",
         label_dropout: float = 0.1,
         guidance_scale: float = 2.0,
         sampling_steps: int = 20,
+        sampler: SamplerName | Sampler = "builtin",
         learning_rate: float = 3e-3,
         validation_samples: int = 200,
     ) -> None:
         super().__init__()
         if isinstance(backbone, dict):  # as a checkpoint stores it
             backbone = DiTConfig(**backbone)
-        diffusion.check_choice("LatentDiffusion", "prediction", prediction, Prediction)
-        diffusion.check_choice("LatentDiffusion", "schedule", schedule, Schedule)
-        diffusion.check_choice("LatentDiffusion", "timestep_sampling", timestep_sampling, TimestepSampling)
+        self.process = _described(DiffusionProcess, "schedule", schedule, Schedule)
+        self.timestep_sampling = _described(TimestepSampling, "timestep_sampling", timestep_sampling, Distribution)
+        self.sampler = _described(Sampler, "sampler", sampler, SamplerName)
+        diffusion.check_prediction("LatentDiffusion", prediction, self.process)
+        check_sampling("LatentDiffusion", self.timestep_sampling, self.process)
         _check("label_dropout", label_dropout, "in [0, 1)", 0.0 <= label_dropout < 1.0)
         _check("guidance_scale", guidance_scale, "a finite number >= 0", 0.0 <= guidance_scale < math.inf)
         _check("sampling_steps", sampling_steps, ">= 1", sampling_steps >= 1)
+        check_sampler(self.process, self.sampler, prediction)
+        check_steps(self.process, self.sampler, sampling_steps)
         _check("learning_rate", learning_rate, "a finite number > 0", 0.0 < learning_rate < math.inf)
         _check(
             "validation_samples", validation_samples, "0 or >= 2", validation_samples == 0 or validation_samples >= 2
@@ -96,17 +115,18 @@ class LatentDiffusion(LightningModule):
             )
         self.backbone = backbone
         self.prediction: Prediction = prediction
-        self.schedule: Schedule = schedule
-        self.timestep_sampling: TimestepSampling = timestep_sampling
         self.label_dropout = label_dropout
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps
         self.learning_rate = learning_rate
         self.validation_samples = validation_samples
         # Primitives only, so that checkpoints load with weights_only=True.
-        names = "prediction schedule timestep_sampling label_dropout guidance_scale sampling_steps learning_rate"
-        values = {name: getattr(self, name) for name in [*names.split(), "validation_samples"]}
-        self.save_hyperparameters({"backbone": asdict(backbone), **values})
+        names = "prediction label_dropout guidance_scale sampling_steps learning_rate validation_samples"
+        values = {name: getattr(self, name) for name in names.split()}
+        values |= {"backbone": asdict(backbone), "schedule": asdict(self.process)}
+        values |= {"timestep_sampling": asdict(self.timestep_sampling), "sampler": asdict(self.sampler)}
+        self.save_hyperparameters(values)
+        self._by_noise = LossByNoise()
         self.network: DiT | None = None
         self.codec: LatentCodec | None = None
 
@@ -134,16 +154,17 @@ class LatentDiffusion(LightningModule):
             self.network = DiT(self.backbone)
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        """Noisy latents [B, c, h, w], times [B] and labels [B] to the prediction, float32."""
+        """Noisy latents [B, c, h, w], times [B] in [0, 1] and labels [B] to the prediction, float32."""
         assert self.network is not None, "configure_model() builds the network"
-        return self.network(x, t, labels).float()
+        scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
+        return self.network(scaled, self.process.network_time(t), labels).float()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Loss, and per sample the loss, the time and the log-SNR, for techniques that reweight."""
         labels = batch["labels"]
         hidden = torch.rand(labels.shape, device=labels.device) < self.label_dropout
         labels = labels.masked_fill(hidden, self.backbone.num_classes)
-        output = self._losses(batch, labels, None)
+        output = self._losses(batch, labels, self.process, None)
         self.log("train/loss", output["loss"], prog_bar=True, batch_size=len(labels))
         return output
 
@@ -160,12 +181,22 @@ class LatentDiffusion(LightningModule):
         generator = torch.Generator().manual_seed(_VALIDATION_SEED + batch_idx)
         return to_uint8(self._decoder().decode(self.sample(batch["labels"], generator)))
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin the averages by noise level."""
+        self._by_noise.reset()
+
+    def on_test_epoch_start(self) -> None:
+        """Likewise."""
+        self._by_noise.reset()
+
     def on_validation_epoch_end(self) -> None:
-        """Sample and judge; a handful in the sanity check."""
+        """Log the averages; sample and judge, a handful in the sanity check."""
+        self._log_by_noise("val")
         self._judge("val")
 
     def on_test_epoch_end(self) -> None:
-        """Sample and judge."""
+        """As validation."""
+        self._log_by_noise("test")
         self._judge("test")
 
     @torch.no_grad()
@@ -196,12 +227,16 @@ class LatentDiffusion(LightningModule):
                 return self(x, t, labels)
             both = self(x.repeat(2, 1, 1, 1), t.repeat(2), torch.cat([labels, null]))
             conditional, unconditional = both.chunk(2)
-            return guide(conditional, unconditional, scale)
+            return guide(conditional, unconditional, scale, self.sampler.guidance_rescale)
 
         shape = (len(labels), self.backbone.channels, self.backbone.size, self.backbone.size)
         noise = torch.randn(shape, generator=generator, device="cpu" if generator is None else generator.device)
-        times = sampling_times(self.sampling_steps if steps is None else steps, self.prediction)
-        return ddim_sample(predict, noise.to(self.device), times, self.schedule, self.prediction)
+        steps = self.sampling_steps if steps is None else steps
+        noise = noise.to(self.device)
+        if self.sampler.name != "builtin":
+            return sample_with_diffusers(predict, noise, steps, self.process, self.prediction, self.sampler)
+        times = sampling_times(steps, self.prediction, self.process, self.sampler.shift)
+        return ddim_sample(predict, noise, times, self.process, self.prediction)
 
     def sample_images(self, num: int, seed: int) -> Tensor:
         """``num`` images, classes in turn: uint8 [num, C, H, W]. Touches no global generator."""
@@ -237,24 +272,43 @@ class LatentDiffusion(LightningModule):
             )
         self.codec = saved
 
-    def _losses(self, batch: dict[str, Tensor], labels: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
+    def _losses(
+        self, batch: dict[str, Tensor], labels: Tensor, process: DiffusionProcess, generator: torch.Generator | None
+    ) -> dict[str, Tensor]:
         """The loss protocol's dictionary; every draw comes from ``generator`` (None: the global one)."""
         if "latents" in batch:
             x0 = batch["latents"].float()
         else:
             x0 = sample_posterior(batch["mean"].float(), batch["logvar"].float(), generator)
-        t = diffusion.sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device)
-        eps = sample_posterior(torch.zeros_like(x0), torch.zeros_like(x0), generator)
-        output = self(diffusion.add_noise(x0, eps, t, self.schedule), t, labels)
-        wanted = diffusion.target(x0, eps, t, self.schedule, self.prediction)
+        t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process)
+        eps, seen = diffusion.draw_noise(x0, process, generator)
+        output = self(diffusion.add_noise(x0, seen, t, process), t, labels)
+        wanted = diffusion.target(x0, eps, t, process, self.prediction)
         sample_loss = (output - wanted).square().flatten(1).mean(dim=1)
-        snr = diffusion.log_snr(t, self.schedule)
+        snr = process.log_snr(t)
         return {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t, "log_snr": snr}
 
     def _evaluate(self, stage: str, batch: dict[str, Tensor], batch_idx: int) -> None:
         seed = _VALIDATION_SEED + batch_idx * self.trainer.world_size + self.global_rank
-        loss = self._losses(batch, batch["labels"], torch.Generator().manual_seed(seed))["loss"]
-        self.log(f"{stage}/loss", loss, prog_bar=True, batch_size=len(batch["labels"]), sync_dist=True)
+        process = replace(self.process, input_perturbation=0.0)  # a means of training; samplers do not perturb
+
+        def evaluate() -> dict[str, Tensor]:
+            return self._losses(batch, batch["labels"], process, torch.Generator().manual_seed(seed))
+
+        losses = evaluate()
+        self._by_noise.add(losses["sample_loss"], losses["log_snr"])
+        shared: dict[str, Any] = {"batch_size": len(batch["labels"]), "sync_dist": True}
+        self.log(f"{stage}/loss", losses["loss"], prog_bar=True, **shared)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        average = next((callback for callback in callbacks if isinstance(callback, ShadowWeights)), None)
+        if average is not None:
+            with average.raw(self) as stood:
+                self.log(f"{stage}/loss_raw", evaluate()["loss"] if stood else losses["loss"], **shared)
+
+    def _log_by_noise(self, stage: str) -> None:
+        averages = self._by_noise.averages(lambda totals: self.trainer.strategy.reduce(totals, reduce_op="sum"))
+        for name, value in averages.items():
+            self.log(f"{stage}/loss_{name}", value, sync_dist=True)
 
     def _judge(self, stage: str) -> None:
         """Every process samples and judges the same images: a sharded network needs all of them in step."""
@@ -285,6 +339,16 @@ class LatentDiffusion(LightningModule):
 def to_uint8(images: Tensor) -> Tensor:
     """Images in [-1, 1] to 0..255, uint8, on the CPU."""
     return ((images.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8).cpu()
+
+
+def _described(kind: type[_T], name: str, value: Any, names: Any) -> _T:
+    """A description as such, by its name alone, or as a checkpoint stores it."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, dict):
+        return kind(**value)
+    diffusion.check_choice("LatentDiffusion", name, value, names)
+    return kind(value)  # type: ignore[call-arg]
 
 
 def _check(name: str, value: object, allowed: str, holds: bool) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -5,10 +6,15 @@ import torch
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses import diffusion
-from lit_efficient.losses.diffusion_sampling import ddim_sample, guide, sampling_times
+from lit_efficient.losses.noise_process import DiffusionProcess, alphas_cumprod, karras_time
 
 SCHEDULES = ("flow", "cosine")
-PREDICTIONS = ("flow", "eps", "v", "x0")
+PREDICTIONS = ("flow", "eps", "v", "x0", "edm")
+PROCESSES = [
+    *(DiffusionProcess(name) for name in ("flow", "cosine", "squared_cosine", "linear", "scaled_linear", "edm")),
+    DiffusionProcess("scaled_linear", zero_terminal_snr=True),
+    DiffusionProcess("edm", sigma_data=0.5),
+]
 
 
 def draw(count: int = 7):
@@ -17,15 +23,131 @@ def draw(count: int = 7):
     return x0, eps, torch.linspace(0.01, 0.99, count, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("process", PROCESSES, ids=str)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_every_target_converts_back_to_the_same_data_and_noise(schedule, prediction):
+def test_every_target_converts_back_to_the_same_data_and_noise(process, prediction):
     x0, eps, t = draw()
-    x_t = diffusion.add_noise(x0, eps, t, schedule)
-    wanted = diffusion.target(x0, eps, t, schedule, prediction)
-    got_x0, got_eps = diffusion.to_x0_eps(wanted, x_t, t, schedule, prediction)
-    torch.testing.assert_close(got_x0, x0)
-    torch.testing.assert_close(got_eps, eps)
+    x_t = diffusion.add_noise(x0, eps, t, process)
+    wanted = diffusion.target(x0, eps, t, process, prediction)
+    got_x0, got_eps = diffusion.to_x0_eps(wanted, x_t, t, process, prediction)
+    torch.testing.assert_close(got_x0, x0, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got_eps, eps, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=str)
+def test_one_networks_output_means_the_same_data_as_every_target(process):
+    """The output is arbitrary, as a network's is: no target of any x0 and eps that made x_t."""
+    x_t, output, t = draw()
+    for prediction, wanted in itertools.product(PREDICTIONS, PREDICTIONS):
+        x0, eps = diffusion.to_x0_eps(output, x_t, t, process, prediction)
+        converted = diffusion.convert(output, x_t, t, process, prediction, wanted)
+        x0_too, eps_too = diffusion.to_x0_eps(converted, x_t, t, process, wanted)
+        torch.testing.assert_close(x0_too, x0, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(eps_too, eps, rtol=1e-6, atol=1e-6)
+
+
+def test_edms_preconditioned_denoiser_and_weight_are_the_plain_loss_of_its_target():
+    x0, eps, _ = draw()
+    for d in (0.5, 1.0):
+        process = DiffusionProcess("edm", sigma_data=d)
+        sigma = torch.logspace(-2, 1.5, len(x0), dtype=torch.float64)
+        t = karras_time(sigma)
+        torch.testing.assert_close(process.alpha_sigma(t)[1], sigma)
+        x_t = diffusion.add_noise(x0, eps, t, process)
+        skip, out, scale, noise = (diffusion.per_sample(c, x0) for c in diffusion.preconditioning(sigma, d))
+        # Table 1 of the paper, written out
+        s = diffusion.per_sample(sigma, x0)
+        torch.testing.assert_close(skip, d**2 / (s**2 + d**2))
+        torch.testing.assert_close(out, s * d / (s**2 + d**2) ** 0.5)
+        torch.testing.assert_close(scale, 1 / (s**2 + d**2) ** 0.5)
+        torch.testing.assert_close(noise, s.log() / 4)
+        torch.testing.assert_close(process.input_scale(t), scale.flatten())
+        torch.testing.assert_close(process.network_time(t), noise.flatten())
+        network = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        denoised = skip * x_t + out * network
+        torch.testing.assert_close(diffusion.to_x0_eps(network, x_t, t, process, "edm")[0], denoised)
+        weight = diffusion.per_sample(diffusion.edm_weight(sigma, d), x0)
+        wanted = diffusion.target(x0, eps, t, process, "edm")
+        torch.testing.assert_close(weight * (denoised - x0) ** 2, (network - wanted) ** 2)
+        # Inputs and targets have the variance of the paper's design: 1.
+        unit = diffusion.target(torch.tensor([d]), torch.tensor([0.0]), torch.tensor([0.5]), process, "edm") ** 2
+        unit += diffusion.target(torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.5]), process, "edm") ** 2
+        torch.testing.assert_close(unit, torch.ones(1))
+
+
+def test_edm_of_unit_data_is_minus_v_of_the_variance_preserving_process():
+    x0, eps, t = draw()
+    edm = diffusion.target(x0, eps, t, "cosine", "edm")
+    torch.testing.assert_close(edm, -diffusion.target(x0, eps, t, "cosine", "v"))
+
+
+NAMES = {"linear": "linear", "scaled_linear": "scaled_linear", "squared_cosine": "squaredcos_cap_v2"}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_noise_and_velocity_are_those_of_diffusers(name, zero):
+    from diffusers import DDPMScheduler
+
+    process = DiffusionProcess(name, zero_terminal_snr=zero)
+    first, last = process.betas_range
+    theirs = DDPMScheduler(
+        beta_schedule=NAMES[name], beta_start=first, beta_end=last, rescale_betas_zero_snr=zero, clip_sample=False
+    )
+    torch.testing.assert_close(alphas_cumprod(process).float(), theirs.alphas_cumprod, rtol=0, atol=1e-6)
+    index = torch.tensor([0, 1, 17, 500, 997, 998, 999])
+    t = (index + 1) / 1000
+    x0, eps = (part.float() for part in draw()[:2])
+    # Near the clean end theirs loses digits to sqrt(1 - abar).
+    torch.testing.assert_close(
+        diffusion.add_noise(x0, eps, t, process), theirs.add_noise(x0, eps, index), atol=2e-5, rtol=0
+    )
+    velocity = diffusion.target(x0, eps, t, process, "v")
+    torch.testing.assert_close(velocity, theirs.get_velocity(x0, eps, index), atol=2e-5, rtol=0)
+    torch.testing.assert_close(process.network_time(t) * 1000, index.float(), atol=1e-3, rtol=0)
+
+
+def test_zero_terminal_snr_ends_in_pure_noise_and_keeps_the_first_step():
+    for name in NAMES:
+        plain, zero = DiffusionProcess(name), DiffusionProcess(name, zero_terminal_snr=True)
+        assert zero.log_snr(torch.ones(1)) == -math.inf
+        assert plain.log_snr(torch.ones(1)) > -math.inf
+        torch.testing.assert_close(alphas_cumprod(zero)[0], alphas_cumprod(plain)[0])
+    assert DiffusionProcess("scaled_linear").alpha_sigma(torch.ones(1))[0].item() == pytest.approx(0.0683, abs=1e-4)
+
+
+def test_offset_noise_shifts_whole_channels_and_the_perturbation_is_seen_but_not_asked_for():
+    x0, generator = torch.zeros(20_000, 2, 3, 3), torch.Generator().manual_seed(0)
+    plain, seen = diffusion.draw_noise(x0, DiffusionProcess(), generator)
+    assert seen is plain
+    assert plain.mean(dim=(2, 3)).var().item() == pytest.approx(1 / 9, abs=0.01)
+    offset, seen = diffusion.draw_noise(x0, DiffusionProcess(offset_noise=0.5), generator)
+    assert seen is offset
+    assert offset.mean(dim=(2, 3)).var().item() == pytest.approx(1 / 9 + 0.25, abs=0.01)
+    assert (offset - offset.mean(dim=(2, 3), keepdim=True)).var().item() == pytest.approx(8 / 9, abs=0.01)
+    asked, seen = diffusion.draw_noise(x0, DiffusionProcess(input_perturbation=0.1), generator)
+    assert asked.var().item() == pytest.approx(1.0, abs=0.01)
+    assert (seen - asked).var().item() == pytest.approx(0.01, abs=1e-3)
+    assert torch.corrcoef(torch.stack([(seen - asked).flatten(), asked.flatten()]))[0, 1].abs() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"schedule": "exponential"}, "schedule must be one of flow, cosine, .*, not 'exponential'"),
+        ({"schedule": "flow", "beta_start": 0.1}, "beta_start belongs to linear and scaled_linear"),
+        ({"schedule": "linear", "beta_start": 0.5}, "beta_start must be above 0 and at most beta_end"),
+        ({"schedule": "linear", "beta_end": 1.0}, "beta_end must be below 1, not 1.0"),
+        ({"schedule": "flow", "zero_terminal_snr": True}, "schedule 'flow' ends in pure noise already"),
+        ({"schedule": "edm", "zero_terminal_snr": True}, "schedule 'edm' has no last step"),
+        ({"sigma_data": 0.0}, "sigma_data must be a finite number > 0, not 0.0"),
+        ({"offset_noise": -0.1}, r"offset_noise must be in \[0, 1\), not -0.1"),
+        ({"input_perturbation": 1.0}, r"input_perturbation must be in \[0, 1\), not 1.0"),
+    ],
+)
+def test_a_process_is_checked_when_described(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
+        DiffusionProcess(**wrong)
 
 
 def test_schedules_run_from_data_to_noise():
@@ -65,67 +187,14 @@ def test_v_is_the_velocity_in_angle_of_the_cosine_path():
     torch.testing.assert_close(diffusion.target(x0, eps, t, "cosine", "v"), slope / (math.pi / 2))
 
 
-def test_timesteps_follow_their_distribution_and_stay_inside():
-    generator = torch.Generator().manual_seed(0)
-    uniform = diffusion.sample_timesteps(50_000, "uniform", generator)
-    normal = diffusion.sample_timesteps(50_000, "logit_normal", generator)
-    for t in (uniform, normal):
-        assert t.min() >= diffusion.T_RANGE[0]
-        assert t.max() <= diffusion.T_RANGE[1]
-    quantiles = torch.tensor([0.1, 0.5, 0.9])
-    torch.testing.assert_close(uniform.quantile(quantiles), quantiles, atol=0.01, rtol=0)
-    expected = torch.distributions.Normal(0.0, 1.0).icdf(quantiles).sigmoid()
-    torch.testing.assert_close(normal.quantile(quantiles), expected, atol=0.01, rtol=0)
-
-
-def test_timesteps_with_a_generator_leave_the_global_one_alone():
-    before = torch.get_rng_state()
-    diffusion.sample_timesteps(3, "logit_normal", torch.Generator().manual_seed(0))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 @pytest.mark.parametrize("call", ["target", "to_x0_eps", "alpha_sigma", "sample_timesteps"])
 def test_unknown_names_are_refused_with_what_is_allowed(call):
     x0, eps, t = draw()
     arguments = {
         "target": (x0, eps, t, "flow", "epsilon"),
         "to_x0_eps": (x0, eps, t, "flow", "epsilon"),
-        "alpha_sigma": (t, "linear"),
+        "alpha_sigma": (t, "exponential"),
         "sample_timesteps": (3, "lognormal"),
     }[call]
-    with pytest.raises(ConfigurationError, match=r"must be one of .*, not '(epsilon|linear|lognormal)'"):
+    with pytest.raises(ConfigurationError, match=r"must be one of .*, not '(epsilon|exponential|lognormal)'"):
         getattr(diffusion, call)(*arguments)
-
-
-def test_guidance_extrapolates_from_the_unconditional_prediction():
-    conditional, unconditional = torch.tensor([3.0]), torch.tensor([1.0])
-    assert guide(conditional, unconditional, 1.0) == conditional
-    assert guide(conditional, unconditional, 0.0) == unconditional
-    assert guide(conditional, unconditional, 2.0) == 5.0
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_the_sampler_recovers_a_gaussian_from_its_exact_predictor(schedule, prediction):
-    """Data N(m, s^2): the best predictor is known in closed form, and the sampler must map noise to that Gaussian."""
-    m, s = 1.5, 0.3
-
-    def predict(x, t):
-        alpha, sigma = diffusion.alpha_sigma(t[:1].double(), schedule)
-        variance = alpha**2 * s**2 + sigma**2
-        x0 = m + alpha * s**2 / variance * (x - alpha * m)
-        eps = sigma / variance * (x - alpha * m)
-        return diffusion.target(x0, eps, t.double(), schedule, prediction)
-
-    noise = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    data = ddim_sample(predict, noise, sampling_times(200, prediction), schedule, prediction)
-    assert data.isfinite().all()
-    assert data.mean().item() == pytest.approx(m, abs=0.03)
-    assert data.std().item() == pytest.approx(s, abs=0.02)
-
-
-def test_a_step_of_the_flow_is_eulers():
-    x, velocity = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
-    times = torch.tensor([0.8, 0.3], dtype=torch.float64)
-    stepped = ddim_sample(lambda _x, _t: velocity, x, times, "flow", "flow")
-    torch.testing.assert_close(stepped, x - 0.5 * velocity)

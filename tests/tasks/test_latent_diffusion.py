@@ -4,11 +4,16 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lit_efficient import AutoencoderConfig, DiTConfig, LatentDiffusion, LatentDigits
+from lit_efficient import EMA, AutoencoderConfig, DiTConfig, LatentDiffusion, LatentDigits, SNRWeighting
 from lit_efficient.data.digits import TensorDictDataset
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.losses.diffusion import alpha_sigma
+from lit_efficient.losses.diffusion_sampling import Sampler
+from lit_efficient.losses.noise_process import DiffusionProcess
+from lit_efficient.losses.timesteps import TimestepSampling
+from lit_efficient.tasks.loss_by_noise import NAMES, LossByNoise
 
+MEASURED = {"loss", "frechet_distance", "kernel_distance", "sample_accuracy"} | {f"loss_{name}" for name in NAMES}
 BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=1, heads=2)
 
 
@@ -57,11 +62,11 @@ def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
 def test_validation_judges_samples_and_is_the_same_each_time(tmp_path):
     module, data = built(), digits()
     first, second = (trainer(tmp_path).validate(module, data, verbose=False)[0] for _ in range(2))
-    assert set(first) == {"val/loss", "val/frechet_distance", "val/sample_accuracy"}
+    assert set(first) == {f"val/{name}" for name in MEASURED}
     assert first == second
     assert first["val/loss"] == pytest.approx(2.0, abs=0.1)  # an untrained network predicts zero
     test = trainer(tmp_path).test(module, data, verbose=False)[0]
-    assert set(test) == {"test/loss", "test/frechet_distance", "test/sample_accuracy"}
+    assert set(test) == {f"test/{name}" for name in MEASURED}
 
 
 def test_validating_does_not_change_training(tmp_path):
@@ -203,9 +208,20 @@ def test_shapes_and_classes_must_be_the_datas(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"prediction": "epsilon"}, "prediction must be one of flow, eps, v, x0, not 'epsilon'"),
-        ({"schedule": "linear"}, "schedule must be one of flow, cosine, not 'linear'"),
-        ({"timestep_sampling": "beta"}, "timestep_sampling must be one of uniform, logit_normal, not 'beta'"),
+        ({"prediction": "epsilon"}, "prediction must be one of flow, eps, v, x0, edm, not 'epsilon'"),
+        (
+            {"schedule": "exp"},
+            "schedule must be one of flow, cosine, .*, scaled_linear, edm, not 'exp'",
+        ),
+        ({"timestep_sampling": "beta"}, "timestep_sampling must be one of uniform, logit_normal, mode, .*, not 'beta'"),
+        ({"timestep_sampling": "log_normal"}, "schedule must be edm for log_normal noise levels, not 'flow'"),
+        ({"sampler": "plms"}, "sampler must be one of builtin, ddim, .*, not 'plms'"),
+        ({"sampler": "ddim", "schedule": "linear", "sampling_steps": 3}, "sampling_steps must be a divisor of 1000"),
+        ({"sampler": "ddim", "prediction": "eps"}, "name must be builtin for prediction 'eps' on 'flow'"),
+        (
+            {"schedule": DiffusionProcess("linear", zero_terminal_snr=True), "prediction": "eps"},
+            "prediction must be v, flow, x0 or edm with zero_terminal_snr .*, not 'eps'",
+        ),
         ({"label_dropout": 1.0}, r"label_dropout must be in \[0, 1\), not 1.0"),
         ({"label_dropout": 0.0}, "guidance_scale must be 1 when label_dropout is 0"),
         ({"guidance_scale": float("nan")}, "guidance_scale must be a finite number >= 0, not nan"),
@@ -236,3 +252,121 @@ def test_every_target_and_schedule_trains_and_samples(tmp_path, prediction, sche
     run.fit(module, digits())
     assert module.prediction == prediction
     assert module.eval().sample(torch.arange(4), torch.Generator().manual_seed(0)).isfinite().all()
+
+
+def plain(count=24):
+    draws = torch.Generator().manual_seed(0)
+    latents = torch.randn(count, 2, 4, 4, generator=draws)
+    return DataLoader(TensorDictDataset({"latents": latents, "labels": torch.arange(count) % 10}), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"schedule": DiffusionProcess("edm", sigma_data=0.5), "prediction": "edm", "timestep_sampling": "log_normal"},
+        {"schedule": DiffusionProcess("scaled_linear", zero_terminal_snr=True), "prediction": "v", "sampler": "ddim"},
+        {"schedule": "linear", "prediction": "eps", "sampler": "heun"},
+        {"timestep_sampling": TimestepSampling("mode", shift=2.0), "sampler": Sampler("dpmsolver++", 0.7, 2.0)},
+        {"schedule": DiffusionProcess(offset_noise=0.1, input_perturbation=0.1), "sampler": "euler"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_process_trains_samples_and_comes_back_from_its_checkpoint(tmp_path, arguments):
+    module = task(**arguments, sampling_steps=4)
+    run = trainer(tmp_path, max_steps=2)
+    run.fit(module, plain(), plain())
+    run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    loaded = LatentDiffusion.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
+    for name in ("process", "timestep_sampling", "sampler"):
+        assert getattr(loaded, name) == getattr(module, name)
+    before = torch.get_rng_state()
+    latents = loaded.sample(torch.arange(4), torch.Generator().manual_seed(0))
+    assert latents.isfinite().all()
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(latents, module.eval().sample(torch.arange(4), torch.Generator().manual_seed(0)))
+
+
+def test_the_network_gets_edms_scaled_input_and_noise_level():
+    module = built(schedule="edm", prediction="edm")
+    seen = []
+    module.network.register_forward_pre_hook(lambda _module, arguments: seen.extend(arguments))
+    t = torch.tensor([0.3, 0.9])
+    sigma = module.process.alpha_sigma(t)[1]
+    x = torch.randn(2, 2, 4, 4)
+    module(x, t, torch.arange(2))
+    torch.testing.assert_close(seen[0], x / (sigma**2 + 1).sqrt()[:, None, None, None])
+    torch.testing.assert_close(seen[1], sigma.log() / 4)
+
+
+def test_the_perturbed_input_is_trained_on_and_not_validated_on(tmp_path):
+    def losses(**process):
+        torch.manual_seed(0)
+        module = built(schedule=DiffusionProcess(**process))
+        torch.nn.init.normal_(module.network.patch_out.weight)
+        found = trainer(tmp_path).validate(module, plain(), verbose=False)[0]["val/loss"]
+        module.log = lambda *_, **__: None
+        torch.manual_seed(0)
+        return found, module.training_step({"latents": torch.ones(4, 2, 4, 4), "labels": torch.arange(4)}, 0)["loss"]
+
+    plainly, perturbed = losses(), losses(input_perturbation=0.5)
+    assert plainly[0] == perturbed[0]
+    assert plainly[1] != perturbed[1]
+
+
+def test_losses_are_told_apart_by_log_snr():
+    buckets = LossByNoise()
+    buckets.add(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([-torch.inf, -3.0, 5.0]))
+    buckets.add(torch.tensor([6.0, 8.0]), torch.tensor([-0.1, 3.0]))
+    expected = {"snr_lowest": 1.0, "snr_low": 4.0, "snr_highest": 6.0}  # nothing in between 0 and 3
+    assert {name: value.item() for name, value in buckets.averages(lambda totals: totals).items()} == expected
+    assert {n: v.item() for n, v in buckets.averages(lambda totals: 2 * totals).items()} == expected
+    buckets.reset()
+    assert buckets.averages(lambda totals: totals) == {}
+
+
+def test_raw_and_averaged_weights_are_validated_side_by_side_at_the_same_draws(tmp_path):
+    ema = EMA(decay=0.9, warmup=None)
+    module = task(learning_rate=1e-2)
+    run = trainer(tmp_path, max_steps=9, callbacks=[ema], check_val_every_n_epoch=3)
+    run.fit(module, plain(), plain())
+    logged = {name: value.item() for name, value in run.callback_metrics.items()}
+    raw = trainer(tmp_path).validate(module, plain(), verbose=False)[0]  # after the fit the module is raw
+    with ema.averaged(module):
+        averaged = trainer(tmp_path).validate(module, plain(), verbose=False)[0]
+    assert logged["val/loss_raw"] == pytest.approx(raw["val/loss"], rel=1e-6)
+    assert logged["val/loss"] == pytest.approx(averaged["val/loss"], rel=1e-6)
+    assert logged["val/loss"] != pytest.approx(logged["val/loss_raw"], rel=1e-4)
+    assert "val/loss_raw" not in raw
+
+
+def test_min_snr_weighs_the_new_processes(tmp_path):
+    """With zero terminal SNR the last entry of the table has no signal at all; its weight is finite."""
+    process = DiffusionProcess("scaled_linear", zero_terminal_snr=True)
+    module = task(schedule=process, prediction="v", timestep_sampling=TimestepSampling("uniform", shift=500.0))
+    weighting = SNRWeighting()
+    run = trainer(tmp_path, max_steps=3, callbacks=[weighting], num_sanity_val_steps=0)
+    run.fit(module, plain(), plain())
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    output = module._losses(next(iter(plain())), torch.arange(8), process, torch.Generator().manual_seed(0))
+    assert torch.isneginf(output["log_snr"]).any()
+    assert weighting.sample_weights(output, module).isfinite().all()
+
+
+def test_a_config_may_name_a_schedule_or_describe_the_process():
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(LatentDiffusion, "model")
+
+    def parsed(**model):
+        return parser.instantiate(parser.parse_object({"model": model})).model
+
+    assert parsed(schedule="cosine").process == DiffusionProcess("cosine")
+    described = parsed(
+        schedule={"schedule": "scaled_linear", "zero_terminal_snr": True},
+        timestep_sampling={"distribution": "mode", "scale": 1.0},
+        sampler={"name": "ddim", "guidance_rescale": 0.7},
+    )
+    assert described.process == DiffusionProcess("scaled_linear", zero_terminal_snr=True)
+    assert described.timestep_sampling == TimestepSampling("mode", scale=1.0)
+    assert described.sampler == Sampler("ddim", guidance_rescale=0.7)

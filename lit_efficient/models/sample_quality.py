@@ -1,0 +1,48 @@
+"""How far generated images are from real ones, in the features of any network.
+
+    Fréchet   d^2 = |m1 - m2|^2 + trace(C1 + C2 - 2 (C1 C2)^(1/2))         means and covariances
+    kernel    E k(x, x') + E k(y, y') - 2 E k(x, y),   k = (x.y / D + 1)^3   unbiased, so right for few samples, too
+
+Only with one particular Inception network as the features are these the FID and the KID; the names here say no more
+than is true. Values compare only with values of the same network.
+
+Source: Heusel et al. (2017), https://arxiv.org/abs/1706.08500; Binkowski et al. (2018), https://arxiv.org/abs/1801.01401.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+_KERNEL_SEED = 0
+
+
+@torch.no_grad()
+def feature_distances(features: nn.Module, real: Tensor, images: Tensor) -> dict[str, float]:
+    """Distances of generated images to real ones; torchmetrics computes them. Leaves the global generator alone.
+
+    Args:
+        features: Images [N, C, H, W] to features [N, D], in evaluation mode. It has ``num_features``, which is D.
+        real: Real images, [N, C, H, W], N >= 2, as ``features`` takes them.
+        images: Generated images, [M, C, H, W], M >= 2.
+
+    Returns:
+        ``frechet_distance`` and ``kernel_distance``, lower is better. The latter is unbiased, and may fall below 0.
+    """
+    from torchmetrics.image.fid import FrechetInceptionDistance
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    # Every process holds all samples. One subset of as many as both have: the estimate does not depend on the draw
+    # of generated images, and torchmetrics draws subsets from the global generator.
+    size = min(len(real), len(images))
+    frechet = FrechetInceptionDistance(feature=features, sync_on_compute=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*will save all extracted features")
+        kernel = KernelInceptionDistance(feature=features, subsets=1, subset_size=size, sync_on_compute=False)
+    for metric in (frechet, kernel):
+        metric.update(real, real=True)
+        metric.update(images, real=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_KERNEL_SEED)
+        kernel_distance = kernel.compute()[0]
+    return {"frechet_distance": float(frechet.compute()), "kernel_distance": float(kernel_distance)}

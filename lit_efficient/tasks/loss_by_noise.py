@@ -1,0 +1,45 @@
+"""A diffusion model's validation loss, told apart by how noisy the sample was.
+
+    lowest   log SNR below -3      almost noise: composition
+    low      -3 to 0
+    high     0 to 3
+    highest  3 and above           almost clean: texture
+
+One number over all noise levels is mostly the level that is hardest for the target at hand, and hides the others.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+EDGES = (-3.0, 0.0, 3.0)
+NAMES = ("snr_lowest", "snr_low", "snr_high", "snr_highest")
+
+
+class LossByNoise:
+    """Sums of losses and counts of samples per range of log SNR, over the batches of one evaluation."""
+
+    def __init__(self) -> None:
+        self._totals = torch.zeros(2, len(NAMES))
+
+    def reset(self) -> None:
+        """Start anew."""
+        self._totals = torch.zeros(2, len(NAMES))
+
+    def add(self, sample_loss: Tensor, log_snr: Tensor) -> None:
+        """Losses [B] at log SNRs [B]."""
+        bucket = torch.bucketize(log_snr, torch.tensor(EDGES, device=log_snr.device), right=True)
+        totals = torch.zeros(2, len(NAMES), device=log_snr.device)
+        totals[0].index_add_(0, bucket, sample_loss.detach().float())
+        totals[1].index_add_(0, bucket, torch.ones_like(log_snr, dtype=torch.float32))
+        self._totals = self._totals.to(totals.device) + totals
+
+    def averages(self, summed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Mean loss by the name of the range, without ranges that no sample fell into.
+
+        Args:
+            summed: Adds up a tensor over all processes; every process must call this.
+        """
+        sums, counts = summed(self._totals)
+        return {name: sums[i] / counts[i] for i, name in enumerate(NAMES) if counts[i] > 0}
