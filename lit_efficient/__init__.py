@@ -88,6 +88,9 @@ PUBLIC: dict[str, str] = {
     "ResumableSampler": "data.resumable_sampler",
     "train_superbpe": "data.superbpe",
     # losses
+    "DiffusionProcess": "losses.noise_process",
+    "Sampler": "losses.diffusion_sampling",
+    "TimestepSampling": "losses.timesteps",
     "chunked_cross_entropy": "losses.chunked_cross_entropy",
     "cosine_loss": "losses.feature_matching",
     "l2_loss": "losses.feature_matching",
