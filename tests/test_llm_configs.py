@@ -56,8 +56,9 @@ def test_pretraining_leaves_a_base_that_fine_tuning_starts_from(tmp_path: Path) 
     from transformers import AutoModelForCausalLM
 
     few = ["--trainer.max_steps=2", "--trainer.logger=false"]
-    few += ["--data.init_args.val_fraction=0.2", "--trainer.enable_model_summary=false"]
-    pretrain = [*few, "--trainer.val_check_interval=2", "--data.init_args.max_rows=12"]
+    few += ["--trainer.val_check_interval=2", "--data.init_args.val_fraction=0.2"]
+    few += ["--trainer.enable_model_summary=false"]
+    pretrain = [*few, "--data.init_args.max_rows=12"]
     assert main(["fit", "-c", str(FOLDER / "pretrain.yaml"), *pretrain]) == 0
     checkpoint = "runs/llm/pretrain/best.ckpt"
     assert main(["export", checkpoint, "--format", "merged", "--output", "runs/llm/base"]) == 0
