@@ -1,6 +1,8 @@
 """One thread, no network, no GPU surprises, and a cache that all workers of a run share."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,15 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _isolated_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIT_EFFICIENT_CACHE", str(shared_cache))
+
+
+@pytest.fixture(autouse=True)
+def _no_run_left_open() -> Iterator[None]:
+    """A run of W&B that a test leaves open would be taken for its own by the next one."""
+    yield
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -192,7 +192,7 @@ def test_what_is_no_tokenizer_or_template_is_a_sentence(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="holds no tokenizer"):
         load_chat_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigurationError, match="cannot be loaded"):
+    with pytest.raises(ConfigurationError, match="there is no folder"):
         load_chat_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigurationError, match="neither Jinja nor a file"):
         read_template("nothing.jinja")
