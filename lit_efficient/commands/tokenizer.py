@@ -22,8 +22,8 @@ def run(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         "lit_efficient tokenizer",
-        description="Train a byte-level tokenizer. superbpe lets the last tokens span several words; both kinds are "
-        "measured on held-out files at the same vocabulary.",
+        description="Train a byte-level tokenizer. superbpe lets the last tokens span several words; it is "
+        "measured beside plain BPE on held-out files at the same vocabulary.",
     )
     parser.add_argument("--kind", choices=("superbpe", "bpe"), default="superbpe")
     parser.add_argument("--vocab_size", type=int, default=4096, help="at least 257")
@@ -64,8 +64,12 @@ def _texts(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from lit_efficient.data.python_corpus import EXCLUDE
     from lit_efficient.data.text_files import find_files, read_texts, split_texts, standard_library
 
-    files = find_files(arguments.paths or [standard_library()], arguments.suffixes, EXCLUDE)
-    texts = read_texts(files).files
+    excluded = () if arguments.paths else EXCLUDE
+    files = find_files(arguments.paths or [standard_library()], arguments.suffixes, excluded)
+    read = read_texts(files)
+    texts = read.files
+    if read.duplicates or read.unreadable:
+        print(f"left out {len(read.duplicates)} duplicates and {len(read.unreadable)} files that are not UTF-8")
     if not texts:
         raise ConfigurationError(f"tokenizer: paths hold no text: {len(files)} files, all empty or not UTF-8")
     return split_texts(texts, arguments.val_fraction, 0)

@@ -107,7 +107,11 @@ def read_prompts(path: Path, form: str) -> list[str | Turns]:
     """
     from lit_efficient.errors import ConfigurationError
 
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"write-data: {path} is not UTF-8: {error}") from error
+    lines = text.replace("\r\n", "\n").split("\n")  # JSON may hold the other line breaks that splitlines() knows
     if path.suffix != ".jsonl":
         prompts: list[str | Turns] = [line for line in lines if line.strip()]
     else:

@@ -12,6 +12,7 @@ counts it. Nothing is guessed row by row: one source has one format.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -104,7 +105,7 @@ def read_row(row: Mapping[str, Any], kind: Format) -> Document:
     missing = [key for key in KEYS[kind] if row.get(key) is None]
     if missing:
         raise MalformedRow(f"no {' and no '.join(missing)}")
-    tools = tuple(row["tools"]) if isinstance(row.get("tools"), list) else ()
+    tools = _tools(row.get("tools"))
     if kind == "text":
         return Document(text=_text(row, "text"))
     if kind == "alpaca":
@@ -117,6 +118,20 @@ def read_row(row: Mapping[str, Any], kind: Format) -> Document:
         messages = ({"role": "system", "content": row["system"]}, *messages)
     _check_turns(messages)
     return Document(messages=messages, tools=tools)
+
+
+def _tools(value: Any) -> tuple[Any, ...]:
+    """What a model may call, as a list or, in many sets, as the JSON text of one."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise MalformedRow(f"tools is a text that is no JSON: {error}") from error
+    if value in (None, "", [], {}):
+        return ()
+    if not isinstance(value, list):
+        raise MalformedRow(f"tools is {_kind(value)}, not a list")
+    return tuple(value)
 
 
 def _alpaca(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:

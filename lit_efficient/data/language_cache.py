@@ -122,7 +122,9 @@ class _Builder:
             for name in self.sources:
                 self._write(name, encoder, {"train": train, "val": val})
         self.tokenizer.save_pretrained(str(self.target / "tokenizer"))
-        end = encoder.end_of_turn if any(count.turns for count in self.counts.values()) else None
+        # Of a stream only the validation rows are read here, and they may hold no turn.
+        chats = any(count.turns for count in self.counts.values()) or "train" not in self.sources
+        end = encoder.end_of_turn if chats and self.tokenizer.chat_template is not None else None
         about = {
             "made_from": made_from,
             "tokenizer_hash": fingerprint(self.tokenizer),

@@ -134,7 +134,10 @@ class LanguageData(LightningDataModule):
         least = {"max_length": 2, "batch_size": 1, "val_batch_size": 1, "num_workers": 0, "max_rows": 1}
         least |= {"epoch_batches": 1, "buffer": 1}
         given = {"max_length": max_length, "batch_size": batch_size, "num_workers": num_workers}
-        given |= {"val_batch_size": val_batch_size or batch_size, "max_rows": 1 if max_rows is None else max_rows}
+        given |= {
+            "val_batch_size": batch_size if val_batch_size is None else val_batch_size,
+            "max_rows": 1 if max_rows is None else max_rows,
+        }
         given |= {"epoch_batches": epoch_batches, "buffer": buffer}
         for name, value in given.items():
             if value < least[name]:

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -67,6 +68,8 @@ class StreamedRows(IterableDataset[PackedRow]):
         self.buffer = buffer
         self.max_malformed = max_malformed
         self.seed = seed
+        self.counts = Counts()
+        self._said = False
 
     def __iter__(self) -> Iterator[PackedRow]:
         grouped = distributed.is_available() and distributed.is_initialized()
@@ -86,11 +89,26 @@ class StreamedRows(IterableDataset[PackedRow]):
                     waiting = []
                     yield from rows
             rows = self._rows(waiting, mix_seed(self.seed, number, yielded, part))
+            self._report()
             if not rows and not yielded:
                 raise ConfigurationError(
                     f"LanguageData: the stream holds nothing to learn for part {part + 1} of {parts} (process, worker)."
                 )
             yield from rows
+
+    def _report(self) -> None:
+        """After a whole pass: refuse too many malformed rows however short the stream, and say once what was lost."""
+        if not self.reader.rows:
+            return
+        found = check_malformed("train", self.reader.rows, self.reader.malformed, self.reader.shown, self.max_malformed)
+        counts, self._said, said = self.counts, True, self._said
+        lost = [
+            f"{number} documents were {what} (max_length = {self.max_length})"
+            for number, what in ((counts.truncated, "truncated"), (counts.dropped, "dropped"))
+            if number
+        ]
+        for sentence in () if said else filter(None, (found, *lost)):
+            rank_zero_warn(f"LanguageData: {sentence}")
 
     def _rows(self, waiting: list[tuple[str, Document]], seed: int) -> list[PackedRow]:
         pieces = []
@@ -98,7 +116,7 @@ class StreamedRows(IterableDataset[PackedRow]):
             if isinstance(encoded, MalformedRow):
                 self.reader.refuse(place, str(encoded))
                 continue
-            pieces += fit(encoded, self.max_length, self.truncation, Counts())
+            pieces += fit(encoded, self.max_length, self.truncation, self.counts)
         if self.reader.rows >= _ENOUGH_ROWS:
             check_malformed("train", self.reader.rows, self.reader.malformed, self.reader.shown, self.max_malformed)
         lengths = [len(piece.ids) for piece in pieces]

@@ -29,7 +29,13 @@ from lit_efficient.tasks.tokenizer_state import pack_tokenizer, token_ids, unpac
 
 _CHECKPOINT_KEY = "language_modeling"
 _MAY_DIFFER = {"dropout", "max_length"}  # of a configuration: weights mean the same under any value of these
-_HF_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "n_embd", "n_layer")
+# Fields of a configuration of transformers without which the same weights would be another function.
+_HF_SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "n_embd", "n_layer", "n_head", "rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps"),
+    *("layer_norm_epsilon", "hidden_act", "activation_function", "sliding_window", "layer_types"),
+    *("num_experts_per_tok", "final_logit_softcapping", "attn_logit_softcapping"),
+)
 _DEFAULT_MODEL = GPTConfig()
 
 
@@ -256,22 +262,35 @@ class LanguageModeling(LightningModule):
                 raise ConfigurationError("LanguageModeling: this checkpoint is not one of LanguageModeling.")
             return
         if saved["tokenizer"] is not None:  # first: another tokenizer is why vocabularies differ in size
+            ours = self.tokenizer_state
             self._adopt_tokenizer(saved["tokenizer"], "the checkpoint")
+            if ours is not None:  # the data's chat template is the one that is trained from here on
+                self.tokenizer_state = ours
         if self.network is None:
-            self.network = self._rebuilt(saved["model"])
+            self.network = self._rebuilt(saved["model"], checkpoint["state_dict"])
         _check_same_network(_described(self.network), saved["model"])
 
     # helpers
 
-    def _rebuilt(self, described: Mapping[str, Any]) -> nn.Module:
+    def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
         """The network that a checkpoint was written with; its weights follow, unless they are a base's."""
         if "hugging_face" not in described:
             model = self.model if isinstance(self.model, GPTConfig) else GPTConfig(**described)
             return GPT(replace(model, vocab_size=described["vocab_size"]))
-        if isinstance(self.model, CausalLMConfig) and not self.model.draws_weights:
-            return causal_lm.build(self.model)  # adapters' checkpoints leave the base out
+        config = json.loads(described["hugging_face"])
+        with torch.device("meta"):
+            needed = {f"network.{name}" for name, _ in causal_lm.from_json(config).named_parameters()}
+        whole = needed <= state.keys()  # adapters' checkpoints leave the base out
+        if (
+            isinstance(self.model, CausalLMConfig)
+            and not self.model.draws_weights
+            and (self.model.quantize or not whole)
+        ):
+            return causal_lm.build(self.model)
         dtype = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
-        return causal_lm.from_json(json.loads(described["hugging_face"]), getattr(torch, dtype))
+        dtypes = {value.dtype for name, value in state.items() if name in needed and value.is_floating_point()}
+        exact = next(iter(dtypes)) if dtype == "auto" and len(dtypes) == 1 else getattr(torch, dtype, torch.float32)
+        return causal_lm.from_json(config, exact)
 
     def _built(self) -> nn.Module:
         if self.network is None:
@@ -344,5 +363,6 @@ def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[
         now, then = (asdict(c) | {"num_kv_heads": c.kv_heads, "hidden_dim": c.mlp_dim} for c in configs)
     else:
         now, then = (json.loads(one["hugging_face"]) for one in (ours, theirs))
-        now, then = ({name: one.get(name) for name in _HF_SHAPE} for one in (now, then))
+        shared = [name for name in _HF_SHAPE if name in now and name in then]  # versions of transformers differ
+        now, then = ({name: one[name] for name in shared} for one in (now, then))
     return [(name, then[name], now[name]) for name in now]

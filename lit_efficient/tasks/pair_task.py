@@ -72,8 +72,8 @@ class PairTask(LanguageModeling):
         self.tokenizer_state = own or start.tokenizer_state
         give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
 
-    def _rebuilt(self, described: Mapping[str, Any]) -> nn.Module:
-        network = super()._rebuilt(described)
+    def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
+        network = super()._rebuilt(described, state)
         self._begin(network)
         return network
 

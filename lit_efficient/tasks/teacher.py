@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.files import read
+from lit_efficient.files import missing_folder, read
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
@@ -40,6 +40,11 @@ class TeacherSource:
     def __post_init__(self) -> None:
         if isinstance(self.spec, CausalLMConfig) and self.spec.draws_weights:
             raise ConfigurationError("Distillation: teacher must have trained weights, got one that draws them.")
+        if isinstance(self.spec, str) and self.checkpoint is None:
+            if Path(self.spec).suffix in (".ckpt", ".pt", ".pth"):
+                raise ConfigurationError(f"Distillation: teacher: there is no file {self.spec}.")
+            if missing := missing_folder(self.spec):
+                raise ConfigurationError(f"Distillation: teacher: {missing}")
 
     @property
     def name(self) -> str:

@@ -84,7 +84,10 @@ def continue_text(
         )
     stop = stop | stop_ids(network, tokenizer)
     # ``special``: what begins a tokenizer's texts. A chat template has written it, and no model has seen two of them.
-    ids = _encode(tokenizer, prompt, special)[-room:]
+    ids = _encode(tokenizer, prompt, special)
+    if special and ids and ids[-1] == getattr(tokenizer, "eos_token_id", None):
+        ids = ids[:-1]  # some tokenizers end every text, and nothing goes on behind its end
+    ids = ids[-room:]
     if not ids:  # an empty prompt starts a new text
         if not stop:
             raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
@@ -99,7 +102,13 @@ def continue_text(
         )
     new = output[0, len(ids) :].tolist()
     ends = [new.index(token) for token in stop if token in new]
-    return tokenizer.decode(new[: min(ends)] if ends else new), bool(ends)
+    return _decoded_behind(tokenizer, ids, new[: min(ends)] if ends else new), bool(ends)
+
+
+def _decoded_behind(tokenizer: Any, ids: list[int], new: list[int]) -> str:
+    """The text of ``new`` behind ``ids``: some tokenizers drop the space that begins whatever they decode."""
+    before, whole = tokenizer.decode(ids), tokenizer.decode(ids + new)
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
 
 
 def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "generate_text: chat") -> str:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, PythonCorpus
+from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, LoRA, PythonCorpus
+from lit_efficient.commands.generate import load_language_model
 from lit_efficient.data.chat_tokenizer import train_chat_tokenizer
+from lit_efficient.models.causal_lm import build
 from lit_efficient.tasks.tokenizer_state import pack_tokenizer
 from tests.models.test_causal_lm import FAMILIES, SMALL
 
@@ -93,9 +95,34 @@ def test_a_checkpoint_alone_gives_the_model_and_its_tokens_back(tmp_path: Path) 
     assert len(written[0]) > len("def f")
 
 
+def test_a_full_fine_tune_needs_no_base_and_adapters_do(tmp_path: Path) -> None:
+    build(CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": 300})).save_pretrained(tmp_path / "base")
+    for name, callbacks in (("full", []), ("adapters", [LoRA(rank=2)])):
+        model = LanguageModeling(CausalLMConfig(str(tmp_path / "base")), warmup_steps=1)
+        run = _trainer(tmp_path, callbacks=callbacks)
+        run.fit(model, datamodule=_corpus(tmp_path))
+        run.save_checkpoint(tmp_path / f"{name}.ckpt")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    alone, _ = load_language_model(str(tmp_path / "full.ckpt"))
+    assert alone.generate_text("def f", max_new_tokens=3)[0].startswith("def f")
+    with pytest.raises(ConfigurationError, match="there is no folder"):
+        load_language_model(str(tmp_path / "adapters.ckpt"))
+
+
+def test_the_same_weights_with_other_heads_are_another_function() -> None:
+    checkpoint: dict[str, Any] = {"state_dict": {}}
+    _task("llama").on_save_checkpoint(checkpoint)
+    other = LanguageModeling(
+        CausalLMConfig(config_fields={**FAMILIES["llama"], "num_attention_heads": 8, "head_dim": 4})
+    )
+    other.configure_model()
+    with pytest.raises(ConfigurationError, match="num_attention_heads is 4 in the checkpoint and 8 here"):
+        other.on_load_checkpoint(checkpoint)
+
+
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     task = _task("llama")
-    checkpoint: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {"state_dict": {}}
     task.on_save_checkpoint(checkpoint)
     with pytest.raises(ConfigurationError, match="model_type is 'llama' in the checkpoint and 'qwen3' here"):
         _task("qwen3").on_load_checkpoint(checkpoint)
