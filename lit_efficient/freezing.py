@@ -212,7 +212,11 @@ def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
                 )
             compiled[-1].append(expression)
 
+    new = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, NewLayer))
+
     def rule(name: str) -> int | None:
+        if new and name.startswith(new):
+            return 0  # what a technique has added is trained whole, whatever else is frozen
         hits = (i for i, group in enumerate(compiled) if any(_matches(expression, name) for expression in group))
         return next(hits, None)
 

@@ -145,7 +145,8 @@ def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
     alias = tensor.detach()
     # On the host: a second copy of weights and states on the device would change the very memory that is measured.
     copy = alias.clone() if tensor.device.type == "cpu" else alias.to("cpu", copy=True)
-    wrapper = is_traceable_wrapper_subclass(tensor)
+    # Neither a wrapper nor a sparse tensor has one piece of memory that another tensor could take the place of.
+    wrapper = is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided
     leaf, gradient, trains = tensor.is_leaf, tensor.grad if tensor.is_leaf else None, tensor.requires_grad
 
     def undo() -> None:

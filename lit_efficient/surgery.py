@@ -246,6 +246,22 @@ _HOOKS = (
 )
 
 
+def call_layers(root: nn.Module) -> None:
+    """Keep torch's transformer encoder from reading the weights of layers whose forward has been changed.
+
+    In evaluation without gradients it runs a fused kernel on ``linear1.weight`` and its kin, and calls no layer: what
+    was put into their forwards would be left out without a word.
+
+    Args:
+        root: The module that was changed.
+    """
+    for part in root.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation_relu_or_gelu = 0  # which nothing but the fused path reads
+        elif isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # nested tensors exist for the fused path alone
+
+
 def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> None:
     """Turn ``optimizer`` into a fresh ``cls`` in place: same object, same groups, same hyper-parameters, same hooks.
 

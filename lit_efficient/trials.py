@@ -27,6 +27,7 @@ from torch import distributed
 from lit_efficient.errors import OutOfMemoryError
 from lit_efficient.memory import collected, is_out_of_memory, release_frames
 from lit_efficient.rewind import Rewind, random_states
+from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
 _WRITERS = {"Checkpoint", "ProgressBar", "PowerEMA", "SampleImages", "SampleText", "SignalCheckpoint"}
@@ -56,7 +57,8 @@ class Trials:
 
         Args:
             accumulate: Batches that an optimizer step has meanwhile.
-            alone: Whether each process steps without the others, as it must where one may run out of memory.
+            alone: Whether each process steps without the others, as it must where one may run out of memory, and
+                techniques that spare memory by chance do not.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
         with collected(), tempfile.TemporaryDirectory() as folder:
@@ -67,6 +69,9 @@ class Trials:
                 trainer._default_root_dir = str(Path(folder))
                 trainer.save_checkpoint = _nothing
                 trainer.accumulate_grad_batches = accumulate
+                for callback in trainer.callbacks if alone else ():
+                    if isinstance(callback, Technique):
+                        callback.worst_case = True
                 if alone:
                     self._step_alone()
                 for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):

@@ -20,7 +20,7 @@ from lit_efficient.adapters.low_rank import kind_of
 from lit_efficient.adapters.peft_vectors import ia3_placement
 from lit_efficient.adapters.sharded import restore_without_base
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.surgery import count, match_modules
+from lit_efficient.surgery import call_layers, count, match_modules
 from lit_efficient.technique import Phase, Report, Technique
 
 # Ends of names: Llama, Mistral, Qwen and Gemma; GPT-2; this package's GPT. Queries are never scaled.
@@ -83,6 +83,7 @@ class IA3(Technique):
         for found, side in scaled:
             for _, layer in found:
                 add_ia3(layer, side)
+        call_layers(module)
         factors = [layer.ia3 for found, _ in scaled for _, layer in found]
         freeze_base(module, factors, save_base=self.save_base)  # type: ignore[arg-type]
         share = count(factors) / count(module.parameters())  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from lit_efficient.adapters.quantized import is_bitsandbytes, quantization_of
 from lit_efficient.adapters.sharded import restore_without_base
 from lit_efficient.adapters.targets import ALL_LINEAR, find_targets
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.surgery import count, match_modules
+from lit_efficient.surgery import call_layers, count, match_modules
 from lit_efficient.technique import Phase, Report, Technique
 
 
@@ -130,6 +130,7 @@ class LoRA(Technique):
         elif self.bias == "lora_only":
             trained += [layer.bias for _, layer in targets if isinstance(getattr(layer, "bias", None), nn.Parameter)]  # type: ignore[misc]
         freeze_base(module, trained, save_base=self.save_base)
+        call_layers(module)
         return self._report(module, tuple(name for name, _ in targets))
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:

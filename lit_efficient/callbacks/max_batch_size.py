@@ -116,6 +116,7 @@ class MaxBatchSize(Technique):
         self.found: FoundBatch | None = None
         self._asked: tuple[int, int] | None = None  # size and accumulation before the run
         self._place: BatchSizeTarget | None = None
+        self._batch_counts: dict[str, int] = {}  # settings of the trainer that count batches, before the run
         self._start: dict[str, Any] = {}  # states of the global generators before data is loaded
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []  # the loaders' own, likewise
 
@@ -177,7 +178,10 @@ class MaxBatchSize(Technique):
         if self._asked is not None and self._place is not None:
             self._place.set(self._asked[0])
             trainer.accumulate_grad_batches = self._asked[1]
+        for name, value in self._batch_counts.items():
+            setattr(trainer, name, value)
         self._asked = self._place = None
+        self._batch_counts = {}
 
     def _before_run(self, trainer: Any, states: dict[str, Any]) -> None:
         self._start = states
@@ -212,6 +216,12 @@ class MaxBatchSize(Technique):
         trainer.accumulate_grad_batches = found.accumulation
         if self._place.value == found.size:
             return
+        if self.keep_effective_batch:  # what counts batches goes on counting the same samples
+            for name in ("limit_train_batches", "val_check_interval"):
+                value = getattr(trainer, name)
+                if isinstance(value, int):
+                    self._batch_counts[name] = value
+                    setattr(trainer, name, max(1, round(value * self._place.value / found.size)))
         self._place.set(found.size)
         loop = trainer.fit_loop
         for part in (loop, loop.epoch_loop.val_loop):

@@ -26,6 +26,7 @@ from lit_efficient.adapters.quantized import (
     stored_bytes,
 )
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.surgery import call_layers
 from lit_efficient.technique import Phase, Report, Technique
 
 
@@ -100,6 +101,7 @@ class QuantizeBase(Technique):
             after += stored_bytes(layer)
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, layer)
+        call_layers(module)
         return Report(
             f"{len(found)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
             f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved",

@@ -261,5 +261,8 @@ def _tell(module: nn.Module, name: str, old: int, new: int) -> None:
         for holder in (part, getattr(part, "config", None)):
             for attribute in ("num_labels", "num_classes"):
                 value = getattr(holder, attribute, None)
+                own = getattr(type(holder), attribute, None)
+                if isinstance(own, property) and own.fset is None:
+                    continue  # it is derived from something else
                 if isinstance(value, int) and value == old:
                     setattr(holder, attribute, new)

@@ -258,6 +258,15 @@ class StochasticDepth(Technique):
     def _blocks_of(self, module: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[str, str]]:
         """The blocks that can be dropped, and why others cannot."""
         found = find_blocks(module, self.blocks, who="StochasticDepth")
+        if self.blocks == "auto":  # frozen ones, a teacher's say, count for no depth
+            trained = [(name, block) for name, block in found if any(p.requires_grad for p in block.parameters())]
+            found = trained or found
+        for name, block in found if self.skip == "sample" else ():
+            if any(getattr(part, "batch_first", True) is False for part in block.modules()):
+                raise ConfigurationError(
+                    f"StochasticDepth: skip='sample' needs the batch first, and {name!r} has time first "
+                    "(batch_first=False): build it with batch_first=True, or use skip='batch'"
+                )
         left_out = {name: why for name, block in found if (why := why_not_residual(block)) is not None}
         if left_out and (self.blocks != "auto" or len(left_out) == len(found)):
             raise ConfigurationError(
@@ -271,12 +280,18 @@ class StochasticDepth(Technique):
         rank = trainer.global_rank if self.skip == "sample" else 0
         for i, block in enumerate(_droppable(pl_module)):
             block._drop_seed = mix_seed(self.seed, number, i, rank)
-            block._drop_now = bool(torch.rand((), generator=_generator(block._drop_seed)) < block._drop_rate)
+            drop = bool(torch.rand((), generator=_generator(block._drop_seed)) < block._drop_rate)
+            block._drop_now = drop and not self.worst_case
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Outside the loop draw from torch's global generator again."""
         for block in _droppable(pl_module):
             block._drop_seed = block._drop_now = None
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Likewise."""
+        self.on_train_end(trainer, pl_module)
+        super().on_exception(trainer, pl_module, exception)
 
 
 def _droppable(root: nn.Module) -> list[_Droppable]:

@@ -112,7 +112,7 @@ class _WeightedLoss(TorchFunctionMode):
             )
         weights = self.weights_of(self.levels[0]).to(errors)
         if reduction == "mean":
-            return (errors.flatten(1).mean(1) * weights).mean()
+            return (errors.reshape(len(errors), -1).mean(1) * weights).mean()
         errors = errors * weights.view(-1, *[1] * (errors.ndim - 1))
         return errors.sum() if reduction == "sum" else errors
 

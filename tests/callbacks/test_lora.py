@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import ConfigurationError, LoRA, LowBitOptimizer, merge_adapters
+from lit_efficient import ConfigurationError, LoRA, LowBitOptimizer, QuantizeBase, merge_adapters
 from lit_efficient.application import apply, replay, reports_of
 from lit_efficient.callbacks.lora import stretch_steps
 from lit_efficient.errors import CheckpointError
@@ -182,3 +182,24 @@ def test_bad_targets_are_refused_before_anything_changes(arguments: dict[str, An
         apply(module, [LoRA(**arguments)])
     assert module.state_dict().keys() == before
     assert all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "technique", [LoRA(rank=2, targets=["linear1", "linear2"]), QuantizeBase("int4", group_size=16)]
+)
+def test_torchs_encoder_calls_changed_layers_in_evaluation_too(technique: Any) -> None:
+    """Its fused path for evaluation reads the weights themselves."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 2))
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        plain = net.eval()(x)
+    apply(net, [technique])
+    for name, parameter in net.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        evaluated, trained = net.eval()(x), net.train()(x)
+    torch.testing.assert_close(evaluated, trained, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(evaluated, plain)

@@ -162,3 +162,23 @@ def test_processes_agree(tmp_path: Path) -> None:
     if int(os.environ["RANK"]) == 0: print("agreed", len(search.losses))
     """
     assert "agreed 6" in run_script(source, tmp_path, processes=2)
+
+
+def test_a_sparse_buffer_is_put_back_and_the_rate_of_swa_is_scaled() -> None:
+    class Graph(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(8).to_sparse())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=5e-4, anneal_epochs=1)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    finder = LRFinder(min_lr=1e-3, max_lr=1.0, num_steps=12, early_stop_threshold=None)
+    run = trainer([finder])
+    run.fit(module := Graph(), data(), data())
+    assert finder.suggestion is not None
+    group = run.optimizers[0].param_groups[0]
+    assert group["swa_lr"] == pytest.approx(0.5 * finder.suggestion)
+    assert torch.equal(module.adjacency.to_dense(), torch.eye(8))

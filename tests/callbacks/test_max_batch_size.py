@@ -233,14 +233,14 @@ def test_everything_is_bit_equal_to_before_and_callbacks_took_part(tmp_path: Pat
     np.random.seed(0)
     run.fit(module, data(shuffle=True), data())
     assert spy.before["empty"] == [0]
-    assert trials == [2] * 4 + [2] * 2  # two windows of two micro-batches; then the two real ones
-    assert spy.batches == [2, 2]  # the notes of a callback were put back
-    assert module.steps == len(module.seen) == 2
+    assert trials == [2] * 4 + [2] * 4  # two windows of two micro-batches; then two real ones: the samples asked for
+    assert spy.batches == [2] * 4  # the notes of a callback were put back
+    assert module.steps == len(module.seen) == 4
     before, after = ({**state, "loops": None} for state in (spy.before, spy.after))
     assert_equal(before, after)
     saved = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
-    assert saved == ["epoch=0-step=1.ckpt"]
-    assert len((tmp_path / "log" / "0" / "metrics.csv").read_text().splitlines()) <= 3
+    assert saved == ["epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt"]
+    assert len((tmp_path / "log" / "0" / "metrics.csv").read_text().splitlines()) <= 4
     assert not list(tmp_path.glob("snapshots"))
 
 
@@ -447,3 +447,20 @@ def test_processes_agree_on_the_smallest(tmp_path: Path) -> None:
     assert int(size) * int(accumulation) == 16
     assert 1 < int(size) < 16
     assert failed == "training"
+
+
+def test_settings_that_count_batches_go_on_counting_the_same_samples() -> None:
+    class Count(Callback):
+        seen = 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx >= 0 and trainer.fit_loop.epoch_loop.batch_progress.current.ready > self.seen:
+                self.rows = getattr(self, "rows", 0) + len(batch[0])
+                self.seen += 1
+
+    counter = Count()
+    run = trainer([MaxBatchSize(max_size=2, idle=("Count",)), counter], limit_train_batches=3, val_check_interval=2)
+    run.fit(Toy(), data(rows=32), data())
+    assert counter.rows == 3 * 4
+    assert (run.limit_train_batches, run.val_check_interval) == (3, 2)
+    assert run.global_step == 3

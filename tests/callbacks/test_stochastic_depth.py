@@ -171,3 +171,40 @@ def test_rows_of_our_gpt_are_cut_whatever_the_batch_size(batch: int) -> None:
     outputs = torch.stack([gpt(ids) for _ in range(4)])
     assert outputs.shape[1:] == whole.shape
     assert torch.equal(outputs[0], whole) == (batch == 1)  # a single row always runs
+
+
+def test_frozen_blocks_of_a_teacher_count_for_no_depth() -> None:
+    net = nn.ModuleDict({"student": Net(depth=4), "teacher": Net(depth=12).requires_grad_(False)})
+    apply(net, [StochasticDepth(rate=0.5)])
+    rates = [part._drop_rate for part in net.modules() if hasattr(part, "_drop_rate")]
+    assert rates == linear_rates(0.5, 4)
+
+
+def test_rows_of_blocks_with_time_first_are_refused() -> None:
+    def encoder(batch_first: bool) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+        return nn.Sequential(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+
+    with pytest.raises(ConfigurationError, match="needs the batch first"):
+        apply(encoder(batch_first=False), [StochasticDepth(skip="sample")])
+    apply(encoder(batch_first=True), [StochasticDepth(skip="sample")])
+    apply(encoder(batch_first=False), [StochasticDepth(skip="batch")])
+
+
+def test_after_an_exception_a_loop_of_ones_own_draws_anew() -> None:
+    class Broken(Toy):
+        def on_train_batch_end(self, *_: object) -> None:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer([StochasticDepth(rate=0.9)]).fit(module := Broken(), data(), data())
+    assert {part._drop_now for part in module.modules() if hasattr(part, "_drop_now")} == {None}
+
+
+def test_nothing_is_dropped_while_memory_is_measured() -> None:
+    technique = StochasticDepth(rate=0.9)
+    run = trainer([technique])
+    run.fit(module := Toy(), data(), data())
+    technique.worst_case = True
+    technique.on_train_batch_start(run, module, None, 0)
+    assert {part._drop_now for part in module.modules() if hasattr(part, "_drop_now")} == {False}
