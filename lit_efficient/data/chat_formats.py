@@ -51,12 +51,14 @@ class Document:
         messages: the turns, each with ``role`` and ``content`` at least; empty for a text.
         text: the text, when there are no messages.
         given: how many characters of ``text`` are a prompt that is not learned.
+        given_turns: how many of ``messages`` are a prompt; the assistant's turns among them are not learned either.
         tools: descriptions of tools, for templates that know them.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
     given: int = 0
+    given_turns: int = 0
     tools: tuple[Any, ...] = ()
 
 
@@ -149,9 +151,10 @@ def _completion(row: Mapping[str, Any], tools: tuple[Any, ...]) -> Document:
     if isinstance(prompt, list) != isinstance(completion, list):
         raise MalformedRow(f"prompt is {_kind(prompt)} and completion {_kind(completion)}: both must be of one kind")
     if isinstance(prompt, list):
-        messages = (*_messages(prompt, "prompt"), *_messages(completion, "completion"))
+        asked = _messages(prompt, "prompt")
+        messages = (*asked, *_messages(completion, "completion"))
         _check_turns(messages)
-        return Document(messages=messages, tools=tools)
+        return Document(messages=messages, given_turns=len(asked), tools=tools)
     if not isinstance(prompt, str):
         raise MalformedRow(f"prompt is {_kind(prompt)}, not text")
     return Document(text=prompt + _text(row, "completion"), given=len(prompt))

@@ -173,12 +173,14 @@ class ChatTokens:
             text, marks = self._rendered_with_marks(document)
             if self.train_on == "all":
                 return _encodable(text), [(0, len(text))]
-            spans = marks if self.marked else self._spans_by_prefixes(document, text)
+            given = sum(message["role"] == "assistant" for message in document.messages[: document.given_turns])
+            spans = marks[given:] if self.marked else self._spans_by_prefixes(document, text)
         except TemplateError as error:
             raise MalformedRow(f"the chat template refuses it: {error}") from error
         if not spans:
             raise MalformedRow("the chat template marks nothing of it as the assistant's")
-        return _encodable(text), spans[-1:] if self.train_on == "completion" else spans
+        last_alone = self.train_on == "completion" and not document.given_turns
+        return _encodable(text), spans[-1:] if last_alone else spans
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool = False) -> str:
         return str(
@@ -204,8 +206,10 @@ class ChatTokens:
 
     def _spans_by_prefixes(self, document: Document, text: str) -> list[Span]:
         messages, spans = document.messages, list[Span]()
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        for index in turns[-1:] if self.train_on == "completion" else turns:
+        own = range(document.given_turns, len(messages))
+        turns = [index for index in own if messages[index]["role"] == "assistant"]
+        last_alone = self.train_on == "completion" and not document.given_turns
+        for index in turns[-1:] if last_alone else turns:
             if index == 0:
                 raise MalformedRow("the first turn is the assistant's, and this chat template cannot begin with it")
             before = self._rendered(messages[:index], document.tools, prompt=True)
@@ -228,7 +232,11 @@ class ChatTokens:
             place = int(np.searchsorted(ends, first))
             end = int(ends[place]) if place < len(ends) else None  # the end of this turn
             if stop is not None:
-                trained[first : np.searchsorted(starts, stop)] = True
+                after = int(np.searchsorted(starts, stop))
+                trained[first:after] = True
+                if end is not None and end >= after:  # of a later turn, if this one ends with another special token
+                    others = np.flatnonzero(np.isin(ids[after : end + 1], list(self.special_ids)))
+                    end = after + int(others[0]) if len(others) else end
             elif end is None:
                 raise ConfigurationError("tokenizer: the chat template ends an earlier turn with no special token.")
             if end is not None and self.train_on != "all":

@@ -21,7 +21,7 @@ import numpy as np
 from lit_efficient.data.chat_tokens import Encoded
 from lit_efficient.losses.next_token import IGNORE
 
-FORMAT = 1  # part of every key: raise it when the files' meaning changes
+FORMAT = 2  # part of every key: raise it when the files' meaning changes
 MANIFEST = "manifest.json"
 
 

@@ -10,8 +10,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.errors import ConfigurationError
 
@@ -61,7 +64,7 @@ def open_sources(
         from lit_efficient.data.python_instructions import instructions
 
         rows = instructions()
-        return [Source(name, lambda: ((f"{name}:{i}", row) for i, row in enumerate(rows, 1)), digest_of_rows(rows))]
+        return [Source(name, partial(_numbered, rows, name), digest_of_rows(rows))]
     if name == STDLIB_PACKAGES:
         return [_stdlib_packages()]
     path = Path(name).expanduser()
@@ -71,6 +74,11 @@ def open_sources(
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return [_saved(path, split)]
         files = sorted(p for p in path.rglob("*") if p.suffix in ROW_SUFFIXES + TEXT_SUFFIXES and p.is_file())
+        rows_only = [file for file in files if file.suffix in (".jsonl", ".ndjson", ".parquet")]
+        if rows_only and len(rows_only) < len(files):  # a README beside the data is no data
+            passed = [file.name for file in files if file not in rows_only]
+            rank_zero_info(f"{name}: {len(rows_only)} files of rows; passed over {', '.join(passed[:5])}")
+            files = rows_only
         if not files:
             known = ", ".join(ROW_SUFFIXES + TEXT_SUFFIXES)
             raise ConfigurationError(f"{name}: the folder holds no data: files that end with {known} are taken.")
@@ -89,7 +97,7 @@ def _stdlib_packages() -> Source:
     texts = read_texts((name, path) for name, path in files if "/" in name).files
     digest = hashlib.sha256(json.dumps([[text.path, text.digest] for text in texts]).encode()).hexdigest()
     rows = [(f"{STDLIB_PACKAGES}:{text.path}", {"text": text.text}) for text in texts]
-    return Source(STDLIB_PACKAGES, lambda: iter(rows), digest, is_text=True)
+    return Source(STDLIB_PACKAGES, partial(iter, rows), digest, is_text=True)
 
 
 def _file(path: Path, name: str) -> Source:
@@ -100,7 +108,7 @@ def _file(path: Path, name: str) -> Source:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
-    return Source(name, lambda: reader(path, name), digest, reader is _whole_text)
+    return Source(name, partial(reader, path, name), digest, reader is _whole_text)
 
 
 def _whole_text(path: Path, name: str) -> Iterator[Row]:
@@ -170,7 +178,7 @@ def _saved(path: Path, split: str) -> Source:
         with file.open("rb") as content:
             digest.update(file.relative_to(path).as_posix().encode())
             digest.update(hashlib.file_digest(content, "sha256").digest())
-    return Source(path.name, lambda: _numbered(found, path.name), digest.hexdigest())
+    return Source(path.name, partial(_numbered, found, path.name), digest.hexdigest())
 
 
 def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
@@ -184,12 +192,12 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
             f"{name}: neither a file or folder here, nor a data set that could be loaded from the hub: {reason}"
         ) from error
     if streaming:
-        return Source(name, lambda: streamed_rows(found, name), "")
+        return Source(name, partial(streamed_rows, found, name), "")
     digest = hashlib.sha256(str(found._fingerprint).encode())
     for entry in found.cache_files:
         with open(entry["filename"], "rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
-    return Source(name, lambda: _numbered(found, name), digest.hexdigest())
+    return Source(name, partial(_numbered, found, name), digest.hexdigest())
 
 
 def _numbered(found: Any, name: str) -> Iterator[Row]:

@@ -68,12 +68,12 @@ class StreamedRows(IterableDataset[PackedRow]):
         self.buffer = buffer
         self.max_malformed = max_malformed
         self.seed = seed
+        self.place: tuple[int, int] | None = None  # rank and ranks, told by the main process: workers may not know
         self.counts = Counts()
         self._said = False
 
     def __iter__(self) -> Iterator[PackedRow]:
-        grouped = distributed.is_available() and distributed.is_initialized()
-        rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if grouped else (0, 1)
+        rank, ranks = self.place or place_among_ranks()
         worker = get_worker_info()
         workers = worker.num_workers if worker else 1
         part, parts = rank * workers + (worker.id if worker else 0), ranks * workers
@@ -131,6 +131,12 @@ class StreamedRows(IterableDataset[PackedRow]):
         return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
 
 
+def place_among_ranks() -> tuple[int, int]:
+    """This process's rank and the number of processes."""
+    grouped = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if grouped else (0, 1)
+
+
 class StreamLoader:
     """Batches of a stream, in epochs of a given length, that go on where they stood: after an epoch and after a crash.
 
@@ -154,6 +160,8 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self.batches):
             if self._stream is None:
+                if isinstance(self.loader.dataset, StreamedRows):
+                    self.loader.dataset.place = place_among_ranks()
                 self._stream = iter(self.loader)
                 for _ in range(self._yielded):
                     next(self._stream)
@@ -180,9 +188,8 @@ class StreamLoader:
         self._yielded, self._stream = int(state_dict["batches"]), None
 
     def _layout(self) -> dict[str, int]:
-        grouped = distributed.is_available() and distributed.is_initialized()
         return {
-            "processes": distributed.get_world_size() if grouped else 1,
+            "processes": place_among_ranks()[1],
             "num_workers": self.loader.num_workers,
             "batch_size": int(self.loader.batch_size or 0),
         }

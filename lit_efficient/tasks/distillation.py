@@ -51,7 +51,8 @@ class DistillationLoss:
     Args:
         divergence: from the teacher's distribution, and the temperature.
         weight: w, of the divergence; the cross-entropy with the data has 1 - w. In (0, 1].
-        rationale_weight: of the loss on rationales, for batches that have them; at least 0.
+        rationale_weight: of the loss on rationales, for batches that have them; at least 0. Where several batches make
+            an optimizer step, each batch's rationales count as much as its answers have tokens.
         chunk_size: tokens whose logits exist at one time, at least 1.
     """
 

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling
+from lit_efficient import CausalLMConfig, ConfigurationError, GPTConfig, LanguageModeling
 from lit_efficient.__main__ import main
 from lit_efficient.data.chat_formats import recognise
 from lit_efficient.models.causal_lm import build
@@ -139,3 +139,14 @@ def test_what_cannot_be_done_is_one_sentence(
     captured = capsys.readouterr().err
     assert message in captured
     assert "Traceback" not in captured
+
+
+def test_a_line_break_inside_a_text_begins_no_prompt(tmp_path: Path) -> None:
+    from lit_efficient.commands.write_data import read_prompts
+
+    rows = [{"prompt": "a\u2028b"}, {"prompt": "c\x85d"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    assert read_prompts(tmp_path / "p.jsonl", "completion") == ["a\u2028b", "c\x85d"]
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match="is not UTF-8"):
+        read_prompts(tmp_path / "p.txt", "completion")

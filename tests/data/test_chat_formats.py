@@ -112,3 +112,13 @@ def test_functions_of_a_module() -> None:
         ('def double(self, x: int=2) -> int:\n    """Twice."""', "doubled = 2 * x  # double\nreturn doubled")
     ]
     assert list(functions_of("def broken(:")) == []
+
+
+def test_tools_may_be_the_text_of_a_list() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"messages": turns, "tools": '[{"name": "f"}]'}
+    assert read_row(row, "messages").tools == ({"name": "f"},)
+    assert read_row({**row, "tools": ""}, "messages").tools == ()
+    for wrong, message in (("[", "tools is a text that is no JSON"), ('{"name": "f"}', "tools is .*, not a list")):
+        with pytest.raises(MalformedRow, match=message):
+            read_row({**row, "tools": wrong}, "messages")

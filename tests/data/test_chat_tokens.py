@@ -196,3 +196,24 @@ def test_what_is_no_tokenizer_or_template_is_a_sentence(tmp_path) -> None:
         load_chat_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigurationError, match="neither Jinja nor a file"):
         read_template("nothing.jinja")
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "completion"])
+@pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["marked", "by prefixes"])
+def test_the_turns_of_a_prompt_are_given_and_those_of_its_completion_learned(template: str, train_on: str) -> None:
+    asked = Document(messages=tuple(TURNS), given_turns=4)
+    assert learned(*encode(asked, template, train_on=train_on)) == ["Yes, of course.<|im_end|>"]
+    both = Document(messages=tuple(TURNS), given_turns=2)
+    expected = ["Four.<|im_end|>", "Yes, of course.<|im_end|>"]
+    assert learned(*encode(both, template, train_on=train_on)) == expected
+
+
+def test_a_turn_that_ends_with_another_token_does_not_learn_what_follows() -> None:
+    """As of Llama 3.1, whose calls of tools end with a token of their own."""
+    template = UNENDED.replace(
+        "{% endgeneration %}{{ '<|im_end|>' }}",
+        "{% endgeneration %}{{ '<|endoftext|>' if loop.index == 3 else '<|im_end|>' }}",
+    )
+    assert template != UNENDED
+    found = learned(*encode(CHAT, template, untrained_end="train"))
+    assert found == ["Four.<|endoftext|>", "Yes, of course.<|im_end|>"]

@@ -1,4 +1,5 @@
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ def test_malformed_rows_stop_a_stream(tmp_path: Path) -> None:
     data = streamed(tmp_path, train=str(tmp_path / "bad.jsonl"), epoch_batches=100)
     with pytest.raises(ConfigurationError, match=r"malformed \(25\.\d+%\):\n  bad.jsonl:1: no JSON"):
         list(data.train_dataloader())
+
+
+def test_a_short_stream_is_checked_and_says_what_it_lost(tmp_path: Path) -> None:
+    lines = [json.dumps(chat(i)) if i % 2 else "{" for i in range(40)]
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ConfigurationError, match=r"20 of 40 rows for train are malformed"):
+        list(streamed(tmp_path, train=str(tmp_path / "bad.jsonl"), epoch_batches=100).train_dataloader())
+    tolerant = streamed(tmp_path, train=str(tmp_path / "bad.jsonl"), epoch_batches=100, max_malformed=0.6)
+    with pytest.warns(UserWarning, match=r"20 of 40 rows for train are malformed \(50.00%\)"):
+        list(tolerant.train_dataloader())
+
+
+def test_a_stream_can_be_sent_to_workers_that_are_spawned(tmp_path: Path) -> None:
+    """They know no process group: the main process tells them their place."""
+    loader = streamed(tmp_path).train_dataloader()
+    assert next(iter(loader))["input_ids"].ndim == 2
+    sent = pickle.loads(pickle.dumps(loader.loader.dataset))
+    assert sent.place == (0, 1)
+    sent.place = (1, 2)
+    kept = loader.loader.dataset
+    kept.place = (0, 2)
+    ours, theirs = ({row[0][0].tobytes() for row, _ in zip(stream, range(8))} for stream in (kept, sent))
+    assert not ours & theirs
 
 
 def test_a_stream_needs_a_tokenizer_and_rows_to_validate_on(tmp_path: Path) -> None:
