@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient.data import document_store
+from lit_efficient.data.chat_data import ChatDataModule
 from lit_efficient.data.chat_formats import KEYS, Format
 from lit_efficient.data.chat_tokenizer import SMALLEST_VOCABULARY, load_chat_tokenizer
 from lit_efficient.data.chat_tokens import ChatTokens, OnUntrainedEnd, TrainOn
@@ -35,7 +35,7 @@ from lit_efficient.data.truncation import Side
 from lit_efficient.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 
 class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
@@ -59,7 +59,7 @@ class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
         ]
 
 
-class LanguageData(LightningDataModule):
+class LanguageData(ChatDataModule):
     """Conversations, instructions and texts as batches for causal language models; labels are not shifted.
 
     Packed batches are ``{"input_ids", "labels", "position_ids"}``, padded ones ``{"input_ids", "labels",
@@ -130,7 +130,7 @@ class LanguageData(LightningDataModule):
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(vocab_size)
         least = {"max_length": 2, "batch_size": 1, "val_batch_size": 1, "num_workers": 0, "max_rows": 1}
         least |= {"epoch_batches": 1, "buffer": 1}
         given = {"max_length": max_length, "batch_size": batch_size, "num_workers": num_workers}
@@ -167,7 +167,6 @@ class LanguageData(LightningDataModule):
         self.format = format
         self.columns = dict(columns or {})
         self.tokenizer_name = tokenizer
-        self._vocab_size = vocab_size
         self.chat_template = chat_template
         self.train_on = train_on
         self.untrained_end = untrained_end
@@ -188,36 +187,9 @@ class LanguageData(LightningDataModule):
         self.buffer = buffer
         self.cache_dir = cache_dir
         self.seed = seed
-        self.chat_tokenizer: Any = None
-        """The tokenizer as transformers knows it, with its chat template; known after `setup`."""
-        self.report: dict[str, Any] = {}
-        """What the sources held and lost (the cache's manifest); known after `setup`."""
         self.train_rows: PackedDocuments | StreamedRows | None = None
         self.val_rows: PackedDocuments | None = None
         self._folder: Path | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer without its template; known after `setup`."""
-        if self.chat_tokenizer is None:
-            raise RuntimeError("LanguageData: call prepare_data() and setup() first.")
-        return self.chat_tokenizer.backend_tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, the added ones included; known after `setup`."""
-        return self._vocab_size if self.chat_tokenizer is None else len(self.chat_tokenizer)
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """The ids that end a text or a turn: where generation stops; known after `setup`."""
-        return sorted({self.chat_tokenizer.eos_token_id, self.report["end_of_turn"]} - {None})
-
-    @property
-    def pad_id(self) -> int:
-        """The id of what fills a row up; it is never learned."""
-        pad = self.chat_tokenizer.pad_token_id
-        return int(self.chat_tokenizer.eos_token_id if pad is None else pad)
 
     def prepare_data(self) -> None:
         """Make the cache, or check all of it, and say what it holds. Runs in one process a machine."""

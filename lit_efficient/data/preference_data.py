@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_efficient.data import document_store
+from lit_efficient.data.chat_data import ChatDataModule
 from lit_efficient.data.chat_tokenizer import SMALLEST_VOCABULARY, load_chat_tokenizer
 from lit_efficient.data.chat_tokens import OnUntrainedEnd
 from lit_efficient.data.collate import padded_batch
@@ -32,12 +32,12 @@ from lit_efficient.data.rows import Source, digest_of_rows, open_sources
 from lit_efficient.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 _COLUMNS = ("prompt", "chosen", "rejected", "system", "tools")
 
 
-class PreferenceData(LightningDataModule):
+class PreferenceData(ChatDataModule):
     """Pairs as batches ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, ``[B, T]``.
 
     Rows have ``prompt``, ``chosen`` and ``rejected``, as texts or as lists of messages; conversations may leave
@@ -95,7 +95,7 @@ class PreferenceData(LightningDataModule):
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(vocab_size)
         least = {"max_length": 2, "batch_size": 1, "val_batch_size": 1, "num_workers": 0, "max_rows": 1}
         given = {"max_length": max_length, "batch_size": batch_size, "num_workers": num_workers}
         given |= {"val_batch_size": batch_size if val_batch_size is None else val_batch_size}
@@ -129,7 +129,6 @@ class PreferenceData(LightningDataModule):
         self.columns = dict(columns or {})
         self.strings_as: StringsAs = strings_as
         self.tokenizer_name = tokenizer
-        self._vocab_size = vocab_size
         self.chat_template = chat_template
         self.untrained_end: OnUntrainedEnd = untrained_end
         self.max_length = max_length
@@ -145,36 +144,9 @@ class PreferenceData(LightningDataModule):
         self.subset = subset
         self.cache_dir = cache_dir
         self.seed = seed
-        self.chat_tokenizer: Any = None
-        """The tokenizer as transformers knows it, with its chat template; known after `setup`."""
-        self.report: dict[str, Any] = {}
-        """What the sources held and lost (the cache's manifest); known after `setup`."""
         self.train_pairs: PairRows | None = None
         self.val_pairs: PairRows | None = None
         self._folder: Path | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer without its template; known after `setup`."""
-        if self.chat_tokenizer is None:
-            raise RuntimeError("PreferenceData: call prepare_data() and setup() first.")
-        return self.chat_tokenizer.backend_tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, the added ones included; known after `setup`."""
-        return self._vocab_size if self.chat_tokenizer is None else len(self.chat_tokenizer)
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """The ids that end a text or a turn: where generation stops; known after `setup`."""
-        return sorted({self.chat_tokenizer.eos_token_id, self.report["end_of_turn"]} - {None})
-
-    @property
-    def pad_id(self) -> int:
-        """The id of what fills a row up; it is never learned."""
-        pad = self.chat_tokenizer.pad_token_id
-        return int(self.chat_tokenizer.eos_token_id if pad is None else pad)
 
     def prepare_data(self) -> None:
         """Make the cache, or check all of it, and say what it holds. Runs in one process a machine."""
