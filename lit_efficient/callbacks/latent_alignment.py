@@ -3,7 +3,7 @@
     L = w_a weight (mean relu(|cos(z_i, z_j) - cos(f_i, f_j)| - m1) + mean relu(1 - m2 - cos(W z_i, f_i)))
     w_a = |grad of the module's loss| / |grad of L|, both at the encoder's last layer
 
-Saves: training steps of the diffusion model on the latents; the paper reports 2.5 times fewer with 32 channels
+Saves: training steps of the diffusion model on the latents; the paper reports FID 2.11 on ImageNet in 64 epochs
 Costs: the encoder's forward, W while training, and for w_a a backward pass of each loss down to the latent
 Source: Yao et al. (2025), https://arxiv.org/abs/2501.01423
 """
