@@ -37,11 +37,11 @@ def _isolated_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(autouse=True)
 def _no_run_left_open() -> Iterator[None]:
-    """A run of W&B that a test leaves open would be taken for its own by the next one."""
+    """W&B's service goes on in the folder, and with the run, of the test that has started it: end both."""
     yield
     wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
-        wandb.finish()
+    if wandb is not None:
+        wandb.teardown()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

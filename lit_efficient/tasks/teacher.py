@@ -40,11 +40,6 @@ class TeacherSource:
     def __post_init__(self) -> None:
         if isinstance(self.spec, CausalLMConfig) and self.spec.draws_weights:
             raise ConfigurationError("Distillation: teacher must have trained weights, got one that draws them.")
-        if isinstance(self.spec, str) and self.checkpoint is None:
-            if Path(self.spec).suffix in (".ckpt", ".pt", ".pth"):
-                raise ConfigurationError(f"Distillation: teacher: there is no file {self.spec}.")
-            if missing := missing_folder(self.spec):
-                raise ConfigurationError(f"Distillation: teacher: {missing}")
 
     @property
     def name(self) -> str:
@@ -56,6 +51,19 @@ class TeacherSource:
         """The path, if it is a checkpoint."""
         return self.spec if isinstance(self.spec, str) and Path(self.spec).is_file() else None
 
+    def check(self) -> None:
+        """Refuse a path at which nothing is, before it is taken for a name on a hub.
+
+        Raises:
+            ConfigurationError: that says what is missing.
+        """
+        if not isinstance(self.spec, str) or self.checkpoint is not None:
+            return
+        if Path(self.spec).suffix in (".ckpt", ".pt", ".pth"):
+            raise ConfigurationError(f"Distillation: teacher: there is no file {self.spec}.")
+        if missing := missing_folder(self.spec):
+            raise ConfigurationError(f"Distillation: teacher: {missing}")
+
     @property
     def config(self) -> CausalLMConfig:
         """The model of Hugging Face, if it is one."""
@@ -63,12 +71,14 @@ class TeacherSource:
 
     def tokenizer_state(self) -> dict[str, Any] | None:
         """Its tokenizer as checkpoints have it; None if none lies beside the weights."""
+        self.check()
         if self.checkpoint is None:
             return hugging_face_tokenizer(self.config)
         return self._described()["language_modeling"]["tokenizer"]
 
     def load(self) -> FrozenNetwork:
         """The network on the CPU; the global random state stays as it is."""
+        self.check()
         with torch.random.fork_rng(devices=[]):
             if self.checkpoint is not None:
                 return FrozenNetwork(load_language_model(self.checkpoint)[0].network)

@@ -399,3 +399,11 @@ def test_without_a_tokenizer_the_number_of_ids_must_be_the_same(home: Path, tmp_
     task, _ = ready(FAMILIES["llama"], {**FAMILIES["llama"], "vocab_size": 104}, JSD)
     with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 104"):
         task.training_step(batch(), 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("typo.ckpt", "there is no file typo.ckpt"), ("runs/llm/typo", "there is no folder")]
+)
+def test_a_path_at_which_nothing_is_is_not_asked_of_a_hub(path: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        TeacherSource(path).tokenizer_state()
