@@ -37,10 +37,11 @@ def _isolated_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(autouse=True)
 def _no_run_left_open() -> Iterator[None]:
-    """W&B's service goes on in the folder, and with the run, of the test that has started it: end both."""
+    """W&B's service goes on with the run, and in the folder, of the test that has started it: end both."""
     yield
     wandb = sys.modules.get("wandb")
-    if wandb is not None:
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
         wandb.teardown()
 
 
