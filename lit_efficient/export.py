@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from lit_efficient.adapters.peft_vectors import fold_vectors, refuse_prefix, vec
 from lit_efficient.adapters.quantized import dequantize_entry, is_code, quantize_entry
 from lit_efficient.adapters.targets import is_tied
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files import check_new_folder, write_folder
 
 FORMATS = ("peft", "merged", "safetensors")
 
@@ -55,27 +54,26 @@ def export_checkpoint(
     """
     if format not in FORMATS:
         raise ConfigurationError(f"export: format must be one of {', '.join(FORMATS)}; got {format!r}")
-    if Path(output).exists() and (not Path(output).is_dir() or any(Path(output).iterdir())):
-        raise ConfigurationError(f"export: output must be a new or empty folder, got {str(output)!r}")
+    check_new_folder(Path(output), "export")
     checkpoint = _read(Path(path))
     if format == "peft":
         vectors = vectors_to_peft(checkpoint)
         if vectors is not None:
-            return _written(Path(output), lambda folder: _write_peft(folder, *vectors))
+            return write_folder(Path(output), lambda folder: _write_peft(folder, *vectors))
         where, arguments = _adapters(checkpoint)
         if where is None:
             raise ConfigurationError(
                 f"export: format peft is for checkpoints of LoRA, IA3 and PrefixTuning, and {path} holds no adapter"
             )
         tensors, config = to_peft(checkpoint["state_dict"], where, arguments)
-        return _written(Path(output), lambda folder: _write_peft(folder, tensors, config))
+        return write_folder(Path(output), lambda folder: _write_peft(folder, tensors, config))
     if format == "merged":
         refuse_prefix(checkpoint)
         model = _merged_transformers(checkpoint, None if base is None else str(base))
         packed = checkpoint.get("language_modeling", {}).get("tokenizer")
-        return _written(Path(output), lambda folder: _write_transformers(folder, model, packed))
+        return write_folder(Path(output), lambda folder: _write_transformers(folder, model, packed))
     state = merge_state(checkpoint, None if base is None else _read(Path(base))["state_dict"])
-    return _written(Path(output), lambda folder: _write_safetensors(folder / "model.safetensors", state))
+    return write_folder(Path(output), lambda folder: _write_safetensors(folder / "model.safetensors", state))
 
 
 def merge_state(
@@ -199,21 +197,6 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(f"export: {path} cannot be read safely: {str(error).splitlines()[0]}") from error
     return loaded if "state_dict" in loaded else {"state_dict": loaded}
-
-
-def _written(target: Path, write: Callable[[Path], object]) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        write(temporary)
-        if target.exists():
-            target.rmdir()
-        os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    target.chmod(0o755)
-    return target
 
 
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

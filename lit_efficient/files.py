@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,32 @@ def missing_folder(name: str) -> str | None:
         f"there is no folder {name} (looked for {path.absolute()}). One is made from a checkpoint of LanguageModeling "
         f"by: python -m lit_efficient export CKPT --format merged --output {name}"
     )
+
+
+def check_new_folder(folder: Path, who: str) -> None:
+    """Refuse, in the name of ``who``, to write over what is there.
+
+    Raises:
+        ConfigurationError: If ``folder`` is a file, or holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"{who}: output must be a new or empty folder, got {str(folder)!r}")
+
+
+def write_folder(target: Path, write: Callable[[Path], object]) -> Path:
+    """Let ``write`` fill a temporary folder beside ``target``, and move it there when it is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        write(temporary)
+        if target.exists():
+            target.rmdir()
+        os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    target.chmod(0o755)
+    return target
 
 
 def write(path: str | Path, checkpoint: dict[str, Any]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,8 +33,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--val_fraction", type=float, default=0.05, help="about this part of the files is held out")
     arguments = parser.parse_args(argv)
     output = Path(arguments.output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigurationError(f"tokenizer: output must be a new or empty folder, got {str(output)!r}")
+    from lit_efficient.files import check_new_folder
+
+    check_new_folder(output, "tokenizer")
     if arguments.vocab_size < 257:
         raise ConfigurationError(f"tokenizer: vocab_size must be at least 257, got {arguments.vocab_size}")
     if not 0 < arguments.val_fraction < 1:
@@ -80,14 +79,9 @@ def _save(tokenizer: object, output: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from lit_efficient.data.token_cache import END_OF_TEXT
+    from lit_efficient.files import write_folder
 
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
-        folder = Path(temporary, "tokenizer")
-        fast.save_pretrained(folder)
-        if output.exists():
-            output.rmdir()
-        os.replace(folder, output)
+    write_folder(output, fast.save_pretrained)

@@ -4,11 +4,14 @@ A prepared folder is written beside its final place and moved there in one step,
 half-written cache and two runs that start together prepare it once.
 """
 
+import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from lit_efficient.errors import ConfigurationError
 
@@ -51,6 +54,38 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
             f"The cache {folder} is damaged: {fault} Delete the folder and run again: it is made anew."
         )
     return folder
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough: bool) -> str | None:
+    """Which file of a folder is not what was written, in one sentence; None if all are.
+
+    Args:
+        folder: where the files lie.
+        recorded: size in bytes and SHA-256 of each file, by its path in the folder.
+        thorough: compare contents (about 1 s a GB), not only sizes.
+    """
+    for name, (size, digest) in recorded.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing."
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, {size} were written."
+        if thorough and sha256_of(path) != digest:
+            return f"{name} is not what was written (its SHA-256 differs)."
+    return None
+
+
+def map_numbers(path: Path, dtype: np.dtype | type) -> np.ndarray:
+    """A file of numbers mapped into memory, read-only ``[n]``."""
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:

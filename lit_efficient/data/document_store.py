@@ -9,7 +9,6 @@ file, and what all of it was made from.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from lit_efficient.data.cache import altered_file, map_numbers, sha256_of
 from lit_efficient.data.chat_tokens import Encoded
 from lit_efficient.losses.next_token import IGNORE
 
@@ -64,8 +64,8 @@ class Documents:
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        table = _map(folder / f"{split}.documents.bin", np.int64).reshape(-1, 2)
-        self._tokens = _map(folder / f"{split}.tokens.bin", np.int32)
+        table = map_numbers(folder / f"{split}.documents.bin", np.int64).reshape(-1, 2)
+        self._tokens = map_numbers(folder / f"{split}.tokens.bin", np.int32)
         self._ends = table[:, 0]
         self.num_bytes = table[:, 1]
         """Bytes of text that each document's labels stand for, ``[D]``."""
@@ -98,7 +98,7 @@ def labels_of(document: Encoded) -> np.ndarray:
 def seal(folder: Path, about: dict[str, Any]) -> None:
     """Write the manifest over all files in ``folder``, with ``about`` in it as it is."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    listed = {path.relative_to(folder).as_posix(): [path.stat().st_size, _sha256(path)] for path in files}
+    listed = {path.relative_to(folder).as_posix(): [path.stat().st_size, sha256_of(path)] for path in files}
     manifest = {"format": FORMAT, "byteorder": sys.byteorder, "files": listed, **about}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
 
@@ -122,23 +122,4 @@ def problem(folder: Path, thorough: bool = True) -> str | None:
         listed = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable."
-    for name, (size, digest) in listed.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing."
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, {size} were written."
-        if thorough and _sha256(path) != digest:
-            return f"{name} is not what was written (its SHA-256 differs)."
-    return None
-
-
-def _map(path: Path, dtype: type) -> np.ndarray:
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.zeros(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return altered_file(folder, listed, thorough)

@@ -25,6 +25,7 @@ from lit_efficient.data.chat_tokens import ChatTokens, OnUntrainedEnd, TrainOn
 from lit_efficient.data.document_store import DocumentWriter
 from lit_efficient.data.reading import Reader, check_malformed, in_chunks
 from lit_efficient.data.rows import Source
+from lit_efficient.data.text_files import unit_hash
 from lit_efficient.data.truncation import Counts, Side, fit
 from lit_efficient.errors import ConfigurationError
 
@@ -262,4 +263,4 @@ def _texts(document: Document) -> Iterator[str]:
 def _unit_hash(seed: int, document: Document) -> float:
     """A number in [0, 1) from the content, so that equal rows are never on both sides of a split."""
     content = json.dumps([seed, document.messages, document.text], sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:6]) / 2**48
+    return unit_hash(content)

@@ -27,6 +27,7 @@ from lit_efficient.data.document_store import Documents, DocumentWriter
 from lit_efficient.data.pair_formats import Pair, PairFormat, StringsAs, read_pair, recognise_pairs
 from lit_efficient.data.reading import Reader, in_chunks
 from lit_efficient.data.rows import Source
+from lit_efficient.data.text_files import unit_hash
 from lit_efficient.errors import ConfigurationError
 
 TooLong = Literal["drop", "left"]
@@ -205,7 +206,7 @@ def _threshold(rows: PairReader, recipe: PairRecipe) -> float:
 
 def _unit_hash(seed: int, pair: Pair) -> float:
     content = json.dumps([seed, pair.prompt], sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:6]) / 2**48
+    return unit_hash(content)
 
 
 class PairRows:

@@ -28,7 +28,7 @@ from lit_efficient.data.pair_cache import PairRecipe, PairRows, TooLong, prepare
 from lit_efficient.data.pair_formats import StringsAs
 from lit_efficient.data.python_preferences import STDLIB_PREFERENCES, preferences
 from lit_efficient.data.reading import check_malformed
-from lit_efficient.data.rows import Source, digest_of_rows, open_sources
+from lit_efficient.data.rows import Source, open_sources, source_of_rows
 from lit_efficient.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -230,8 +230,7 @@ class PreferenceData(ChatDataModule):
     def _open(self, name: str, split: str) -> list[Source]:
         if name != STDLIB_PREFERENCES:
             return open_sources(name, split=split, subset=self.subset)
-        rows = preferences()
-        return [Source(name, lambda: ((f"{name}:{i}", row) for i, row in enumerate(rows, 1)), digest_of_rows(rows))]
+        return [source_of_rows(name, preferences())]
 
 
 Side = tuple[np.ndarray, np.ndarray]

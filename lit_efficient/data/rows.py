@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_efficient.data.cache import sha256_of
 from lit_efficient.errors import ConfigurationError
 
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
@@ -63,8 +64,7 @@ def open_sources(
     if name == STDLIB_INSTRUCTIONS:
         from lit_efficient.data.python_instructions import instructions
 
-        rows = instructions()
-        return [Source(name, partial(_numbered, rows, name), digest_of_rows(rows))]
+        return [source_of_rows(name, instructions())]
     if name == STDLIB_PACKAGES:
         return [_stdlib_packages()]
     path = Path(name).expanduser()
@@ -88,6 +88,16 @@ def open_sources(
     return [_hub(name, split, subset, streaming)]
 
 
+def source_of_rows(name: str, rows: list[dict[str, Any]]) -> Source:
+    """Rows that are in memory, as a source; the first one is called ``name:1``."""
+    return Source(name, partial(_enumerated, rows, name), digest_of_rows(rows))
+
+
+def _enumerated(rows: list[dict[str, Any]], name: str) -> Iterator[Row]:
+    for number, row in enumerate(rows, 1):
+        yield f"{name}:{number}", row
+
+
 def _stdlib_packages() -> Source:
     """A text a file. None of the modules at the top of the library, which `STDLIB_INSTRUCTIONS` asks about."""
     from lit_efficient.data.python_corpus import EXCLUDE
@@ -104,8 +114,7 @@ def _file(path: Path, name: str) -> Source:
     readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
     reader = readers.get(path.suffix, _whole_text)
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
     return Source(name, partial(reader, path, name), digest, reader is _whole_text)

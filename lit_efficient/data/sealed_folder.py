@@ -3,7 +3,6 @@
 What was made at length is never made anew silently: everything is checked when the folder is opened, and refused.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_efficient.data.cache import prepared_folder
+from lit_efficient.data.cache import prepared_folder, sha256_of
 from lit_efficient.errors import ConfigurationError
 
 MANIFEST = "manifest.json"
@@ -62,7 +61,7 @@ def open_checked(folder: Path, key: str) -> Contents:
     for name, expected in files.items():
         if not (folder / name).is_file():
             raise ConfigurationError(f"The cache file {folder / name} is missing. {mend}")
-        if _hash(folder / name) != expected:
+        if sha256_of(folder / name) != expected:
             raise ConfigurationError(
                 f"The cache file {folder / name} is corrupt: its hash is not the manifest's. {mend}"
             )
@@ -74,10 +73,5 @@ def _write(folder: Path, key: str, tensors: dict[str, dict[str, Tensor]], facts:
 
     for name, content in tensors.items():
         save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / name)
-    manifest = {**facts, "key": key, "files": {name: _hash(folder / name) for name in tensors}}
+    manifest = {**facts, "key": key, "files": {name: sha256_of(folder / name) for name in tensors}}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

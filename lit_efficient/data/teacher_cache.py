@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_efficient.data.cache import sha256_of
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.plugins.atomic_file import replacing
@@ -105,7 +106,7 @@ def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer) -> Non
                 file.write(save(_answered(shard, answer)))
         number += 1
     names = [f"shard-{index:06d}.safetensors" for index in range(number)]
-    manifest = {"files": {name: _hash(folder / name) for name in names}}
+    manifest = {"files": {name: sha256_of(folder / name) for name in names}}
     with replacing(folder / MANIFEST) as file:
         file.write((json.dumps(manifest, indent=2) + "\n").encode())
 
@@ -145,7 +146,7 @@ class TopKCache:
         self._places: dict[bytes, tuple[int, int, int]] = {}  # of a row: shard, first token, number of them
         for name, expected in files.items():
             path = folder / name
-            if not path.is_file() or (thorough and _hash(path) != expected):
+            if not path.is_file() or (thorough and sha256_of(path) != expected):
                 raise ConfigurationError(f"The cache file {path} is missing or corrupt. {mend}")
             shard = safe_open(path, "pt")
             counts = shard.get_tensor("counts")
@@ -178,8 +179,3 @@ class TopKCache:
             shard, start, count = self._places[key]
             found.append([self._shards[shard].get_slice(name)[start : start + count] for name in ("ids", "log_probs")])
         return torch.cat([ids for ids, _ in found]), torch.cat([log_probs for _, log_probs in found])
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

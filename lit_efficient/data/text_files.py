@@ -120,7 +120,7 @@ def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list
     for (
         file
     ) in files:  # folders named together may hold files of one relative path: the later ones get a rank of their own
-        ranks.append(_unit_hash(f"{seed}:{file.path}" + f":{seen[file.path]}" * (seen[file.path] > 0)))
+        ranks.append(unit_hash(f"{seed}:{file.path}" + f":{seen[file.path]}" * (seen[file.path] > 0)))
         seen[file.path] += 1
     # Few files or an extreme fraction: each side gets at least one.
     low, high = min(ranks), max(ranks)
@@ -129,5 +129,6 @@ def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list
     return train, [file.text for file, held in zip(files, held_out, strict=True) if held]
 
 
-def _unit_hash(text: str) -> float:
+def unit_hash(text: str) -> float:
+    """A number in [0, 1) from a text: what decides the split."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48

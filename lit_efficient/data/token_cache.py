@@ -6,7 +6,6 @@ Costs (2 cores): 5 CPU-seconds to train 4,096 tokens on 8 MB of text and 7 to to
 Source: Sennrich et al. (2016), https://arxiv.org/abs/1508.07909; on bytes: GPT-2.
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lit_efficient.data.cache import altered_file, map_numbers, sha256_of
 from lit_efficient.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def write_token_cache(
         with (folder / name).open("wb") as file:
             for ids in _tokenise(tokenizer, texts, np.dtype(dtype)):
                 file.write(ids.tobytes())
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in _FILES}
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in _FILES}
     manifest = {"format": FORMAT, "byteorder": sys.byteorder, "dtype": dtype, "files": files, **about}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
 
@@ -116,24 +116,12 @@ def token_cache_problem(folder: Path, thorough: bool = True) -> str | None:
         np.dtype(manifest["dtype"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"{_MANIFEST} is missing or unreadable."
-    for name, (size, digest) in recorded.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing."
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, {size} were written."
-        if thorough and _sha256(path) != digest:
-            return f"{name} is not what was written (its SHA-256 differs)."
-    return None
+    return altered_file(folder, recorded, thorough)
 
 
 def open_tokens(folder: Path, split: str) -> np.ndarray:
     """Map the ids of ``split`` ("train" or "val") into memory, read-only."""
-    path = folder / f"{split}.bin"
-    dtype = np.dtype(read_manifest(folder)["dtype"])
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.zeros(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
+    return map_numbers(folder / f"{split}.bin", np.dtype(read_manifest(folder)["dtype"]))
 
 
 def _tokenise(tokenizer: "Tokenizer", texts: Sequence[str], dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -142,8 +130,3 @@ def _tokenise(tokenizer: "Tokenizer", texts: Sequence[str], dtype: np.dtype) -> 
     for start in range(0, len(texts), 256):  # encodings are many times larger than their ids: hold a few only
         for encoding in tokenizer.encode_batch_fast(list(texts[start : start + 256])):
             yield np.asarray([*encoding.ids, end], dtype=dtype)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

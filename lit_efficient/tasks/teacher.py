@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_efficient.data.cache import sha256_of
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files import missing_folder, read
 from lit_efficient.models import causal_lm
@@ -88,8 +89,7 @@ class TeacherSource:
         """Hash of all that decides its answers: the bytes of its files, and how they are read."""
         if self.checkpoint is None:
             return _digest_of_files(self.config)
-        with open(self.checkpoint, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(Path(self.checkpoint))
         model = self._described()["hyper_parameters"]["model"]
         if not model.get("name_or_path") or model.get("random_weights"):
             return digest
@@ -172,10 +172,8 @@ def _digest_of_files(spec: CausalLMConfig) -> str:
                 f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-    found = []
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))):
-        with path.open("rb") as file:
-            found.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+    files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json")))
+    found = [(path.name, sha256_of(path)) for path in files]
     return _hash([{key: value for key, value in asdict(spec).items() if key != "name_or_path"}, found])
 
 
