@@ -98,6 +98,7 @@ PUBLIC: dict[str, str] = {
     "vf_loss": "losses.feature_matching",
     # models
     "CausalLMConfig": "models.causal_lm",
+    "DiffusersModelConfig": "models.diffusers_model",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",
     "DiT": "models.dit",

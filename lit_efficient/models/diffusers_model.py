@@ -1,0 +1,163 @@
+"""Any model of diffusers: its weights from a hub or a folder, or random ones for a configuration.
+
+Costs what the model holds. Weights are read from safetensors only; code that a repository brings along is never run.
+Source: https://huggingface.co/docs/diffusers/main/en/api/models/overview.
+"""
+
+import difflib
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.causal_lm import Primitive
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+
+_OWNER = "DiffusersModelConfig"
+
+
+@dataclass(frozen=True)
+class DiffusersModelConfig:
+    """A model of diffusers, by name or by configuration.
+
+    Args:
+        name_or_path: a hub's name or a local folder, of the model or of a pipeline (with ``subfolder``); None builds
+            from ``config_fields`` alone.
+        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
+            whole configuration, with ``_class_name`` (``AutoencoderKL``, ``UNet2DConditionModel``, ...).
+        subfolder: where in a pipeline the model is: ``vae``, ``unet``, ``transformer``.
+        random_weights: draw the weights anew although ``name_or_path`` has some.
+        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
+        dtype: number format of the weights.
+    """
+
+    name_or_path: str | None = None
+    config_fields: dict[str, Primitive | list[Primitive | list[Primitive]] | dict[str, Primitive]] | None = None
+    subfolder: str = ""
+    random_weights: bool = False
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.name_or_path is None and "_class_name" not in (self.config_fields or {}):
+            raise ConfigurationError(
+                f"{_OWNER}: name_or_path must be a hub's name or a folder, or config_fields must have a _class_name; "
+                f"got name_or_path=None and config_fields={self.config_fields!r}."
+            )
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigurationError(f"{_OWNER}: dtype must be float32, bfloat16 or float16, got {self.dtype!r}.")
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether the weights are random."""
+        return self.name_or_path is None or self.random_weights
+
+    @property
+    def described(self) -> str:
+        """The name, or the class."""
+        if self.name_or_path is None:
+            return str((self.config_fields or {})["_class_name"])
+        return f"{self.name_or_path}/{self.subfolder}".rstrip("/")
+
+
+def resolve(spec: DiffusersModelConfig) -> dict[str, Any]:
+    """The whole configuration of the model, ``_class_name`` included, as JSON could hold it.
+
+    Raises:
+        ConfigurationError: for a name that has no configuration, an unknown class or an unknown field.
+    """
+    stored = {} if spec.name_or_path is None else _stored(spec)
+    fields = {**stored, **(spec.config_fields or {})}
+    kind = model_class(str(fields.get("_class_name")))
+    known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+    unknown = [name for name in spec.config_fields or {} if name not in known and not name.startswith("_")]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=3)
+        raise ConfigurationError(
+            f"{_OWNER}: config_fields has {unknown[0]!r}, which is no field of {kind.__name__}"
+            f"{'; near ones: ' + ', '.join(near) if near else ''}."
+        )
+    kept = {name: value for name, value in fields.items() if name in known}
+    return {"_class_name": kind.__name__, **json.loads(json.dumps(kept))}
+
+
+def build(spec: DiffusersModelConfig) -> "ModelMixin":
+    """The model, in training mode. Random weights come from torch's global generator.
+
+    Raises:
+        ConfigurationError: if it cannot be built or loaded.
+    """
+    fields = resolve(spec)
+    kind, dtype = model_class(fields["_class_name"]), getattr(torch, spec.dtype)
+    if spec.draws_weights:
+        drawn: Any = from_fields(fields)
+        return drawn.to(dtype).train()
+    changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
+    try:
+        model: Any = kind.from_pretrained(
+            spec.name_or_path,
+            subfolder=spec.subfolder or None,
+            revision=spec.revision,
+            torch_dtype=dtype,
+            use_safetensors=True,
+            **changed,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{_OWNER}: {spec.described!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return model.train()
+
+
+def from_fields(fields: dict[str, Any]) -> "ModelMixin":
+    """A model with random weights, from its whole configuration, as `resolve` gives it and checkpoints keep it."""
+    kind = model_class(str(fields.get("_class_name")))
+    try:
+        return kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
+    except Exception as error:  # each model validates in its own way
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}") from error
+
+
+def model_class(name: str) -> Any:
+    """The class of diffusers that has this name.
+
+    Raises:
+        ConfigurationError: if there is none, or it is no model.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, name, None) if name.isidentifier() else None
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        models = [known for known in dir(diffusers) if known.endswith(("Model", "ModelV2")) or "Autoencoder" in known]
+        near = difflib.get_close_matches(name, models, n=3)
+        raise ConfigurationError(
+            f"{_OWNER}: _class_name must be a model of diffusers, got {name!r}"
+            f"{'; near ones: ' + ', '.join(near) if near else ''}."
+        )
+    return kind
+
+
+def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
+    from diffusers import ModelMixin
+    from diffusers.configuration_utils import ConfigMixin
+
+    name = str(spec.name_or_path)
+    if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ConfigurationError(f"{_OWNER}: name_or_path: there is no folder {name}.")
+    reader: Any = type("Reader", (ModelMixin, ConfigMixin), {"config_name": "config.json"})
+    try:
+        fields: Any = reader.load_config(name, subfolder=spec.subfolder or None, revision=spec.revision)
+    except (OSError, ValueError) as error:
+        hint = " (a pipeline's folder needs subfolder: vae, unet or transformer)" if not spec.subfolder else ""
+        raise ConfigurationError(
+            f"{_OWNER}: {spec.described!r} has no config.json that can be read{hint}: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    return dict(fields)
