@@ -85,6 +85,22 @@ def test_the_last_layer_gets_new_weights_under_its_old_names(family: str) -> Non
         assert module.num_classes == 7
 
 
+class Counted(Net):
+    """It says how many classes it has, as what its head tells."""
+
+    @property
+    def num_classes(self) -> int:
+        """Rows of the head."""
+        return len(self.head.weight)
+
+
+def test_a_number_of_classes_that_is_derived_from_the_head_follows_it() -> None:
+    module = Counted()
+    assert module.num_classes != 7
+    replace_head(module, 7)
+    assert module.num_classes == 7
+
+
 def test_transformers_compute_their_loss_with_the_new_outputs() -> None:
     module = HEADS["llama"][0]()
     module.config.pad_token_id = 0

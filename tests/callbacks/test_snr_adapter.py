@@ -82,9 +82,10 @@ def one_step(step: Any, scheduler: Any, rule: str, prediction: str) -> Any:
         return step()
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 2, 3)], ids=["numbers", "images"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_every_reduction_is_weighted_and_what_is_added_is_left_alone(reduction: str) -> None:
-    scheduler, x, noise = DDPMScheduler(1000), torch.randn(4, 2, 3), torch.randn(4, 2, 3)
+def test_every_reduction_is_weighted_and_what_is_added_is_left_alone(reduction: str, shape: tuple[int, ...]) -> None:
+    scheduler, x, noise = DDPMScheduler(1000), torch.randn(shape), torch.randn(shape)
     timesteps = torch.tensor([0, 10, 500, 999])
 
     def step() -> torch.Tensor:
@@ -92,7 +93,9 @@ def test_every_reduction_is_weighted_and_what_is_added_is_left_alone(reduction: 
         return 0.5 * F.mse_loss(noisy, noise, reduction=reduction) + 3.0
 
     loss = one_step(step, scheduler, "min_snr", "eps")
-    weight = snr_weight(torch.logit(scheduler.alphas_cumprod[timesteps].double())).float().view(4, 1, 1)
+    weight = (
+        snr_weight(torch.logit(scheduler.alphas_cumprod[timesteps].double())).float().view(4, *[1] * (len(shape) - 1))
+    )
     errors = weight * (scheduler.add_noise(x, noise, timesteps) - noise).square()
     expected = {"mean": errors.mean(), "sum": errors.sum(), "none": errors}[reduction]
     torch.testing.assert_close(loss, 0.5 * expected + 3.0)
