@@ -50,7 +50,8 @@ class ChannelStatistics:
         if self.count < 2:
             raise ConfigurationError(f"ChannelStatistics: at least two elements a channel are needed, got {self.count}")
         std = (self._squares / (self.count - 1)).sqrt()
-        unusable = (~(std > 0) | ~std.isfinite()).nonzero().flatten().tolist()
+        resolution = torch.finfo(torch.float32).eps * self.mean.abs()  # what is below it is rounding
+        unusable = (~(std > resolution) | ~std.isfinite()).nonzero().flatten().tolist()
         if unusable:
             raise ConfigurationError(
                 f"ChannelStatistics: channels {unusable} are constant or not finite (standard deviations "
