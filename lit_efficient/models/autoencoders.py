@@ -72,6 +72,7 @@ class DiffusersAutoencoder(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Images [B, C, H, W] in [-1, 1] to mean and logvar (or None) [B, c, H / factor, W / factor]."""
         check_images(x, self, type(self.network).__name__)
+        self._check_checkpointing()
         encoded = self.network.encode(self._as_weights(x), return_dict=False)[0]
         return (encoded, None) if self.deterministic else (encoded.mean, encoded.logvar)
 
@@ -84,6 +85,15 @@ class DiffusersAutoencoder(nn.Module):
         """Images to (reconstruction through one posterior sample, mean, logvar or None)."""
         mean, logvar = self.encode(x)
         return self.decode(sample_posterior(mean, logvar, generator)), mean, logvar
+
+    def _check_checkpointing(self) -> None:
+        """Refuse what diffusers computes wrongly: a Tiny encoder that checkpoints itself gets images in [-1, 1]."""
+        encoder = self.network.encoder
+        if type(encoder).__name__ == "EncoderTiny" and encoder.gradient_checkpointing and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "AutoencoderTiny: enable_gradient_checkpointing() must not be used while its encoder trains: diffusers "
+                "leaves out the step from [-1, 1] to [0, 1] there. Set network.encoder.gradient_checkpointing = False."
+            )
 
     def _as_weights(self, x: Tensor) -> Tensor:
         """In the weights' format, unless autocast chooses one for each operation."""

@@ -123,6 +123,17 @@ def test_images_that_do_not_fit_are_refused(fields: dict[str, Any]) -> None:
             ours.encode(wrong)
 
 
+def test_a_tiny_encoder_that_checkpoints_itself_is_refused_as_it_computes_something_else() -> None:
+    ours, x = small(TINY), images()
+    expected = ours.encode(x)[0]
+    ours.network.enable_gradient_checkpointing()
+    assert not torch.allclose(ours.network.encode(x).latents, expected)  # the reason; if it holds no longer: remove
+    with pytest.raises(ConfigurationError, match="must not be used while its encoder trains"):
+        ours.encode(x)
+    with torch.no_grad():
+        assert torch.equal(ours.encode(x)[0], expected)
+
+
 def test_what_is_no_image_autoencoder_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"must be one of AutoencoderKL.*'UNet2DModel' is a UNet2DModel"):
         build_autoencoder(DiffusersModelConfig(config_fields={"_class_name": "UNet2DModel"}))
