@@ -16,6 +16,7 @@ from lit_efficient.models.autoencoders import (
     build_autoencoder,
     declared_statistics,
     is_deterministic,
+    whole_config,
 )
 from lit_efficient.models.diffusers_model import from_fields
 from tests.models.diffusers_autoencoders import DC, KINDS, KL, TINY, images, small
@@ -90,6 +91,15 @@ def test_real_configurations_have_their_real_shapes() -> None:
 def test_parameters_keep_diffusers_names() -> None:
     ours = small(KL)
     assert set(ours.state_dict()) == {f"network.{name}" for name in ours.network.state_dict()}
+
+
+def test_what_techniques_mix_in_changes_nothing_of_this() -> None:
+    ours = small(TINY)
+    config = whole_config(ours.network)
+    mixin = type("FSDPModule", (), {})
+    ours.network.__class__ = type("FSDPAutoencoderTiny", (mixin, type(ours.network)), {})
+    assert whole_config(ours.network) == config
+    assert ours.deterministic
 
 
 def test_declared_statistics_by_hand() -> None:
