@@ -91,6 +91,7 @@ PUBLIC: dict[str, str] = {
     "DiffusionProcess": "losses.noise_process",
     "Sampler": "losses.diffusion_sampling",
     "TimestepSampling": "losses.timesteps",
+    "Perceptual": "losses.perceptual",
     "chunked_cross_entropy": "losses.chunked_cross_entropy",
     "cosine_loss": "losses.feature_matching",
     "l2_loss": "losses.feature_matching",
@@ -105,6 +106,10 @@ PUBLIC: dict[str, str] = {
     "DiTConfig": "models.dit",
     "Autoencoder": "models.autoencoder",
     "AutoencoderConfig": "models.autoencoder",
+    "DiffusersAutoencoder": "models.autoencoders",
+    "LatentCodec": "models.latent_codec",
+    "PreviewDecoder": "models.preview_decoder",
+    "build_autoencoder": "models.autoencoders",
 }
 
 __all__ = ["PUBLIC", "__version__", *PUBLIC]  # noqa: PLE0604 (names are resolved by __getattr__)

@@ -28,8 +28,10 @@ from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName, ddim_s
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.models.autoencoder import sample_posterior
+from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.preview_decoder import PreviewDecoder
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.shadow import ShadowWeights
 from lit_efficient.tasks.loss_by_noise import LossByNoise
@@ -77,6 +79,8 @@ class LatentDiffusion(LightningModule):
             rescaling of guidance.
         learning_rate: AdamW's peak rate; 100 steps of warm-up (a tenth of short runs), then a cosine to zero.
         validation_samples: Images sampled and judged at each validation; 0 for none.
+        preview: An AutoencoderTiny (TAESD) that imitates the data's autoencoder: while fitting, `SampleImages` decodes
+            by it. What is measured, and all else, goes through the autoencoder itself.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class LatentDiffusion(LightningModule):
         sampler: SamplerName | Sampler = "builtin",
         learning_rate: float = 3e-3,
         validation_samples: int = 200,
+        preview: DiffusersModelConfig | None = None,
     ) -> None:
         super().__init__()
         if isinstance(backbone, dict):  # as a checkpoint stores it
@@ -120,15 +125,18 @@ class LatentDiffusion(LightningModule):
         self.sampling_steps = sampling_steps
         self.learning_rate = learning_rate
         self.validation_samples = validation_samples
+        self.preview = DiffusersModelConfig(**preview) if isinstance(preview, dict) else preview
         # Primitives only, so that checkpoints load with weights_only=True.
         names = "prediction label_dropout guidance_scale sampling_steps learning_rate validation_samples"
         values = {name: getattr(self, name) for name in names.split()}
         values |= {"backbone": asdict(backbone), "schedule": asdict(self.process)}
         values |= {"timestep_sampling": asdict(self.timestep_sampling), "sampler": asdict(self.sampler)}
+        values |= {"preview": None if self.preview is None else asdict(self.preview)}
         self.save_hyperparameters(values)
         self._by_noise = LossByNoise()
         self.network: DiT | None = None
         self.codec: LatentCodec | None = None
+        self._preview: PreviewDecoder | None = None
 
     def setup(self, stage: str) -> None:
         """Take the autoencoder from the data module, and check that shapes and classes agree."""
@@ -147,6 +155,7 @@ class LatentDiffusion(LightningModule):
                 f"not {self.backbone.num_classes}."
             )
         self.codec = data.codec
+        self._preview = None if self.preview is None or stage != "fit" else PreviewDecoder(self.codec, self.preview)
 
     def configure_model(self) -> None:
         """Build the network, once."""
@@ -239,10 +248,12 @@ class LatentDiffusion(LightningModule):
         return ddim_sample(predict, noise, times, self.process, self.prediction)
 
     def sample_images(self, num: int, seed: int) -> Tensor:
-        """``num`` images, classes in turn: uint8 [num, C, H, W]. Touches no global generator."""
+        """``num`` images, classes in turn: uint8 [num, C, H, W]; by ``preview`` while fitting. Draws of its own."""
         labels = torch.arange(num) % self.backbone.num_classes
         latents = self.sample(labels, torch.Generator().manual_seed(seed))
-        return to_uint8(self._decoder().decode(latents))
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        viewer = self._preview if fitting and self._preview is not None else self._decoder()
+        return to_uint8(viewer.decode(latents))
 
     def configure_optimizers(self) -> Any:
         """AdamW over what trains, with warm-up and a cosine to zero over the length of the run."""
