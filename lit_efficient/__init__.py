@@ -79,6 +79,7 @@ PUBLIC: dict[str, str] = {
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data
     "DigitImages": "data.digits",
+    "ImageData": "data.image_data",
     "LatentDigits": "data.latent_digits",
     "LanguageData": "data.language_data",
     "PhotoCrops": "data.photo_crops",
