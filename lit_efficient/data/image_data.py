@@ -345,7 +345,7 @@ def _classes(stores: dict[str, list[StoredImages]]) -> tuple[list[int] | None, l
         raise ConfigurationError("ImageData: labels must be all numbers or all names, of the same classes everywhere.")
     if isinstance(labels[0], int):
         names = list(declared.pop()) if declared else [str(number) for number in range(max(trained) + 1)]
-        number_of = dict(zip(range(len(names)), range(len(names))))
+        number_of: dict[Any, int] = {number: number for number in range(len(names))}
     else:
         names = sorted(set(trained), key=(int if all(name.isdigit() for name in trained) else str))
         number_of = {name: number for number, name in enumerate(names)}
