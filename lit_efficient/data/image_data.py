@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lit_efficient.data.image_buckets import AspectBuckets, Shape, nearest_shapes
 from lit_efficient.data.image_columns import AUTO, Columns
+from lit_efficient.data.image_folder import FolderTable
 from lit_efficient.data.image_judge import ImageJudge
 from lit_efficient.data.image_module import ImageModule, check_choice, check_integer, hold_out
 from lit_efficient.data.image_pixels import Channels, Crop, Resample, UnreadableImage, View
@@ -94,7 +95,8 @@ class ImageData(ImageModule):
     the data has them "labels" [B] and "captions", a list}.
 
     Args:
-        train: Folder of images; folder of ``save_to_disk``, .arrow or .parquet files; one such file; or several of all.
+        train: Folder of images, or of one for each split; folder of ``save_to_disk``, .arrow or .parquet files; one
+            such file; or several of all.
         val: The same for validation; null holds out ``val_fraction`` of ``train``.
         test: The same for the test; null holds out ``test_fraction``, and if that is 0 the test uses the validation's.
         split: Split of ``train``, where a data set has several.
@@ -207,7 +209,7 @@ class ImageData(ImageModule):
 
     def bucket_of(self, index: int) -> tuple[int, int]:
         """Height and width of an image as an item."""
-        return self._shapes[index]
+        return self._opened().shapes[index]
 
     def identity(self) -> dict[str, str]:
         """What items depend on, each by a name of its own; ``data`` and ``annotations`` are hashes of the contents."""
@@ -223,6 +225,7 @@ class ImageData(ImageModule):
             "resolution": f"{self.resolution}x{self.resolution}",
             "buckets": f"step {shapes.step}, max_aspect {shapes.max_aspect:g}" if self.buckets else "none",
             "variants": str(self.variants),
+            "seed": str(self.seed) if self.crop == "random" else "not used",
         }
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
@@ -256,6 +259,7 @@ class ImageData(ImageModule):
             for part, (names, split) in named.items()
         }
         self._stores = stores
+        _forget_lone_class(self._all_stores())
         labels, self.class_names = _classes(stores)
         captions = _together(self._all_stores(), "captions")
         sizes = np.concatenate([store.sizes for store in self._all_stores()])
@@ -309,6 +313,14 @@ def _shapes(buckets: bool | AspectBuckets, resolution: int) -> list[Shape]:
     if buckets is False:
         return [(resolution, resolution)]
     return (AspectBuckets() if buckets is True else buckets).shapes(resolution)
+
+
+def _forget_lone_class(stores: list[StoredImages]) -> None:
+    """All images in one subfolder, as kohya's scripts have them: that is no class."""
+    tables = [store.table for store in stores if isinstance(store.table, FolderTable) and store.table.by_subfolder]
+    if len({label for table in tables for label in table.labels or []}) == 1:
+        for table in tables:
+            table.labels = None
 
 
 def _together(stores: list[StoredImages], kind: Literal["labels", "captions"]) -> list[Any] | None:

@@ -1,8 +1,10 @@
 """A folder of image files, with labels and captions from subfolders, metadata files or the files beside them.
 
-<class>/<image>                   labels, if all images lie in two or more subfolders
-metadata.jsonl or metadata.csv    Hugging Face's ImageFolder: file_name, relative to its folder, and columns
-<image>.txt or <image>.caption    captions, as kohya's scripts have them
+    <class>/<image>                   labels, if all images lie in subfolders
+    metadata.jsonl or metadata.csv    Hugging Face's ImageFolder: file_name, relative to its folder, and columns
+    <image>.txt or <image>.caption    captions, as kohya's scripts have them
+
+One subfolder alone, over all folders that are used together, is no class.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ class FolderTable:
         self.image = ""
         self.labels: list[Any] | None = None
         self.label_names: list[str] | None = None
+        self.by_subfolder = False
         self.captions: list[str] | None = None
         metadata = [file for folder in {root, *(image.parent for image in images)} for file in _metadata_of(folder)]
         self._root = root
         self._paths = sorted(images, key=lambda path: path.relative_to(root).as_posix())
-        self.files = [*self._paths, *sorted(metadata)]
         notes = [self._from_metadata(sorted(metadata), columns)] if metadata else self._from_names(columns)
+        self.files = self._paths
         self.note = f"{root}: {len(self)} images{''.join(f', {note}' for note in notes)}"
 
     def __len__(self) -> int:
@@ -75,7 +78,6 @@ class FolderTable:
             listed[path] = (place, row)
         left_out = len(self._paths) - len(listed)
         self._paths = [path for path in self._paths if path in listed]
-        self.files = [*self._paths, *metadata]
         rows_of = [listed[path] for path in self._paths]
         self.labels = None if label is None else [check_label(row.get(label), place, label) for place, row in rows_of]
         self.captions = None if caption is None else [check_caption(row.get(caption), p, caption) for p, row in rows_of]
@@ -92,9 +94,10 @@ class FolderTable:
         notes = []
         inside = [path.relative_to(self._root).parts for path in self._paths]
         classes = {parts[0] for parts in inside}
-        if columns.label is not None and all(len(parts) > 1 for parts in inside) and len(classes) > 1:
+        if columns.label is not None and all(len(parts) > 1 for parts in inside):
             self.labels = [parts[0] for parts in inside]
-            notes.append(f"labels: its {len(classes)} subfolders")
+            self.by_subfolder = True
+            notes.append(f"labels: its {len(classes)} subfolders" if len(classes) > 1 else "one subfolder")
         captions = {path: _sidecar(path) for path in self._paths} if columns.caption is not None else {}
         missing = [path for path, file in captions.items() if file is None]
         if captions and len(missing) < len(captions):
@@ -105,7 +108,6 @@ class FolderTable:
                 )
             sidecars = [file for file in captions.values() if file is not None]
             self.captions = [" ".join(_text_of(file).split()) for file in sidecars]
-            self.files = [*self.files, *sidecars]
             notes.append(f"captions: the {sidecars[0].suffix} files beside them")
         return notes
 

@@ -193,6 +193,7 @@ def test_the_identity_follows_every_byte_and_names_what_changed(tmp_path):
     assert changed(horizontal_flip=True, variants=2) == {"transform", "variants"}
     assert changed(channels="grey") == changed(resample="bicubic") == {"transform"}
     assert changed(seed=1) == changed(test_fraction=0.3) == {"split"}
+    assert changed(seed=1, crop="random", variants=2) == {"split", "seed", "transform", "variants"}
     assert changed(caption_column=None) == {"annotations"}
     (tmp_path / "3.txt").write_text("another caption")
     assert changed() == {"annotations"}
@@ -251,8 +252,8 @@ def test_a_damaged_listing_or_cache_is_not_believed(tmp_path):
     listing.write_text(listing.read_text()[:30])
     assert opened(tmp_path / "images", cache_dir=str(cache)).identity() == first
     (sizes,) = cache.glob("images/*/sizes.npy")
-    sizes.write_bytes(sizes.read_bytes()[:-8])
-    with pytest.raises(ConfigurationError, match=r"is damaged: sizes.npy has .* Delete the folder"):
+    sizes.write_bytes(sizes.read_bytes()[:-1] + b"\7")
+    with pytest.raises(ConfigurationError, match=r"is damaged: sizes.npy is not what was .* Delete the folder"):
         opened(tmp_path / "images", cache_dir=str(cache))
 
 
@@ -276,9 +277,23 @@ def test_images_that_cannot_be_read_are_named_or_left_out_and_counted(tmp_path):
 
 def test_damage_that_only_decoding_shows_is_named_when_it_is_met(tmp_path):
     write(tmp_path, [f"{n}.png" for n in range(4)])
+    picture(1).save(tmp_path / "1.jpg")
+    rotten = bytearray((tmp_path / "1.jpg").read_bytes())
+    table = rotten.index(b"\xff\xc4")
+    rotten[table + 5 : table + 21] = b"\xff" * 16  # codes that cannot be: size and end look right
+    (tmp_path / "1.png").unlink()
+    (tmp_path / "1.jpg").write_bytes(rotten)
+    with pytest.raises(ConfigurationError, match=r"1\.jpg cannot be read: .*skip_unreadable: true"):
+        opened(tmp_path).dataset[(1, 0)]
+    with pytest.warns(match=r"left out 1 of 4"):
+        assert len(opened(tmp_path, skip_unreadable=True).dataset) == 3
+
+
+def test_images_that_change_or_vanish_while_training_are_seen(tmp_path):
+    write(tmp_path, [f"{n}.png" for n in range(4)])
     data = opened(tmp_path)
-    (tmp_path / "1.png").write_bytes(b"changed while training")
-    with pytest.raises(ConfigurationError, match=r"1\.png cannot be read: cannot identify .*skip_unreadable: true"):
+    picture(7).save(tmp_path / "1.png")
+    with pytest.raises(ConfigurationError, match=r"1\.png has changed since the data was opened"):
         data.dataset[(1, 0)]
     (tmp_path / "2.png").unlink()
     with pytest.raises(ConfigurationError, match=r"2\.png cannot be read"):

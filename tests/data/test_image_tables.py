@@ -60,6 +60,16 @@ def test_subfolders_are_classes(tmp_path):
     assert contents(opened(tmp_path, label_column=None)) == dict.fromkeys(range(COUNT), (None, None))
 
 
+def test_subfolders_with_the_names_of_splits_are_no_classes(tmp_path):
+    write(tmp_path, [f"train/{'dog' if n % 2 else 'cat'}/{n}_test.png" for n in range(COUNT)])
+    write(tmp_path, ["val/cat/0.png"])
+    assert contents(opened(tmp_path)) == {number: (name, None) for number, (name, _) in NAMED.items()}
+    data = opened(tmp_path, val=str(tmp_path))
+    assert (len(data.train_index), len(data.val_index), data.class_names) == (COUNT, 1, ["cat", "dog"])
+    with pytest.raises(ConfigurationError, match="has train, val: no single one of them is the split 'test'"):
+        opened(tmp_path, split="test")
+
+
 def test_classes_with_numbers_as_names_are_in_their_order(tmp_path):
     write(tmp_path, [f"{n + 4}/{n}.png" for n in range(COUNT)])
     assert opened(tmp_path).class_names == [str(n + 4) for n in range(COUNT)]
