@@ -342,3 +342,14 @@ def test_any_vision_model_is_the_judge(tmp_path, folder):
 def test_arguments_are_checked_when_built(wrong, message):
     with pytest.raises(ConfigurationError, match=message):
         ImageData(train="x", **wrong)
+
+
+def test_what_was_found_is_said(tmp_path, caplog):
+    write(tmp_path, [f"{'ab'[n % 2]}/{n}.png" for n in range(10)])
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        opened(tmp_path, resolution=40, val_fraction=0.2)
+    text = caplog.text
+    assert "reading the 10 images" in text
+    assert "10 images, labels: its 2 subfolders" in text
+    # 40x40, 30x60, 60x30, 40x50, 64x24, twice each: three of five have a side below 40; squares keep 0.635 of all.
+    assert "in 1 shapes; crops keep 63.5% of them; 6 are smaller than they are shown, and enlarged; 2 classes" in text
