@@ -173,6 +173,8 @@ def test_two_processes_under_lightning(tmp_path):
     write(tmp_path / "images", [f"{number}.png" for number in range(20)])
     source = """
     import torch, lightning.pytorch as L, torch.distributed as dist
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
     torch.set_num_threads(1)
     from lit_efficient import AspectBuckets, ExactResume, ImageData, KeyedBatchSampler
     from tests.data.test_keyed_batches import loader, sampler, epoch
@@ -227,6 +229,22 @@ def test_two_processes_under_lightning(tmp_path):
     assert [set(a) | set(b) for a, b in zip(*everyones(module.seen))] == whole
     first, second = everyones(module.shapes)
     assert first == second and len(set(first)) > 2
+
+    class Sharing(Seer):
+        def configure_model(self):
+            if not isinstance(self.weight, DTensor):
+                mesh = self.device_mesh["tensor_parallel"]
+                self.weight = torch.nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Replicate()]))
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            return self.weight.to_local() * batch["images"].mean()
+
+    module, strategy = Sharing(), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+    trainer(devices=2, strategy=strategy, max_epochs=1).fit(module, datamodule=data)
+    first, second = everyones(module.seen)
+    one = KeyedBatchSampler(data.train_index, 2, data.bucket_of, 4, num_replicas=1, rank=0)
+    assert first == second == epoch(one, 0)
     print("equal")
     """
     assert run_script(source, tmp_path, processes=2).count("equal") == 2
