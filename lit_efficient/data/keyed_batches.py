@@ -138,7 +138,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         return self._length
 
 
-def data_parallel_part(trainer: Any) -> dict[str, int]:
+def data_parallel_part(trainer: Any) -> dict[str, Any]:
     """``num_replicas`` and ``rank`` for a :class:`KeyedBatchSampler`, as the trainer's strategy has them.
 
     With tensor parallelism several processes share one part, which the process group cannot tell.
