@@ -79,11 +79,15 @@ PUBLIC: dict[str, str] = {
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data
     "DigitImages": "data.digits",
+    "ImageData": "data.image_data",
     "LatentDigits": "data.latent_digits",
     "LanguageData": "data.language_data",
+    "PhotoCrops": "data.photo_crops",
     "PreferenceData": "data.preference_data",
     "PythonCorpus": "data.python_corpus",
+    "AspectBuckets": "data.image_buckets",
     # data that can be resumed
+    "KeyedBatchSampler": "data.keyed_batches",
     "ResumableLoader": "data.resumable",
     "ResumableSampler": "data.resumable_sampler",
     "train_superbpe": "data.superbpe",
