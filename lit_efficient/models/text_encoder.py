@@ -140,6 +140,10 @@ class TextEncoder:
             )
         return encoder
 
+    def __deepcopy__(self, memo: object) -> "TextEncoder":
+        """Itself: it never changes, and may be larger than what holds it."""
+        return self
+
     def _embedding(self, caption: str, device: torch.device) -> TextEmbedding:
         found = self._memory.get(caption)
         if found is None:

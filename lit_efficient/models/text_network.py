@@ -135,6 +135,7 @@ class TextNetwork:
         loaded._check()
         return loaded
 
+    @torch.inference_mode(False)  # what a validation embeds is remembered, and trained with later
     @torch.no_grad()
     def embed(self, caption: str, device: torch.device) -> TextEmbedding:
         """The embedding of one caption, computed on ``device`` and left on the CPU."""

@@ -179,7 +179,8 @@ class LatentDiffusion(LatentGenerator):
         process = replace(self.process, input_perturbation=0.0)  # a means of training; samplers do not perturb
         condition = self.conditioning.of_batch(batch, self.device)
         encoded = latent_source.with_posterior(batch, self.codec)
-        self._prompts.gather(batch)
+        if self.shape.takes_text:
+            self._prompts.gather(batch)
 
         def evaluate() -> dict[str, Tensor]:
             return self._losses(encoded, condition, process, torch.Generator().manual_seed(seed))
@@ -204,14 +205,14 @@ class LatentDiffusion(LatentGenerator):
         data = self._source()
         if data is None or self.validation_samples == 0 or not self._judged:
             return
+        scores: dict[str, float] = {}
         score = getattr(data, "score_samples", None)
-        count = self.validation_samples
-        if self.trainer.sanity_checking:
-            count = min(count, max(2, self.shape.num_classes or 2))
-        told = self._in_turn(count)
-        labels = told.get("labels", self._prompts.labels_of(count) if "captions" in told else None)
-        scores = {}
         if score is not None:
+            count = self.validation_samples
+            if self.trainer.sanity_checking:
+                count = min(count, max(2, self.shape.num_classes))
+            told = self._in_turn(count)
+            labels = told["labels"] if "labels" in told else self._prompts.labels_of(count)
             latents = self.sample(**told, generator=torch.Generator().manual_seed(FIXED_SEED))
             scores = score(self._decoder().decode(latents), labels)
         if not scores:

@@ -113,7 +113,7 @@ class LatentGenerator(LightningModule):
             )
         encoder = latent_source.text_encoder_of(data)
         Conditioning(self.shape, encoder).check(data.num_classes)
-        if encoder is None and self.shape.conditions & {"text", "pooled"}:
+        if encoder is None and self.shape.takes_text:
             raise ConfigurationError(
                 f"LatentDiffusion: the backbone {self.shape.name} takes text, and the data module has no text_encoder."
             )
@@ -238,7 +238,7 @@ class LatentGenerator(LightningModule):
     def _in_turn(self, count: int) -> dict[str, Any]:
         """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
         told: dict[str, Any] = {}
-        if self.shape.conditions & {"text", "pooled"}:
+        if self.shape.takes_text:
             told["captions"] = self._prompts.first(count)
         if self.shape.num_classes:
             labels = self._prompts.labels_of(count) if "captions" in told else None

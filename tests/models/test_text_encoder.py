@@ -1,3 +1,4 @@
+import copy
 import warnings
 
 import pytest
@@ -81,6 +82,17 @@ def test_a_caption_is_encoded_once_whatever_else_the_batch_has():
     assert len(calls) == 3
     assert torch.equal(first[0], again[1])
     assert torch.equal(encoder(CLIP).encode(["a"]).hidden[0], first[0])
+
+
+def test_what_a_validation_embeds_can_be_trained_with_and_a_copy_of_its_holder_shares_it():
+    ours = encoder(CLIP)
+    with torch.inference_mode():
+        ours.encode(["a"])
+    text = copy.deepcopy(ours).encode(["a"]).hidden
+    weight = torch.ones(16, requires_grad=True)
+    (text * weight).sum().backward()
+    assert torch.equal(weight.grad, text.sum((0, 1)))
+    assert copy.deepcopy({"text": ours})["text"] is ours
 
 
 def test_the_memory_forgets_what_was_used_longest_ago():

@@ -170,9 +170,8 @@ def test_unconditional_models_need_guidance_of_one(tmp_path):
     plain = DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=0)
     with pytest.raises(ConfigurationError, match="guidance_scale must be 1 for a backbone that takes no conditions"):
         trainer(tmp_path).fit(task(plain), CaptionedLatents())
-    module = task(plain, guidance_scale=1.0)
-    data = JudgedLatents(labelled=False)
-    module.validation_samples = 2
+    module = task(plain, guidance_scale=1.0, validation_samples=2)
+    data = JudgedLatents()  # its labels are no business of this network, nor of its judgement
     trainer(tmp_path).fit(module, data)
     assert data.judged[-1] == (2, None)
     assert module.eval().sample_images(3, seed=0).shape == (3, 1, 32, 32)
