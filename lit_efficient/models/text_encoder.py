@@ -1,0 +1,176 @@
+"""Any text encoder of Hugging Face, frozen: captions to embeddings that a diffusion network attends to.
+
+    hidden [B, L, D], mask [B, L], pooled [B, P] = encode(captions);      nothing = encode([""])
+
+Encoders of CLIP, T5 and its kin, BERT and its kin, and decoders (Gemma, Qwen, ...) whose hidden states serve as well.
+What comes out is what the pipelines of diffusers give their networks; where they differ, an argument says which:
+
+    Stable Diffusion       layer -1 (with the final norm); clip skip n: layer -1 - n with ``final_norm``
+    SDXL, SD3, Flux        ``pipeline``: all of their encoders (:mod:`lit_efficient.models.text_joins`)
+    PixArt, Sana, ...      layer -1; padding is hidden from encoder and network
+
+Costs: once a caption, its encoding; then a look-up (L x D numbers a caption, the latest gigabyte of them in memory).
+Captions are encoded one by one, so that an embedding depends on its caption alone, to the last bit: a run that is
+resumed, or that reads the embeddings from a cache, trains on the same numbers. To encode ahead: ``cache-latents``.
+Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Saharia et al. (2022), https://arxiv.org/abs/2205.11487.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.models.caption_tokens import CaptionTokens
+from lit_efficient.models.text_joins import join, members
+from lit_efficient.models.text_network import TextEmbedding, TextEncoderConfig, TextNetwork
+
+__all__ = ["TextEmbedding", "TextEncoder", "TextEncoderConfig"]
+
+_EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each checkpoint, larger ones named
+_REMEMBERED_BYTES = 2**30
+
+
+class TextEncoder:
+    """Frozen text encoder (or several, joined) with a memory of what it has encoded.
+
+    Deliberately no ``nn.Module``, as ``LatentCodec``: a LightningModule that holds one neither trains, counts, averages
+    nor saves it as its own. It is on the device that it was last asked to encode for.
+
+    Args:
+        spec: How it was asked for.
+        parts: The networks, in the order in which their embeddings are joined.
+    """
+
+    def __init__(self, spec: TextEncoderConfig, parts: list[TextNetwork]) -> None:
+        self.spec = spec
+        self.parts = parts
+        self._memory = _Memory(_REMEMBERED_BYTES)
+        self._fingerprint: str | None = None
+
+    @classmethod
+    def load(cls, spec: TextEncoderConfig) -> "TextEncoder":
+        """The encoder that ``spec`` names, on the CPU. Leaves torch's global generator as it is.
+
+        Raises:
+            ConfigurationError: If it or its tokenizer cannot be built or loaded.
+        """
+        return cls(spec, [TextNetwork.load(member) for member in members(spec)])
+
+    @property
+    def network(self) -> nn.Module:
+        """The first network."""
+        network: nn.Module = self.parts[0].network
+        return network
+
+    @property
+    def tokens(self) -> CaptionTokens:
+        """The first tokenizer."""
+        return self.parts[0].tokens
+
+    def encode(self, captions: Sequence[str], device: torch.device | str = "cpu") -> TextEmbedding:
+        """Embeddings of captions on ``device``; each caption is encoded once, whatever else the batch has."""
+        found = {caption: self._embedding(caption, torch.device(device)) for caption in dict.fromkeys(captions)}
+        rows = [found[caption] for caption in captions]
+        hidden = torch.stack([row.hidden for row in rows]).to(device)
+        mask = torch.stack([row.mask for row in rows]).to(device)
+        pooled = [row.pooled for row in rows if row.pooled is not None]
+        return TextEmbedding(hidden, mask, torch.stack(pooled).to(device) if pooled else None)
+
+    @property
+    def width(self) -> int:
+        """D, features of a token."""
+        return self.encode([""]).hidden.shape[-1]
+
+    @property
+    def max_length(self) -> int:
+        """L, tokens of an embedding."""
+        return self.encode([""]).hidden.shape[1]
+
+    @property
+    def pooled_width(self) -> int:
+        """P, features of the pooled embedding; 0 if there is none."""
+        pooled = self.encode([""]).pooled
+        return 0 if pooled is None else pooled.shape[-1]
+
+    @property
+    def hides_padding(self) -> bool:
+        """Whether masks leave the padding out; otherwise they are all true."""
+        return any(part.hides_padding for part in self.parts)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that an embedding depends on: the weights, the tokenizers and how they are read."""
+        if self._fingerprint is None:
+            described = [self.spec.pipeline, *(part.digest() for part in self.parts)]
+            self._fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        return self._fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives and tensors only; large weights stay where they are, named and with their fingerprint."""
+        small = sum(part.nbytes for part in self.parts) <= _EMBEDDED_BYTES
+        parts = [part.state_dict() for part in self.parts] if small else None
+        return {"spec": asdict(self.spec), "parts": parts, "fingerprint": self.fingerprint()}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "TextEncoder":
+        """The encoder that ``state_dict`` was taken from. Leaves torch's global generator as it is.
+
+        Raises:
+            CheckpointError: If its weights are to be found by name and are others now, or gone.
+        """
+        spec = TextEncoderConfig(**state["spec"])
+        if state["parts"] is None:
+            try:
+                encoder = cls.load(spec)
+            except ConfigurationError as error:
+                raise CheckpointError(f"The text encoder of the checkpoint cannot be loaded: {error}") from error
+        else:
+            described = zip(members(spec), state["parts"], strict=True)
+            encoder = cls(spec, [TextNetwork.from_state_dict(member, part) for member, part in described])
+        if encoder.fingerprint() != state["fingerprint"]:
+            raise CheckpointError(
+                f"The text encoder {spec.name_or_path or spec.config_fields} is not the one that the checkpoint was "
+                f"trained with: its fingerprint is {encoder.fingerprint()[:12]}, not {state['fingerprint'][:12]}. "
+                "Name the folder or the revision of the original run."
+            )
+        return encoder
+
+    def __deepcopy__(self, memo: object) -> "TextEncoder":
+        """Itself: it never changes, and may be larger than what holds it."""
+        return self
+
+    def _embedding(self, caption: str, device: torch.device) -> TextEmbedding:
+        found = self._memory.get(caption)
+        if found is None:
+            found = join(self.spec.pipeline, [part.embed(caption, device) for part in self.parts])
+            self._memory.put(caption, found)
+        return found
+
+
+class _Memory:
+    """The latest embeddings by caption, on the CPU, in so many bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
+        self._held: OrderedDict[str, TextEmbedding] = OrderedDict()
+
+    def get(self, caption: str) -> TextEmbedding | None:
+        if caption in self._held:
+            self._held.move_to_end(caption)
+        return self._held.get(caption)
+
+    def put(self, caption: str, embedding: TextEmbedding) -> None:
+        self._held[caption] = embedding
+        self.bytes += _size(embedding)
+        while self.bytes > self.limit:
+            self.bytes -= _size(self._held.popitem(last=False)[1])
+
+
+def _size(embedding: TextEmbedding) -> int:
+    return sum(part.nbytes for part in embedding if part is not None)
