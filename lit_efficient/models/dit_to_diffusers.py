@@ -1,10 +1,10 @@
 """Our diffusion transformer as diffusers' ``DiTTransformer2DModel``: the same function, in a layout that others load.
 
-Three things are written in another order there. A position's features are (column, row), each (sin, cos), where ours are
-(row, column), each (cos, sin): the features of all tokens are put into that order, which nothing between the first and
-the last layer can tell. A patch is (height, width, channel) where ours is (channel, height, width). Queries, keys and
-values are three layers. The embedding of time and class stands in every block there, and its table of labels is filled
-up with zeros to the row 1000 that ``DiTPipeline`` takes for "no label".
+Three things are written in another order there. A position's features are (column, row), each (sin, cos), where ours
+are (row, column), each (cos, sin): the features of all tokens are put into that order, which nothing between the first
+and the last layer can tell. A patch is (height, width, channel) where ours is (channel, height, width). Queries, keys
+and values are three layers. The embedding of time and class stands in every block there, and its table of labels is
+filled up with zeros to the row 1000 that ``DiTPipeline`` takes for "no label".
 
 Our time t is its timestep 1000 t, which may be fractional.
 
