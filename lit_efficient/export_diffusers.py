@@ -1,0 +1,206 @@
+"""Checkpoint of latent diffusion -> a folder that diffusers loads as a pipeline, with nothing of ours installed.
+
+    model_index.json   transformer/ or unet/   vae/   scheduler/   text_encoder/   tokenizer/   README.md
+
+Everything that the run computed besides is put into weights: statistics of latents into the autoencoder, the null label
+into the table of labels, adapters into what they adapt (or beside it, in diffusers' own format).
+Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.adapters.peft_format import to_peft
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.export import merge_state
+from lit_efficient.files import check_new_folder, read, write_folder
+
+Weights = Literal["ema", "raw"]
+Lora = Literal["merged", "diffusers"]
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+_NETWORK = "network."
+
+
+def export_pipeline(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    weights: Weights | None = None,
+    lora: Lora = "merged",
+) -> Path:
+    """Write a pipeline of diffusers.
+
+    Args:
+        path: A checkpoint of ``LatentDiffusion`` on latents of an autoencoder of diffusers.
+        output: A folder that does not exist yet, or is empty.
+        weights: ``ema``: the average that the run kept; ``raw``: what trained. None: the average where there is one.
+        lora: ``merged``: adapters are added to the weights. ``diffusers``: the pipeline has the weights without them,
+            and ``pytorch_lora_weights.safetensors`` beside it is for ``pipeline.load_lora_weights(folder)``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and for what no pipeline of diffusers can hold.
+        CheckpointError: If the file cannot be read, or does not hold the weights that are asked for.
+    """
+    for name, value, allowed in (("weights", weights, (None, "ema", "raw")), ("lora", lora, ("merged", "diffusers"))):
+        if value not in allowed:
+            given = ", ".join(map(str, allowed))
+            raise ConfigurationError(f"export: {name} must be one of {given}; got {value!r}")
+    check_new_folder(Path(output), "export")
+    checkpoint = read(Path(path))
+    if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
+        raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
+    run = _restored(checkpoint, weights)
+    made = _pipeline(run.module, _network(run, keep_adapters=lora == "merged"))
+    adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
+
+    def write(folder: Path) -> None:
+        made.pipeline.save_pretrained(folder)
+        if adapters is not None:
+            _write_lora(folder / LORA_FILE, *adapters)
+        (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
+
+    return write_folder(Path(output), write)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A module with its weights, the checkpoint it is of, and which weights they are."""
+
+    module: Any
+    checkpoint: Mapping[str, Any]
+    held: str
+
+
+def _restored(checkpoint: dict[str, Any], weights: Weights | None) -> _Run:
+    from lit_efficient.restore import restore
+    from lit_efficient.tasks.latent_diffusion import LatentDiffusion
+
+    with torch.random.fork_rng(devices=[]):
+        module = LatentDiffusion(**checkpoint["hyper_parameters"])
+        module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    wanted: Any = {None: "auto", "ema": "average", "raw": "raw"}[weights]
+    try:
+        held = restore(module, checkpoint, wanted)
+    except CheckpointError as error:
+        raise CheckpointError(f"export: {error}") from error
+    return _Run(module, checkpoint, held)
+
+
+def _network(run: _Run, keep_adapters: bool) -> Any:
+    """The network as diffusers knows it, adapters merged or left out, in evaluation mode and without techniques."""
+    from lit_efficient.models.dit import DiT
+    from lit_efficient.models.dit_to_diffusers import convert
+
+    state = _merged(run, keep_adapters)
+    network = run.module.network
+    own = {name.removeprefix(_NETWORK): t for name, t in state.items() if name.startswith(_NETWORK)}
+    if isinstance(network, DiT):
+        return convert(own, network.config)
+    with torch.random.fork_rng(devices=[]):
+        fresh = _plain_class(network).from_config(network.config)
+    wanted = fresh.state_dict().keys()
+    fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
+    return fresh.eval()
+
+
+def _plain_class(network: nn.Module) -> Any:
+    import diffusers
+
+    return getattr(diffusers, type(network).__name__)
+
+
+def _merged(run: _Run, keep_adapters: bool) -> dict[str, Tensor]:
+    """All weights of the module without adapters: added to what they adapt, or as if they had never been."""
+    state = _whole_state(run.module)
+    kept = dict(run.checkpoint.get("lit_efficient", {}))
+    if not keep_adapters:
+        state = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+        kept["transforms"] = [record for record in kept.get("transforms", ()) if record["name"] != "LoRA"]
+    return merge_state({**run.checkpoint, "lit_efficient": kept, "state_dict": state}, keep_int4=False)
+
+
+def _whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of a module: its ``state_dict`` may leave the frozen ones out."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
+def _pipeline(module: Any, network: Any) -> Any:
+    from lit_efficient.diffusers_pipelines import Parts, pipeline_for
+
+    parts = Parts(
+        network=network,
+        vae=_autoencoder(module.codec),
+        text_encoder=getattr(module, "text_encoder", None),
+        process=module.process,
+        prediction=module.prediction,
+        sampler=module.sampler,
+        guidance_scale=module.guidance_scale,
+        steps=module.sampling_steps,
+    )
+    return pipeline_for(parts)
+
+
+def _autoencoder(codec: Any) -> Any:
+    from lit_efficient.models.autoencoders import DiffusersAutoencoder
+    from lit_efficient.models.folding import fold_statistics
+
+    if codec is None:
+        raise ConfigurationError("export: the checkpoint has no autoencoder, and a pipeline makes images with one")
+    if not isinstance(codec.autoencoder, DiffusersAutoencoder):
+        raise ConfigurationError(
+            "export: the autoencoder is this package's own, which no class of diffusers can hold: train on latents of "
+            "an AutoencoderKL, by name or as DiffusersModelConfig(config_fields={'_class_name': 'AutoencoderKL', "
+            "...}); format safetensors exports the network alone"
+        )
+    return fold_statistics(codec.autoencoder.network.cpu(), codec.mean, codec.std)
+
+
+# LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and description of an adapter as a pipeline of diffusers loads it."""
+    kept = run.checkpoint.get("lit_efficient", {})
+    records = [record for record in kept.get("transforms", ()) if record["name"] == "LoRA"]
+    if not records:
+        raise ConfigurationError("export: lora=diffusers is for checkpoints of LoRA, and this one holds no adapter")
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise ConfigurationError(f"export: {type(pipeline).__name__} of diffusers loads no adapters: use lora=merged")
+    arguments = {**records[0]["arguments"], "bias": "none", "modules_to_save": None}  # those stand in the base
+    tensors, config = to_peft(_whole_state(run.module), kept["adapters"], arguments)
+    own = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items() if ".lora_" in name}
+    return {f"unet.{name}": tensor for name, tensor in own.items()}, {f"unet.{k}": v for k, v in config.items()}
+
+
+def _write_lora(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(copies, path, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(config)})
+
+
+def _readme(made: Any, held: str, lora: bool) -> str:
+    loads = '\npipeline.load_lora_weights("FOLDER")' if lora else ""
+    return f"""A pipeline of [diffusers](https://github.com/huggingface/diffusers), with the {held} weights of training.
+
+```python
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("FOLDER"){loads}
+images = pipeline({made.call}).images
+```
+"""
