@@ -78,6 +78,8 @@ def pipeline_for(parts: Parts) -> Pipeline:
         raise ConfigurationError(
             f"export: sample_size of {name} must be one number, as pipelines make square latents of it, not {size!r}"
         )
+    if parts.network.config.out_channels is None:  # which models fill in and pipelines do not
+        parts.network.register_to_config(out_channels=parts.network.config.in_channels)
     if parts.process.schedule == "cosine":  # k of our scheduler is time (k + 1) / 1000, of which it was told all
         fold_timesteps(parts.network, 1.0)
     return _MAKERS[name](parts)

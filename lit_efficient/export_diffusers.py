@@ -23,6 +23,7 @@ from lit_efficient.adapters.peft_format import to_peft
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export import merge_state
 from lit_efficient.files import check_new_folder, read, write_folder
+from lit_efficient.surgery import unmixed
 
 Weights = Literal["ema", "raw"]
 Lora = Literal["merged", "diffusers"]
@@ -36,6 +37,7 @@ def export_pipeline(
     output: str | os.PathLike[str],
     weights: Weights | None = None,
     lora: Lora = "merged",
+    base: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write a pipeline of diffusers.
 
@@ -45,6 +47,8 @@ def export_pipeline(
         weights: ``ema``: the average that the run kept; ``raw``: what trained. None: the average where there is one.
         lora: ``merged``: adapters are added to the weights. ``diffusers``: the pipeline has the weights without them,
             and ``pytorch_lora_weights.safetensors`` beside it is for ``pipeline.load_lora_weights(folder)``.
+        base: A checkpoint or safetensors file with the frozen weights that adapters stand beside, where the checkpoint
+            does not hold them (``save_base=True``) and its backbone does not name them.
 
     Returns:
         The folder.
@@ -61,7 +65,7 @@ def export_pipeline(
     checkpoint = read(Path(path))
     if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
         raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
-    run = _restored(checkpoint, weights)
+    run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
     made = _pipeline(run.module, _network(run, keep_adapters=lora == "merged"))
     adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
 
@@ -83,13 +87,15 @@ class _Run:
     held: str
 
 
-def _restored(checkpoint: dict[str, Any], weights: Weights | None) -> _Run:
+def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping[str, Tensor] | None) -> _Run:
     from lit_efficient.restore import restore
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
     with torch.random.fork_rng(devices=[]):
         module = LatentDiffusion(**checkpoint["hyper_parameters"])
         module.configure_model()
+    if base is not None and len(module.load_state_dict(base, strict=False).missing_keys) == len(module.state_dict()):
+        raise ConfigurationError("export: base has no weight of this network, whose names begin with 'network.'")
     module.on_load_checkpoint(checkpoint)
     wanted: Any = {None: "auto", "ema": "average", "raw": "raw"}[weights]
     try:
@@ -104,22 +110,24 @@ def _network(run: _Run, keep_adapters: bool) -> Any:
     from lit_efficient.models.dit import DiT
     from lit_efficient.models.dit_to_diffusers import convert
 
-    state = _merged(run, keep_adapters)
     network = run.module.network
-    own = {name.removeprefix(_NETWORK): t for name, t in state.items() if name.startswith(_NETWORK)}
+    own = {
+        name.removeprefix(_NETWORK): tensor
+        for name, tensor in _merged(run, keep_adapters).items()
+        if name.startswith(_NETWORK)
+    }
     if isinstance(network, DiT):
-        return convert(own, network.config)
+        with torch.device("meta"):
+            wanted = DiT(network.config).state_dict().keys()
+        return convert({name: tensor for name, tensor in own.items() if name in wanted}, network.config)
     with torch.random.fork_rng(devices=[]):
-        fresh = _plain_class(network).from_config(network.config)
+        fresh = unmixed(network).from_config(network.config)  # type: ignore[attr-defined]
     wanted = fresh.state_dict().keys()
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
+    size = run.module.latent_size
+    if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet is of no size, and pipelines ask it
+        fresh.register_to_config(sample_size=size[0] if size[0] == size[1] else size)
     return fresh.eval()
-
-
-def _plain_class(network: nn.Module) -> Any:
-    import diffusers
-
-    return getattr(diffusers, type(network).__name__)
 
 
 def _merged(run: _Run, keep_adapters: bool) -> dict[str, Tensor]:
@@ -144,7 +152,7 @@ def _pipeline(module: Any, network: Any) -> Any:
     parts = Parts(
         network=network,
         vae=_autoencoder(module.codec),
-        text_encoder=getattr(module, "text_encoder", None),
+        text_encoder=module.text_encoder,
         process=module.process,
         prediction=module.prediction,
         sampler=module.sampler,

@@ -170,14 +170,14 @@ def _x0(samples: Samples, folder: Path) -> None:
 def _flow(samples: Samples, folder: Path) -> None:
     """The scheduler cuts timesteps to integers: so does the network that is compared with."""
     module, path = trained(folder, sampler=Sampler("dpmsolver++", shift=2.0))
-    network = module.network
-    module.network = lambda x, t, y: network(x, (t * 1000 + 1e-3).floor() / 1000, y)
+    whole = lambda _, inputs: (inputs[0], (inputs[1] * 1000 + 1e-3).floor() / 1000, *inputs[2:])  # noqa: E731
+    module.network.register_forward_pre_hook(whole)
     call = {"class_labels": [1, 2], "guidance_scale": 2.0, "num_inference_steps": 5}
     samples.add("flow", exported(path, "flow"), images_of(module, [1, 2]), **call)
 
 
 def _merged_lora(samples: Samples, folder: Path) -> None:
-    module, path = trained(folder, LoRA(rank=2, alpha=8), prediction="v", schedule=VP, sampler="ddim")
+    module, path = trained(folder, LoRA(rank=2, alpha=8, save_base=True), prediction="v", schedule=VP, sampler="ddim")
     call = {"class_labels": [0, 1], "guidance_scale": 2.0, "num_inference_steps": 5}
     samples.add("LoRA", exported(path, "merged"), images_of(module, [0, 1]), **call)
 

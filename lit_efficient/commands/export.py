@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from lit_efficient.errors import LitEfficientError
 
-_OF_DIFFUSERS = ("weights", "lora")
-
 
 def run(argv: Sequence[str]) -> int:
     """Export a checkpoint.
@@ -37,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     diffusers = arguments.format == "diffusers"
-    for name in ("base",) if diffusers else _OF_DIFFUSERS:
+    for name in () if diffusers else ("weights", "lora"):
         if getattr(arguments, name) is not None:
             parser.error(f"--{name} does not belong to --format {arguments.format}")
     try:
@@ -45,7 +43,11 @@ def run(argv: Sequence[str]) -> int:
             from lit_efficient.export_diffusers import export_pipeline
 
             folder = export_pipeline(
-                arguments.checkpoint, arguments.output, arguments.weights, lora=arguments.lora or "merged"
+                arguments.checkpoint,
+                arguments.output,
+                arguments.weights,
+                lora=arguments.lora or "merged",
+                base=arguments.base,
             )
         else:
             from lit_efficient.export import export_checkpoint

@@ -92,6 +92,7 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
         "num_attention_heads": config.heads,
         "attention_head_dim": config.width // config.heads,
         "in_channels": config.channels,
+        "out_channels": config.channels,  # the model fills it in, DiTPipeline does not
         "num_layers": config.depth,
         "sample_size": config.size,
         "patch_size": config.patch_size,
