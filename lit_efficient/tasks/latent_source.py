@@ -1,7 +1,7 @@
 """What latent diffusion needs from its data besides batches, and how the frozen parts of it travel in checkpoints.
 
-    batch: {"latents" [B, c, h, w]} or {"mean", "logvar" (or none)} of a posterior, normalised; or {"images" [B, C, H, W]}
-           and {"labels" [B]}, {"captions" [B] strings} or {"text" [B, L, D], "text_mask" [B, L], "pooled" [B, P]}
+    batch:  latents [B, c, h, w], or mean and logvar (or none) of a posterior, normalised, or images [B, C, H, W]
+            and labels [B], and captions (B strings), or text [B, L, D], text_mask [B, L] and pooled [B, P]
 
 Images are encoded where they are used. Nothing is drawn for it, so training on cached posteriors makes the same draws
 as training on images.
