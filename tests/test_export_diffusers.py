@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import EMA, DiTConfig, LatentDiffusion, LoRA
+from lit_efficient import EMA, DiffusersModelConfig, DiTConfig, LatentDiffusion, LoRA
 from lit_efficient.commands.export import run as export
-from lit_efficient.data.digits import TensorDictDataset
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 from tests.models.diffusers_autoencoders import KL, small
 from tests.support import QUIET
 
@@ -32,19 +32,20 @@ MEAN, STD = torch.tensor([0.5, -1.0, 0.2]), torch.tensor([1.5, 0.7, 2.0])
 
 
 class Latents(L.LightningDataModule):
-    """Random latents of an autoencoder of diffusers."""
+    """Random latents of an autoencoder of diffusers, with labels and captions."""
 
     num_classes = CLASSES
     latent_shape = (CHANNELS, SIDE, SIDE)
 
-    def __init__(self, codec: LatentCodec) -> None:
+    def __init__(self, codec: LatentCodec, text_encoder: TextEncoder | None) -> None:
         super().__init__()
         self.codec = codec
+        self.text_encoder = text_encoder
 
     def train_dataloader(self) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        latents = torch.randn(8, *self.latent_shape, generator=generator)
-        return DataLoader(TensorDictDataset({"latents": latents, "labels": torch.arange(8) % CLASSES}), 4)
+        latents = torch.randn(8, *self.latent_shape, generator=torch.Generator().manual_seed(0))
+        samples = [{"latents": x, "labels": i % CLASSES, "captions": f"photograph {i}"} for i, x in enumerate(latents)]
+        return DataLoader(samples, 4)  # type: ignore[arg-type]
 
     val_dataloader = train_dataloader
 
@@ -52,12 +53,8 @@ class Latents(L.LightningDataModule):
         return {}
 
 
-def codec() -> LatentCodec:
-    return LatentCodec(small(KL), MEAN, STD)
-
-
 def trained(
-    folder: Path, *callbacks: Any, weights_only: bool = False, **arguments: Any
+    folder: Path, *callbacks: Any, text: dict[str, Any] | None = None, weights_only: bool = False, **arguments: Any
 ) -> tuple[LatentDiffusion, Path]:
     """A module with weights of some size, trained for four steps, and its checkpoint."""
     settings = {"backbone": DIT, "validation_samples": 0, "sampling_steps": 5, "learning_rate": 0.02}
@@ -67,15 +64,17 @@ def trained(
     for parameter in module.network.parameters():
         nn.init.normal_(parameter, std=0.15)
     run = L.Trainer(callbacks=list(callbacks), **QUIET, max_steps=4)
-    run.fit(module, Latents(codec()))
+    encoder = TextEncoder.load(TextEncoderConfig(config_fields=text, max_length=24)) if text else None
+    run.fit(module, Latents(LatentCodec(small(KL), MEAN, STD), encoder))
     path = folder / "run.ckpt"
     run.save_checkpoint(path, weights_only=weights_only)
     return module.eval(), path
 
 
-def images_of(module: LatentDiffusion, labels: list[int], **arguments: Any) -> torch.Tensor:
+def images_of(module: LatentDiffusion, labels: list[int] | None = None, **arguments: Any) -> torch.Tensor:
     """What the run samples, in the range and layout of a pipeline."""
-    latents = module.sample(torch.tensor(labels), torch.Generator().manual_seed(SEED), **arguments)
+    given = None if labels is None else torch.tensor(labels)
+    latents = module.sample(given, torch.Generator().manual_seed(SEED), **arguments)
     return module.codec.decode(latents).permute(0, 2, 3, 1) / 2 + 0.5
 
 
@@ -176,6 +175,81 @@ def _flow(samples: Samples, folder: Path) -> None:
     samples.add("flow", exported(path, "flow"), images_of(module, [1, 2]), **call)
 
 
+UNET = {
+    "in_channels": CHANNELS, "out_channels": CHANNELS, "block_out_channels": [8, 16], "layers_per_block": 1,
+    "norm_num_groups": 4, "mid_block_scale_factor": 1,
+}  # fmt: skip
+CONDITIONED = {
+    "_class_name": "UNet2DConditionModel", "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "cross_attention_dim": 16, "attention_head_dim": 4, **UNET,
+}  # fmt: skip
+FREE = {
+    "_class_name": "UNet2DModel", "down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2, **UNET,
+}  # fmt: skip
+HEADS = {
+    "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "in_channels": CHANNELS, "sample_size": SIDE,
+    "patch_size": 2, "norm_num_groups": 4,
+}  # fmt: skip
+THEIR_DIT = {"_class_name": "DiTTransformer2DModel", **HEADS, "num_embeds_ada_norm": CLASSES}
+PIXART = {
+    "_class_name": "PixArtTransformer2DModel", **HEADS, "cross_attention_dim": 16, "caption_channels": 16,
+    "out_channels": 2 * CHANNELS,
+}  # fmt: skip
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CLIP = {"model_type": "clip_text_model", "max_position_embeddings": 24, "projection_dim": 8, **SMALL}
+T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+
+
+def of(fields: dict[str, Any]) -> DiffusersModelConfig:
+    return DiffusersModelConfig(config_fields=fields)
+
+
+def _stable_diffusion(samples: Samples, folder: Path) -> None:
+    adapters = LoRA(rank=2, alpha=8, targets=["to_q", "to_v", "conv1"], save_base=True)
+    sampler = Sampler("dpmsolver++", guidance_rescale=0.5)
+    arguments: dict[str, Any] = {"prediction": "v", "schedule": VP, "sampler": sampler}
+    module, path = trained(folder, adapters, text=CLIP, backbone=of(CONDITIONED), **arguments)
+    captions = ["photograph 1", "a cat"]
+    expected = images_of(module, captions=captions)
+    call = {"prompt": captions, "guidance_scale": 2.0, "num_inference_steps": 5, "guidance_rescale": 0.5}
+    samples.add("UNet, LoRA merged", exported(path, "merged"), expected, **call)
+    beside = exported(path, "beside", "--lora", "diffusers")
+    samples.add("UNet, LoRA of diffusers", beside, expected, lora=True, **call)
+    for part in module.modules():
+        if hasattr(part, "lora_B"):
+            nn.init.zeros_(part.lora_B)
+    samples.add("UNet without LoRA", beside, images_of(module, captions=captions), **call)
+
+
+def _unconditional(samples: Samples, folder: Path) -> None:
+    arguments: dict[str, Any] = {"prediction": "v", "schedule": "cosine", "sampler": "euler", "guidance_scale": 1.0}
+    module, path = trained(folder, backbone=of(FREE), **arguments)
+    call = {"batch_size": 2, "num_inference_steps": 5}
+    samples.add("UNet of nothing", exported(path, "free"), images_of(module, count=2), **call)
+
+
+def _edm(samples: Samples, folder: Path) -> None:
+    arguments: dict[str, Any] = {"prediction": "edm", "schedule": "edm", "sampler": "euler", "guidance_scale": 1.0}
+    sampling = {"timestep_sampling": "log_normal"}
+    module, path = trained(folder, backbone=of(FREE), **arguments, **sampling)
+    call = {"batch_size": 2, "num_inference_steps": 5}
+    samples.add("UNet of EDM", exported(path, "edm"), images_of(module, count=2), **call)
+
+
+def _their_dit(samples: Samples, folder: Path) -> None:
+    module, path = trained(folder, prediction="v", schedule=VP, sampler="ddim", backbone=of(THEIR_DIT))
+    call = {"class_labels": [0, 3], "guidance_scale": 2.0, "num_inference_steps": 5}
+    samples.add("their DiT", exported(path, "dit"), images_of(module, [0, 3]), **call)
+
+
+def _pixart(samples: Samples, folder: Path) -> None:
+    module, path = trained(folder, text=T5, prediction="v", schedule=VP, sampler="ddim", backbone=of(PIXART))
+    call = {"prompt": ["photograph 1", "cat"], "guidance_scale": 2.0, "num_inference_steps": 5}
+    fixed = {"clean_caption": False, "use_resolution_binning": False, "max_sequence_length": 24}
+    expected = images_of(module, captions=["photograph 1", "cat"])
+    samples.add("PixArt", exported(path, "pixart"), expected, height=16, width=16, **call, **fixed)
+
+
 def _merged_lora(samples: Samples, folder: Path) -> None:
     module, path = trained(folder, LoRA(rank=2, alpha=8, save_base=True), prediction="v", schedule=VP, sampler="ddim")
     call = {"class_labels": [0, 1], "guidance_scale": 2.0, "num_inference_steps": 5}
@@ -188,8 +262,16 @@ CASES: dict[str, Callable[[Samples, Path], None]] = {
     "x0": _x0,
     "flow": _flow,
     "lora": _merged_lora,
+    "stable diffusion": _stable_diffusion,
+    "unconditional": _unconditional,
+    "edm": _edm,
+    "their dit": _their_dit,
+    "pixart": _pixart,
 }
-NAMES = ["raw", "ema", "ema by default", "without guidance", "cosine", "x0", "flow", "LoRA"]
+NAMES = [
+    "raw", "ema", "ema by default", "without guidance", "cosine", "x0", "flow", "LoRA", "UNet, LoRA merged",
+    "UNet, LoRA of diffusers", "UNet without LoRA", "UNet of nothing", "UNet of EDM", "their DiT", "PixArt",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

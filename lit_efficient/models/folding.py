@@ -48,9 +48,7 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
             f"export: the latents of {type(vae).__name__} have a mean and a scale for each channel, which its layout "
             "cannot say (AutoencoderKL can): train on the statistics that its configuration declares"
         )
-    with torch.random.fork_rng(devices=[]):
-        settings = {**vae.config, **fields, "scaling_factor": 1.0, "use_quant_conv": True, "use_post_quant_conv": True}
-        result = kind.from_config(settings)
+    result = _like(vae, **fields, scaling_factor=1.0, use_quant_conv=True, use_post_quant_conv=True)
     state = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
     for name, size in (("quant_conv", 2 * len(mean)), ("post_quant_conv", len(mean))):
         weight = state.get(f"{name}.weight", torch.eye(size)[:, :, None, None])
@@ -60,6 +58,13 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
         state[f"{name}.weight"], state[f"{name}.bias"] = (tensor.to(vae.dtype) for tensor in new)
     result.load_state_dict(state, assign=True)
     return result.eval()
+
+
+def _like(model: Any, **changed: Any) -> Any:
+    """Another model with some fields changed; ``from_config`` would take defaults for those that had been defaults."""
+    fields = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    with torch.random.fork_rng(devices=[]):
+        return type(model)(**{**fields, **changed})
 
 
 def _before(weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,8 +117,7 @@ def fold_labels(model: Any, null_class: int) -> Any:
         raise ConfigurationError(
             f"export: DiTPipeline takes class {null_class} for no label, and the network has {classes} classes"
         )
-    with torch.random.fork_rng(devices=[]):
-        result = type(model).from_config({**model.config, "num_embeds_ada_norm": null_class})
+    result = _like(model, num_embeds_ada_norm=null_class)
     state = {
         name: torch.cat([F.pad(tensor[:-1], (0, 0, 0, null_class - classes)), tensor[-1:]])
         if name.endswith("class_embedder.embedding_table.weight")
