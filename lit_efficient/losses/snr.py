@@ -56,8 +56,8 @@ def snr_weight(
         rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased`` or ``truncated``.
         gamma: Above 0: for ``min_snr`` and ``soft_min_snr`` what the weight of x0 approaches as the noise vanishes,
             for ``p2`` the exponent. ``None`` is the paper's: 5, 4 and 1. The other rules have none.
-        prediction: What the error is measured in: ``eps``, ``v``, ``x0``, ``flow`` (noise minus sample) or ``edm`` (EDM's
-            raw network, whose unweighted error is already that paper's weighting: the rule replaces it).
+        prediction: What the error is measured in: ``eps``, ``v``, ``x0``, ``flow`` (noise minus sample) or ``edm`` (the
+            raw network of EDM, whose unweighted error is already that paper's weighting: the rule replaces it).
         zero_snr: What to do at exactly zero SNR (the last step of a zero-terminal schedule), where the weight of
             ``eps`` is 0/0 or infinite and most others are 0, so that the step would never be trained: ``unit`` gives
             it the weight 1 for every rule and target, ``error`` raises.

@@ -211,7 +211,7 @@ class LatentGenerator(LightningModule):
         size = None if self.latent_size is None else list(self.latent_size)
         checkpoint[_OWN_KEY] = {"latent_size": size, "prompts": self._prompts.state()}
         held = checkpoint.get("state_dict", {})
-        if self.network is not None and all(f"network.{name}" in held for name in self.network.state_dict()):
+        if self.network is not None and all(f"network.{name}" in held for name, _ in self.network.named_parameters()):
             # All weights are here: where they came from need not be there when this is loaded.
             arguments = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {

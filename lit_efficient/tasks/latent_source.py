@@ -68,7 +68,9 @@ def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str
             "has one (LatentData), or set codec to a LatentCodec."
         )
     with torch.no_grad():
-        parts = [codec.encode(images) for images in batch["images"].split(_IMAGES_AT_ONCE)]
+        # In even parts: one image alone takes other kernels than two, and the last bits of a latent with them.
+        count = -(-len(batch["images"]) // _IMAGES_AT_ONCE)
+        parts = [codec.encode(images) for images in batch["images"].tensor_split(count)]
     mean = torch.cat([part[0] for part in parts])
     logvars = [part[1] for part in parts if part[1] is not None]
     return {**batch, "mean": mean} | ({"logvar": torch.cat(logvars)} if logvars else {})
