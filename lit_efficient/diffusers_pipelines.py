@@ -211,6 +211,11 @@ def _need_text(parts: Parts, pipeline: str) -> None:
         raise ConfigurationError(
             f"export: {pipeline} encodes its prompts, and the checkpoint has no text encoder: train with text_encoder"
         )
+    if "block_out_channels" not in parts.vae.config:
+        raise ConfigurationError(
+            f"export: {pipeline} takes the size of its images from block_out_channels, which a "
+            f"{type(parts.vae).__name__} does not have"
+        )
 
 
 def _check_text(parts: Parts, encode: Callable[[str], tuple[Any, Any]], pipeline: str) -> None:

@@ -53,22 +53,35 @@ class Latents(L.LightningDataModule):
         return {}
 
 
-def trained(
-    folder: Path, *callbacks: Any, text: dict[str, Any] | None = None, weights_only: bool = False, **arguments: Any
-) -> tuple[LatentDiffusion, Path]:
-    """A module with weights of some size, trained for four steps, and its checkpoint."""
-    settings = {"backbone": DIT, "validation_samples": 0, "sampling_steps": 5, "learning_rate": 0.02}
-    module = LatentDiffusion(**{**settings, **arguments})
+def made(text: dict[str, Any] | None = None, **arguments: Any) -> LatentDiffusion:
+    """A module with weights of some size, and the encoders that a data module would give it."""
+    module = LatentDiffusion(**{"backbone": DIT, "validation_samples": 0, "sampling_steps": 5, **arguments})
+    module.codec, module.latent_size = LatentCodec(small(KL), MEAN, STD), (SIDE, SIDE)
+    if text is not None:
+        module.text_encoder = TextEncoder.load(TextEncoderConfig(config_fields=text, max_length=24))
     L.seed_everything(0, verbose=False)
     module.configure_model()
     for parameter in module.network.parameters():
         nn.init.normal_(parameter, std=0.15)
+    return module.eval()
+
+
+def written(module: LatentDiffusion, path: Path) -> Path:
+    """A checkpoint of a module that no trainer has touched."""
+    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
+    return path
+
+
+def trained(path: Path, module: LatentDiffusion, *callbacks: Any, weights_only: bool = False) -> Path:
+    """A checkpoint after four steps with some techniques."""
     run = L.Trainer(callbacks=list(callbacks), **QUIET, max_steps=4)
-    encoder = TextEncoder.load(TextEncoderConfig(config_fields=text, max_length=24)) if text else None
-    run.fit(module, Latents(LatentCodec(small(KL), MEAN, STD), encoder))
-    path = folder / "run.ckpt"
+    module.learning_rate = 0.02
+    run.fit(module.train(), Latents(module.codec, module.text_encoder))
     run.save_checkpoint(path, weights_only=weights_only)
-    return module.eval(), path
+    module.eval()
+    return path
 
 
 def images_of(module: LatentDiffusion, labels: list[int] | None = None, **arguments: Any) -> torch.Tensor:
@@ -141,7 +154,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
 
 def _averaged(samples: Samples, folder: Path) -> None:
     ema = EMA(decay=0.9, warmup=None)
-    module, path = trained(folder, ema, prediction="v", schedule=VP, sampler="ddim")
+    module = made(prediction="v", schedule=VP, sampler="ddim")
+    path = trained(folder / "run.ckpt", module, ema)
     call = {"class_labels": [0, 3], "guidance_scale": 2.0, "num_inference_steps": 5}
     samples.add("raw", exported(path, "raw", "--weights", "raw"), images_of(module, [0, 3]), **call)
     with ema.averaged(module):
@@ -155,20 +169,23 @@ def _averaged(samples: Samples, folder: Path) -> None:
 
 
 def _cosine(samples: Samples, folder: Path) -> None:
-    module, path = trained(folder, prediction="v", schedule="cosine", sampler="dpmsolver++")
+    module = made(prediction="v", schedule="cosine", sampler="dpmsolver++")
+    path = written(module, folder / "run.ckpt")
     call = {"class_labels": [1, 2], "guidance_scale": 2.0, "num_inference_steps": 5}
     samples.add("cosine", exported(path, "cosine"), images_of(module, [1, 2]), **call)
 
 
 def _x0(samples: Samples, folder: Path) -> None:
-    module, path = trained(folder, prediction="x0", schedule="linear", sampler="dpmsolver++")
+    module = made(prediction="x0", schedule="linear", sampler="dpmsolver++")
+    path = written(module, folder / "run.ckpt")
     call = {"class_labels": [1, 2], "guidance_scale": 2.0, "num_inference_steps": 5}
     samples.add("x0", exported(path, "x0"), images_of(module, [1, 2]), **call)
 
 
 def _flow(samples: Samples, folder: Path) -> None:
     """The scheduler cuts timesteps to integers: so does the network that is compared with."""
-    module, path = trained(folder, sampler=Sampler("dpmsolver++", shift=2.0))
+    module = made(sampler=Sampler("dpmsolver++", shift=2.0))
+    path = written(module, folder / "run.ckpt")
     whole = lambda _, inputs: (inputs[0], (inputs[1] * 1000 + 1e-3).floor() / 1000, *inputs[2:])  # noqa: E731
     module.network.register_forward_pre_hook(whole)
     call = {"class_labels": [1, 2], "guidance_scale": 2.0, "num_inference_steps": 5}
@@ -208,7 +225,8 @@ def _stable_diffusion(samples: Samples, folder: Path) -> None:
     adapters = LoRA(rank=2, alpha=8, targets=["to_q", "to_v", "conv1"], save_base=True)
     sampler = Sampler("dpmsolver++", guidance_rescale=0.5)
     arguments: dict[str, Any] = {"prediction": "v", "schedule": VP, "sampler": sampler}
-    module, path = trained(folder, adapters, text=CLIP, backbone=of(CONDITIONED), **arguments)
+    module = made(CLIP, backbone=of(CONDITIONED), **arguments)
+    path = trained(folder / "run.ckpt", module, adapters)
     captions = ["photograph 1", "a cat"]
     expected = images_of(module, captions=captions)
     call = {"prompt": captions, "guidance_scale": 2.0, "num_inference_steps": 5, "guidance_rescale": 0.5}
@@ -223,7 +241,8 @@ def _stable_diffusion(samples: Samples, folder: Path) -> None:
 
 def _unconditional(samples: Samples, folder: Path) -> None:
     arguments: dict[str, Any] = {"prediction": "v", "schedule": "cosine", "sampler": "euler", "guidance_scale": 1.0}
-    module, path = trained(folder, backbone=of(FREE), **arguments)
+    module = made(backbone=of(FREE), **arguments)
+    path = written(module, folder / "run.ckpt")
     call = {"batch_size": 2, "num_inference_steps": 5}
     samples.add("UNet of nothing", exported(path, "free"), images_of(module, count=2), **call)
 
@@ -231,19 +250,22 @@ def _unconditional(samples: Samples, folder: Path) -> None:
 def _edm(samples: Samples, folder: Path) -> None:
     arguments: dict[str, Any] = {"prediction": "edm", "schedule": "edm", "sampler": "euler", "guidance_scale": 1.0}
     sampling = {"timestep_sampling": "log_normal"}
-    module, path = trained(folder, backbone=of(FREE), **arguments, **sampling)
+    module = made(backbone=of(FREE), **arguments, **sampling)
+    path = written(module, folder / "run.ckpt")
     call = {"batch_size": 2, "num_inference_steps": 5}
     samples.add("UNet of EDM", exported(path, "edm"), images_of(module, count=2), **call)
 
 
 def _their_dit(samples: Samples, folder: Path) -> None:
-    module, path = trained(folder, prediction="v", schedule=VP, sampler="ddim", backbone=of(THEIR_DIT))
+    module = made(prediction="v", schedule=VP, sampler="ddim", backbone=of(THEIR_DIT))
+    path = written(module, folder / "run.ckpt")
     call = {"class_labels": [0, 3], "guidance_scale": 2.0, "num_inference_steps": 5}
     samples.add("their DiT", exported(path, "dit"), images_of(module, [0, 3]), **call)
 
 
 def _pixart(samples: Samples, folder: Path) -> None:
-    module, path = trained(folder, text=T5, prediction="v", schedule=VP, sampler="ddim", backbone=of(PIXART))
+    module = made(T5, prediction="v", schedule=VP, sampler="ddim", backbone=of(PIXART))
+    path = written(module, folder / "run.ckpt")
     call = {"prompt": ["photograph 1", "cat"], "guidance_scale": 2.0, "num_inference_steps": 5}
     fixed = {"clean_caption": False, "use_resolution_binning": False, "max_sequence_length": 24}
     expected = images_of(module, captions=["photograph 1", "cat"])
@@ -251,7 +273,8 @@ def _pixart(samples: Samples, folder: Path) -> None:
 
 
 def _merged_lora(samples: Samples, folder: Path) -> None:
-    module, path = trained(folder, LoRA(rank=2, alpha=8, save_base=True), prediction="v", schedule=VP, sampler="ddim")
+    module = made(prediction="v", schedule=VP, sampler="ddim")
+    path = trained(folder / "run.ckpt", module, LoRA(rank=2, alpha=8, save_base=True))
     call = {"class_labels": [0, 1], "guidance_scale": 2.0, "num_inference_steps": 5}
     samples.add("LoRA", exported(path, "merged"), images_of(module, [0, 1]), **call)
 
