@@ -108,6 +108,7 @@ PUBLIC: dict[str, str] = {
     "AutoencoderConfig": "models.autoencoder",
     "DiffusersAutoencoder": "models.autoencoders",
     "LatentCodec": "models.latent_codec",
+    "PreviewDecoder": "models.preview_decoder",
     "build_autoencoder": "models.autoencoders",
 }
 

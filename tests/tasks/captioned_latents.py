@@ -48,7 +48,7 @@ def codec(deterministic: bool = False) -> LatentCodec:
 
 
 class CaptionedLatents(L.LightningDataModule):
-    """12 random grey images of 3 classes, in batches of 4.
+    """Random grey images of 3 classes, in batches of 4.
 
     ``cached`` names what is encoded beforehand: "latents", "text" or both. ``text_encoder`` may be None.
     """
@@ -60,12 +60,13 @@ class CaptionedLatents(L.LightningDataModule):
         deterministic: bool = False,
         size: tuple[int, int] = (32, 32),
         labelled: bool = True,
+        count: int = 12,
     ) -> None:
         super().__init__()
         self.text_encoder = encoder
         self.codec = codec(deterministic)
         self.num_classes = 3 if labelled else 0
-        images = torch.rand(12, 1, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        images = torch.rand(count, 1, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1
         self.items: list[dict[str, Any]] = []
         for index, image in enumerate(images):
             item: dict[str, Any] = {"images": image, "index": torch.tensor(index)}

@@ -7,13 +7,23 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lit_efficient import ConfigurationError, DiTConfig, LatentDiffusion, LoRA, SampleImages
+from lit_efficient import (
+    ConfigurationError,
+    DiTConfig,
+    LatentDiffusion,
+    LoRA,
+    SampleImages,
+    SNRWeighting,
+    StochasticDepth,
+)
 from lit_efficient.errors import CheckpointError
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from tests.models.test_backbones import CONDITIONED, DIT, FLUX, PIXART, SANA, SD3, SDXL, UNET
+from tests.support import assert_equal
 from tests.tasks.captioned_latents import T5, CaptionedLatents, JudgedLatents, text_encoder
+from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere, run
 
 TEXT_DIT = DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=3, context_width=16)
 POOLED = {"pooled_projection_dim": 8}
@@ -77,10 +87,10 @@ def test_every_backbone_trains_and_samples_under_guidance_with_rescale(tmp_path,
         model(fields), sampler=Sampler(sampler, guidance_rescale=0.7), sampling_steps=4, validation_samples=2, **process
     )
     before = None
-    run = trainer(tmp_path, num_sanity_val_steps=1)
-    run.fit(module, data)
-    assert run.callback_metrics["val/brightness"].isfinite()
-    assert run.callback_metrics["val/loss"] < 4
+    runner = trainer(tmp_path, num_sanity_val_steps=1)
+    runner.fit(module, data)
+    assert runner.callback_metrics["val/brightness"].isfinite()
+    assert runner.callback_metrics["val/loss"] < 4
     before = torch.get_rng_state()
     guided, plain = (module.eval().sample_images(3, seed=0) for module.guidance_scale in (5.0, 1.0))
     assert guided.shape == (3, 1, 32, 32)
@@ -133,6 +143,21 @@ def test_training_on_caches_is_training_on_images_and_captions(tmp_path, determi
     assert not torch.equal(ends[0], weights(fitted(tmp_path, CaptionedLatents(text_encoder(), (), not deterministic))))
 
 
+def test_interrupted_training_on_images_and_captions_resumes_exactly(tmp_path):
+    def make(folder):
+        backbone = DiTConfig(channels=4, size=8, width=16, depth=2, heads=2, num_classes=3, context_width=16)
+        module = task(backbone, label_dropout=0.3, validation_samples=3)
+        return (
+            module,
+            JudgedLatents(text_encoder(), count=20),
+            [StochasticDepth(0.5, skip="sample"), SNRWeighting(gamma=1.0)],
+        )
+
+    whole = run(make, tmp_path, 0, SaveEverywhere(tmp_path))
+    for step in (1, 4):
+        assert_equal(whole, run(make, tmp_path, 100 + step, ckpt_path=tmp_path / f"{step}.ckpt"))
+
+
 def test_gradients_reach_no_encoder(tmp_path):
     data = CaptionedLatents(text_encoder())
     module = fitted(tmp_path, data)
@@ -174,8 +199,8 @@ def test_latents_of_other_sides_and_of_several_sizes(tmp_path):
 def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_path):
     data = JudgedLatents(text_encoder())
     module = task(validation_samples=5)
-    run = trainer(tmp_path, callbacks=[SampleImages(rows=1, columns=4)])
-    run.fit(module, data)
+    runner = trainer(tmp_path, callbacks=[SampleImages(rows=1, columns=4)])
+    runner.fit(module, data)
     assert data.judged == [(3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])]
     asked = []
     encode = module.text_encoder.encode
@@ -194,11 +219,11 @@ def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_pat
 def test_without_a_judge_there_are_no_scores_and_it_is_said_once(tmp_path, caplog):
     module = task(validation_samples=5)
     with caplog.at_level(logging.INFO):
-        run = trainer(tmp_path, max_steps=6)
-        run.fit(module, CaptionedLatents(text_encoder()))
+        runner = trainer(tmp_path, max_steps=6)
+        runner.fit(module, CaptionedLatents(text_encoder()))
     said = [record for record in caplog.records if "no judge of samples" in record.getMessage()]
     assert len(said) == 1
-    assert {name for name in run.callback_metrics if name.startswith("val/")} >= {"val/loss"}
+    assert {name for name in runner.callback_metrics if name.startswith("val/")} >= {"val/loss"}
 
 
 def test_a_checkpoint_alone_samples_from_a_prompt(tmp_path):
@@ -207,9 +232,9 @@ def test_a_checkpoint_alone_samples_from_a_prompt(tmp_path):
     named = DiffusersModelConfig(str(tmp_path / "base"), subfolder="unet")
     data = CaptionedLatents(text_encoder(), labelled=False)
     module = task(named)
-    run = trainer(tmp_path)
-    run.fit(module, data)
-    run.save_checkpoint(tmp_path / "a.ckpt")
+    runner = trainer(tmp_path)
+    runner.fit(module, data)
+    runner.save_checkpoint(tmp_path / "a.ckpt")
     shutil.rmtree(tmp_path / "base")
     stored = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert set(stored["state_dict"]) == {f"network.{name}" for name in network.state_dict()}
@@ -223,9 +248,9 @@ def test_a_checkpoint_alone_samples_from_a_prompt(tmp_path):
 
 
 def test_another_text_encoder_than_the_checkpoints_is_refused(tmp_path):
-    run = trainer(tmp_path)
-    run.fit(task(), CaptionedLatents(text_encoder()))
-    run.save_checkpoint(tmp_path / "a.ckpt")
+    runner = trainer(tmp_path)
+    runner.fit(task(), CaptionedLatents(text_encoder()))
+    runner.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="texts of another encoder"):
         trainer(tmp_path).fit(
             task(), CaptionedLatents(text_encoder(T5)), ckpt_path=tmp_path / "a.ckpt", weights_only=True
@@ -250,14 +275,14 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
     module.configure_model()
     base = {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
     lora = LoRA(rank=2, targets=["to_q", "to_k", "to_v"])
-    run = trainer(tmp_path, callbacks=[lora])
-    run.fit(module, data)
+    runner = trainer(tmp_path, callbacks=[lora])
+    runner.fit(module, data)
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
     frozen = {name: p for name, p in module.network.named_parameters() if name in base}
     assert len(frozen) > 10
     assert all(torch.equal(parameter, base[name]) for name, parameter in frozen.items())
-    run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    runner.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     export_checkpoint(tmp_path / "a.ckpt", tmp_path / "peft", "peft")
     kind = {"UNet2DConditionModel": UNet2DConditionModel, "SD3Transformer2DModel": SD3Transformer2DModel}
     theirs = kind[fields["_class_name"]](**{k: v for k, v in fields.items() if not k.startswith("_")})
