@@ -1,6 +1,7 @@
 """Checkpoint of latent diffusion -> a folder that diffusers loads as a pipeline, with nothing of ours installed.
 
-    model_index.json   transformer/ or unet/   vae/   scheduler/   text_encoder/   tokenizer/   README.md
+    model_index.json   transformer/ or unet/   vae/ (LDMPipeline: vqvae/)   scheduler/   text_encoder/   tokenizer/
+    README.md: how to load and call it
 
 Everything that the run computed besides is put into weights: statistics of latents into the autoencoder, the null label
 into the table of labels, adapters into what they adapt (or beside it, in diffusers' own format).
@@ -19,9 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.adapters.merge import dequantize_layers, merge_adapters
 from lit_efficient.adapters.peft_format import to_peft
+from lit_efficient.adapters.quantized import dequantize, is_quantized, plain_layer
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.export import merge_state
 from lit_efficient.files import check_new_folder, read, write_folder
 from lit_efficient.surgery import unmixed
 
@@ -66,7 +68,7 @@ def export_pipeline(
     if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
         raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
     run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
-    made = _pipeline(run.module, _network(run, keep_adapters=lora == "merged"))
+    made = _pipeline(run.module, _network(run.module, keep_adapters=lora == "merged"))
     adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
 
     def write(folder: Path) -> None:
@@ -105,15 +107,15 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     return _Run(module, checkpoint, held)
 
 
-def _network(run: _Run, keep_adapters: bool) -> Any:
+def _network(module: Any, keep_adapters: bool) -> Any:
     """The network as diffusers knows it, adapters merged or left out, in evaluation mode and without techniques."""
     from lit_efficient.models.dit import DiT
     from lit_efficient.models.dit_to_diffusers import convert
 
-    network = run.module.network
+    network = module.network
     own = {
         name.removeprefix(_NETWORK): tensor
-        for name, tensor in _merged(run, keep_adapters).items()
+        for name, tensor in _merged(module, keep_adapters).items()
         if name.startswith(_NETWORK)
     }
     if isinstance(network, DiT):
@@ -124,20 +126,23 @@ def _network(run: _Run, keep_adapters: bool) -> Any:
         fresh = unmixed(network).from_config(network.config)  # type: ignore[attr-defined]
     wanted = fresh.state_dict().keys()
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
-    size = run.module.latent_size
+    size = module.latent_size
     if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet is of no size, and pipelines ask it
         fresh.register_to_config(sample_size=size[0] if size[0] == size[1] else size)
     return fresh.eval()
 
 
-def _merged(run: _Run, keep_adapters: bool) -> dict[str, Tensor]:
-    """All weights of the module without adapters: added to what they adapt, or as if they had never been."""
-    state = _whole_state(run.module)
-    kept = dict(run.checkpoint.get("lit_efficient", {}))
-    if not keep_adapters:
-        state = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
-        kept["transforms"] = [record for record in kept.get("transforms", ()) if record["name"] != "LoRA"]
-    return merge_state({**run.checkpoint, "lit_efficient": kept, "state_dict": state}, keep_int4=False)
+@torch.no_grad()
+def _merged(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
+    """All weights of a module as floats: adapters added to what they adapt, or as if they had never been."""
+    if keep_adapters:
+        return _whole_state(dequantize_layers(merge_adapters(module)))
+    state = {name: tensor for name, tensor in _whole_state(module).items() if ".lora_" not in name}
+    part: Any
+    for name, part in module.named_modules():
+        if is_quantized(part):
+            state[f"{name}.weight"] = plain_layer(part, dequantize(part)).get_parameter("weight").detach()
+    return state
 
 
 def _whole_state(module: nn.Module) -> dict[str, Tensor]:

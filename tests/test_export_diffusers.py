@@ -308,5 +308,6 @@ def test_every_case_is_compared(samples: Samples) -> None:
     assert set(samples.found) == set(NAMES)
 
 
-def test_averaged_weights_are_other_ones(samples: Samples) -> None:
-    assert (samples.found["raw"] - samples.found["ema"]).abs().max() > 0.01
+@pytest.mark.parametrize(("one", "other"), [("raw", "ema"), ("UNet, LoRA merged", "UNet without LoRA")])
+def test_what_should_differ_does(samples: Samples, one: str, other: str) -> None:
+    assert (samples.found[one] - samples.found[other]).abs().max() > 0.01

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_efficient import EMA, AutoencoderConfig, LatentDiffusion, LoRA, StochasticDepth
+from lit_efficient import EMA, AutoencoderConfig, LatentDiffusion, LoRA, QuantizeBase, StochasticDepth, merge_adapters
 from lit_efficient.commands.export import run as export
 from lit_efficient.models.autoencoder import Autoencoder
+from lit_efficient.models.dit_to_diffusers import to_diffusers
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 from tests.models.diffusers_autoencoders import DC, TINY, small
@@ -22,8 +23,8 @@ from tests.test_export_diffusers import CLIP, CONDITIONED, DIT, FREE, STD, T5, V
 V: dict[str, Any] = {"prediction": "v", "schedule": VP}
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+def weights(folder: Path, name: str = "transformer") -> dict[str, torch.Tensor]:
+    return load_file(folder / name / "diffusion_pytorch_model.safetensors")
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -67,6 +68,29 @@ def test_adapters_beside_a_base_of_another_file(tmp_path: Path, capsys: pytest.C
     empty = tmp_path / "empty.ckpt"
     torch.save({"state_dict": {"other.weight": torch.zeros(1)}}, empty)
     refuse(adapted, capsys, r"base has no weight of this network", "--base", str(empty))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_quantised_base_is_exported_as_the_floats_that_it_stands_for(beside: bool, tmp_path: Path) -> None:
+    """Its adapters merged, or beside it."""
+    arguments = {"text": CLIP, "backbone": of(CONDITIONED)} if beside else {"backbone": replace(DIT, width=32)}
+    module = made(**V, **arguments)
+    adapters = LoRA(rank=2, alpha=8, save_base=True, **({"targets": ["to_q", "to_k", "to_v"]} if beside else {}))
+    techniques = QuantizeBase("nf4"), adapters
+    path = trained(tmp_path / "run.ckpt", module, *techniques)
+    folder = exported(path, "out", *(["--lora", "diffusers"] if beside else []))
+    if not beside:
+        merge_adapters(module)
+        assert same(weights(folder), to_diffusers(module.network).state_dict())
+        return
+    found = weights(folder, "unet")
+    added = load_file(folder / "pytorch_lora_weights.safetensors")
+    names = {name.removeprefix("unet.").rpartition(".lora_")[0] for name in added}
+    merged = weights(exported(path, "merged"), "unet")
+    assert {name for name in found if not torch.equal(found[name], merged[name])} == {f"{n}.weight" for n in names}
+    for name in names:
+        delta = 4.0 * added[f"unet.{name}.lora_B.weight"] @ added[f"unet.{name}.lora_A.weight"]  # alpha / rank
+        torch.testing.assert_close(merged[f"{name}.weight"], found[f"{name}.weight"] + delta)
 
 
 def refuse(path: Path, capsys: pytest.CaptureFixture[str], message: str, *arguments: str) -> None:
@@ -113,6 +137,7 @@ SANA = {
     "attention_head_dim": 8, "num_layers": 1, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8,
     "cross_attention_dim": 16, "caption_channels": 16, "sample_size": 4,
 }  # fmt: skip
+PROJECTED = {**CLIP, "architectures": ["CLIPTextModelWithProjection"]}
 OF_TEXT = {**V, "text": CLIP, "backbone": of(CONDITIONED)}
 UNGUIDED = {**V, "guidance_scale": 1.0}
 
@@ -133,8 +158,9 @@ UNGUIDED = {**V, "guidance_scale": 1.0}
         ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*not \(4, 8\)"),
         ({**OF_TEXT, "backbone": of({**CONDITIONED, "num_class_embeds": 5})}, None, r"one text and nothing else"),
         (OF_TEXT, _no_text, r"StableDiffusionPipeline encodes its prompts"),
-        (OF_TEXT, _earlier_layer, r"in another way than training did .*layer=-2.*: it takes the last layer"),
+        (OF_TEXT, _earlier_layer, r"in another way than training did .*layer=-2.* and all tokens"),
         (OF_TEXT, _deep, r"StableDiffusionPipeline .* AutoencoderDC"),
+        ({**OF_TEXT, "text": PROJECTED}, None, r"first output of a CLIPTextModelWithProjection"),
         ({**OF_TEXT, "text": T5}, None, r"in another way than training did .*t5"),
         ({**OF_TEXT, "backbone": of(SANA)}, None, r"no pipeline of diffusers is written for SanaTransformer2DModel"),
     ],
