@@ -141,15 +141,11 @@ class LatentDiffusion(LatentGenerator):
 
     def on_validation_epoch_end(self) -> None:
         """Log the averages; sample and judge, a handful in the sanity check."""
-        self._prompts.settle(self.trainer.strategy.broadcast)
-        self._log_by_noise("val")
-        self._judge("val")
+        self._conclude("val")
 
     def on_test_epoch_end(self) -> None:
         """As validation."""
-        self._prompts.settle(self.trainer.strategy.broadcast)
-        self._log_by_noise("test")
-        self._judge("test")
+        self._conclude("test")
 
     def configure_optimizers(self) -> Any:
         """AdamW over what trains, with warm-up and a cosine to zero over the length of the run."""
@@ -179,7 +175,8 @@ class LatentDiffusion(LatentGenerator):
         process = replace(self.process, input_perturbation=0.0)  # a means of training; samplers do not perturb
         condition = self.conditioning.of_batch(batch, self.device)
         encoded = latent_source.with_posterior(batch, self.codec)
-        self._prompts.gather(batch)
+        if self.shape.takes_text:
+            self._prompts.gather(batch)
 
         def evaluate() -> dict[str, Tensor]:
             return self._losses(encoded, condition, process, torch.Generator().manual_seed(seed))
@@ -194,24 +191,27 @@ class LatentDiffusion(LatentGenerator):
             with average.raw(self) as stood:
                 self.log(f"{stage}/loss_raw", evaluate()["loss"] if stood else losses["loss"], **shared)
 
-    def _log_by_noise(self, stage: str) -> None:
+    def _conclude(self, stage: str) -> None:
+        if self.shape.takes_text:
+            self._prompts.settle(self.trainer.strategy.broadcast)
         averages = self._by_noise.averages(lambda totals: self.trainer.strategy.reduce(totals, reduce_op="sum"))
         for name, value in averages.items():
             self.log(f"{stage}/loss_{name}", value, sync_dist=True)
+        self._judge(stage)
 
     def _judge(self, stage: str) -> None:
         """Every process samples and judges the same images: a sharded network needs all of them in step."""
         data = self._source()
         if data is None or self.validation_samples == 0 or not self._judged:
             return
+        scores: dict[str, float] = {}
         score = getattr(data, "score_samples", None)
-        count = self.validation_samples
-        if self.trainer.sanity_checking:
-            count = min(count, max(2, self.shape.num_classes or 2))
-        told = self._in_turn(count)
-        labels = told.get("labels", self._prompts.labels_of(count) if "captions" in told else None)
-        scores = {}
         if score is not None:
+            count = self.validation_samples
+            if self.trainer.sanity_checking:
+                count = min(count, max(2, self.shape.num_classes))
+            told = self._in_turn(count)
+            labels = told["labels"] if "labels" in told else self._prompts.labels_of(count)
             latents = self.sample(**told, generator=torch.Generator().manual_seed(FIXED_SEED))
             scores = score(self._decoder().decode(latents), labels)
         if not scores:

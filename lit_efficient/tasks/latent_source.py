@@ -45,7 +45,10 @@ def text_encoder_of(data: Any) -> TextEncoder | None:
 
 def batch_size(batch: dict[str, Any]) -> int:
     """B."""
-    return len(next(batch[name] for name in ("latents", "mean", "images", "labels", "captions") if name in batch))
+    for name in ("latents", "mean", "images", "labels", "captions"):
+        if name in batch:
+            return len(batch[name])
+    raise ConfigurationError(f"LatentDiffusion: a batch must have images or latents; this one has {sorted(batch)}.")
 
 
 def latent_size(batch: dict[str, Any], codec: LatentCodec | None) -> tuple[int, int] | None:
