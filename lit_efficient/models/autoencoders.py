@@ -67,11 +67,12 @@ class DiffusersAutoencoder(nn.Module):
     @property
     def deterministic(self) -> bool:
         """Whether the encoder gives no variance."""
-        return type(self.network).__name__ not in _WITH_POSTERIOR
+        return _kind(self.network).__name__ not in _WITH_POSTERIOR
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Images [B, C, H, W] in [-1, 1] to mean and logvar (or None) [B, c, H / factor, W / factor]."""
-        check_images(x, self, type(self.network).__name__)
+        check_images(x, self, _kind(self.network).__name__)
+        self._check_checkpointing()
         encoded = self.network.encode(self._as_weights(x), return_dict=False)[0]
         return (encoded, None) if self.deterministic else (encoded.mean, encoded.logvar)
 
@@ -84,6 +85,15 @@ class DiffusersAutoencoder(nn.Module):
         """Images to (reconstruction through one posterior sample, mean, logvar or None)."""
         mean, logvar = self.encode(x)
         return self.decode(sample_posterior(mean, logvar, generator)), mean, logvar
+
+    def _check_checkpointing(self) -> None:
+        """Refuse what diffusers computes wrongly: a Tiny encoder that checkpoints itself gets images in [-1, 1]."""
+        encoder = self.network.encoder
+        if _kind(encoder).__name__ == "EncoderTiny" and encoder.gradient_checkpointing and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "AutoencoderTiny: enable_gradient_checkpointing() must not be used while its encoder trains: diffusers "
+                "leaves out the step from [-1, 1] to [0, 1] there. Set network.encoder.gradient_checkpointing = False."
+            )
 
     def _as_weights(self, x: Tensor) -> Tensor:
         """In the weights' format, unless autocast chooses one for each operation."""
@@ -157,7 +167,7 @@ def check_images(images: Tensor, autoencoder: ImageAutoencoder, who: str) -> Non
 
 def whole_config(network: nn.Module) -> dict[str, Any]:
     """A diffusers model's configuration with ``_class_name``, as JSON could hold it; `from_fields` builds it again."""
-    kind = type(network)
+    kind = _kind(network)
     if kind.__name__ not in _KINDS:
         raise ConfigurationError(f"autoencoder: the model must be one of {', '.join(_KINDS)}, not a {kind.__name__}.")
     config: Any = network.config
@@ -207,6 +217,12 @@ def declared_statistics(autoencoder: ImageAutoencoder) -> tuple[Tensor, Tensor]:
     if mean is not None and std is not None:
         return torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32) / scale
     return torch.full((channels,), float(config.get("shift_factor") or 0.0)), torch.full((channels,), 1.0 / scale)
+
+
+def _kind(network: nn.Module) -> type:
+    """Its class as diffusers has it, whatever techniques and FSDP have mixed in."""
+    cls = type(network)
+    return next((kind for kind in cls.__mro__ if kind.__module__.startswith("diffusers.")), cls)
 
 
 def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -2,8 +2,8 @@
 
     loss = d(x, decode(z)) + kl_weight KL(q || N(0, 1)) + w_p d_features(x, decode(z)),    z ~ q(z | x)
 
-d is a distance of pixels: squared, absolute or smooth. Any autoencoder that diffusers' image models or ours make; one
-whose encoder is deterministic has z = encode(x) and no KL. The VF loss is a technique: add `LatentAlignment`.
+d is a distance of pixels: squared, absolute or smooth. q is of ours or of diffusers' AutoencoderKL; AutoencoderTiny and
+AutoencoderDC encode without a distribution: z = encode(x), and no KL. The VF loss is a technique: `LatentAlignment`.
 
     fit --model Autoencoding --data DigitImages
 

@@ -16,6 +16,7 @@ from lit_efficient.models.autoencoders import (
     build_autoencoder,
     declared_statistics,
     is_deterministic,
+    whole_config,
 )
 from lit_efficient.models.diffusers_model import from_fields
 from tests.models.diffusers_autoencoders import DC, KINDS, KL, TINY, images, small
@@ -92,6 +93,15 @@ def test_parameters_keep_diffusers_names() -> None:
     assert set(ours.state_dict()) == {f"network.{name}" for name in ours.network.state_dict()}
 
 
+def test_what_techniques_mix_in_changes_nothing_of_this() -> None:
+    ours = small(TINY)
+    config = whole_config(ours.network)
+    mixin = type("FSDPModule", (), {})
+    ours.network.__class__ = type("FSDPAutoencoderTiny", (mixin, type(ours.network)), {})
+    assert whole_config(ours.network) == config
+    assert ours.deterministic
+
+
 def test_declared_statistics_by_hand() -> None:
     x = torch.randn(1, 3, 2, 2)
 
@@ -121,6 +131,17 @@ def test_images_that_do_not_fit_are_refused(fields: dict[str, Any]) -> None:
     for wrong in (torch.zeros(2, 1, 18, 16), torch.zeros(2, 1, 16, 18), torch.zeros(2, 3, 16, 16), torch.zeros(1, 16)):
         with pytest.raises(ConfigurationError, match=r"must be \[B, 1, H, W\] with height and width multiples of 4"):
             ours.encode(wrong)
+
+
+def test_a_tiny_encoder_that_checkpoints_itself_is_refused_as_it_computes_something_else() -> None:
+    ours, x = small(TINY), images()
+    expected = ours.encode(x)[0]
+    ours.network.enable_gradient_checkpointing()
+    assert not torch.allclose(ours.network.encode(x).latents, expected)  # the reason; if it holds no longer: remove
+    with pytest.raises(ConfigurationError, match="must not be used while its encoder trains"):
+        ours.encode(x)
+    with torch.no_grad():
+        assert torch.equal(ours.encode(x)[0], expected)
 
 
 def test_what_is_no_image_autoencoder_is_refused() -> None:
