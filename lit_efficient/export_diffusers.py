@@ -152,7 +152,8 @@ def _whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _pipeline(module: Any, network: Any) -> Any:
-    from lit_efficient.diffusers_pipelines import Parts, pipeline_for
+    from lit_efficient.diffusers_parts import Parts
+    from lit_efficient.diffusers_pipelines import pipeline_for
 
     parts = Parts(
         network=network,
@@ -196,7 +197,8 @@ def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, An
     arguments = {**records[0]["arguments"], "bias": "none", "modules_to_save": None}  # those stand in the base
     tensors, config = to_peft(_whole_state(run.module), kept["adapters"], arguments)
     own = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items() if ".lora_" in name}
-    return {f"unet.{name}": tensor for name, tensor in own.items()}, {f"unet.{k}": v for k, v in config.items()}
+    place = "unet" if hasattr(pipeline, "unet") else "transformer"
+    return {f"{place}.{name}": tensor for name, tensor in own.items()}, {f"{place}.{k}": v for k, v in config.items()}
 
 
 def _write_lora(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 from tests.models.diffusers_autoencoders import KL, small
+from tests.models.test_text_encoder_of_pipelines import clip, saved, t5
 from tests.support import QUIET
 
 CHANNELS, SIDE, CLASSES, SEED = 3, 4, 4, 7
@@ -53,12 +54,13 @@ class Latents(L.LightningDataModule):
         return {}
 
 
-def made(text: dict[str, Any] | None = None, **arguments: Any) -> LatentDiffusion:
+def made(text: dict[str, Any] | TextEncoderConfig | None = None, **arguments: Any) -> LatentDiffusion:
     """A module with weights of some size, and the encoders that a data module would give it."""
     module = LatentDiffusion(**{"backbone": DIT, "validation_samples": 0, "sampling_steps": 5, **arguments})
     module.codec, module.latent_size = LatentCodec(small(KL), MEAN, STD), (SIDE, SIDE)
-    if text is not None:
-        module.text_encoder = TextEncoder.load(TextEncoderConfig(config_fields=text, max_length=24))
+    if isinstance(text, dict):
+        text = TextEncoderConfig(config_fields=text, max_length=24)
+    module.text_encoder = None if text is None else TextEncoder.load(text)
     L.seed_everything(0, verbose=False)
     module.configure_model()
     for parameter in module.network.parameters():
@@ -135,7 +137,9 @@ for name, job in json.loads((folder / "jobs.json").read_text()).items():
     if job["lora"]:
         pipeline.load_lora_weights(job["folder"])
     generator = torch.Generator().manual_seed(seed)
-    images[name] = torch.as_tensor(pipeline(**job["call"], generator=generator, output_type="np").images)
+    sizes = {key: tuple(value) for key, value in job["call"].items() if key in ("original_size", "target_size")}
+    call = {**job["call"], **sizes}
+    images[name] = torch.as_tensor(pipeline(**call, generator=generator, output_type="np").images)
 torch.save(images, folder / "images.pt")
 """
 
@@ -272,6 +276,41 @@ def _pixart(samples: Samples, folder: Path) -> None:
     samples.add("PixArt", exported(path, "pixart"), expected, height=16, width=16, **call, **fixed)
 
 
+SDXL = {
+    **CONDITIONED, "cross_attention_dim": 16 + 32, "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 6 * 4 + 6,
+}  # fmt: skip
+SD3 = {
+    "_class_name": "SD3Transformer2DModel", "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1,
+    "in_channels": CHANNELS, "out_channels": CHANNELS, "sample_size": SIDE, "pos_embed_max_size": SIDE,
+    "joint_attention_dim": 48, "caption_projection_dim": 16, "pooled_projection_dim": 12,
+}  # fmt: skip
+
+
+def _sdxl(samples: Samples, folder: Path) -> None:
+    saved(folder, clip(16, "CLIPTextModel"), clip(32))
+    text = TextEncoderConfig(str(folder), pipeline="sdxl")
+    module = made(text, prediction="v", schedule=VP, sampler="euler", backbone=of(SDXL))
+    path = trained(folder / "run.ckpt", module, LoRA(rank=2, alpha=8, targets=["to_q", "to_v"], save_base=True))
+    call = {"prompt": "cat", "guidance_scale": 2.0, "num_inference_steps": 5}
+    sizes = {"original_size": (32, 32), "target_size": (32, 32)}  # the autoencoder's factor is 4
+    expected = images_of(module, captions=["cat"])
+    beside = exported(path, "sdxl", "--lora", "diffusers")
+    samples.add("SDXL", beside, expected, lora=True, **call, **sizes)
+    assert "original_size=(32, 32), target_size=(32, 32)" in (beside / "README.md").read_text()
+
+
+def _sd3(samples: Samples, folder: Path) -> None:
+    saved(folder, clip(16), clip(24), t5())
+    text = TextEncoderConfig(str(folder), pipeline="sd3", max_length=20)
+    module = made(text, sampler=Sampler("euler", shift=3.0), backbone=of(SD3))
+    path = trained(folder / "run.ckpt", module, LoRA(rank=2, alpha=8, targets=["to_q", "to_v"], save_base=True))
+    call = {"prompt": "cat", "guidance_scale": 2.0, "sigmas": [1 - i / 5 for i in range(5)], "max_sequence_length": 20}
+    sizes = {"height": 16, "width": 16}
+    expected = images_of(module, captions=["cat"])
+    samples.add("SD3", exported(path, "sd3", "--lora", "diffusers"), expected, lora=True, **call, **sizes)
+
+
 def _merged_lora(samples: Samples, folder: Path) -> None:
     module = made(prediction="v", schedule=VP, sampler="ddim")
     path = trained(folder / "run.ckpt", module, LoRA(rank=2, alpha=8, save_base=True))
@@ -290,10 +329,13 @@ CASES: dict[str, Callable[[Samples, Path], None]] = {
     "edm": _edm,
     "their dit": _their_dit,
     "pixart": _pixart,
+    "sdxl": _sdxl,
+    "sd3": _sd3,
 }
 NAMES = [
     "raw", "ema", "ema by default", "without guidance", "cosine", "x0", "flow", "LoRA", "UNet, LoRA merged",
     "UNet, LoRA of diffusers", "UNet without LoRA", "UNet of nothing", "UNet of EDM", "their DiT", "PixArt",
+    "SDXL", "SD3",
 ]  # fmt: skip
 
 

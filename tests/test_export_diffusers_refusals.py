@@ -139,6 +139,10 @@ SANA = {
 }  # fmt: skip
 PROJECTED = {**CLIP, "architectures": ["CLIPTextModelWithProjection"]}
 OF_TEXT = {**V, "text": CLIP, "backbone": of(CONDITIONED)}
+SDXL = {
+    **CONDITIONED, "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 6 * 4 + 16,
+}  # fmt: skip
 UNGUIDED = {**V, "guidance_scale": 1.0}
 
 
@@ -156,12 +160,13 @@ UNGUIDED = {**V, "guidance_scale": 1.0}
         ({**V, "sampling_steps": 7}, None, r"sampling_steps must be a divisor of 1000"),
         ({**V, "backbone": of({**FREE, "num_class_embeds": 5})}, None, r"gives labels to a UNet2DModel"),
         ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*not \(4, 8\)"),
-        ({**OF_TEXT, "backbone": of({**CONDITIONED, "num_class_embeds": 5})}, None, r"one text and nothing else"),
+        ({**OF_TEXT, "backbone": of({**CONDITIONED, "num_class_embeds": 5})}, None, r"text and no label"),
         (OF_TEXT, _no_text, r"StableDiffusionPipeline encodes its prompts"),
-        (OF_TEXT, _earlier_layer, r"in another way than training did .*layer=-2.* and all tokens"),
+        (OF_TEXT, _earlier_layer, r"in another way than training did .*layer=-2.* see all tokens"),
+        ({**V, "text": CLIP, "backbone": of(SDXL)}, None, r"StableDiffusionXLPipeline has 2 text encoders, .* had 1"),
         (OF_TEXT, _deep, r"StableDiffusionPipeline .* AutoencoderDC"),
-        ({**OF_TEXT, "text": PROJECTED}, None, r"first output of a CLIPTextModelWithProjection"),
-        ({**OF_TEXT, "text": T5}, None, r"in another way than training did .*t5"),
+        ({**OF_TEXT, "text": PROJECTED}, None, r"way than training did with CLIPTextModelWithProjection"),
+        ({**OF_TEXT, "text": T5}, None, r"in another way than training did with T5EncoderModel"),
         ({**OF_TEXT, "backbone": of(SANA)}, None, r"no pipeline of diffusers is written for SanaTransformer2DModel"),
     ],
 )  # fmt: skip
