@@ -167,7 +167,7 @@ def check_images(images: Tensor, autoencoder: ImageAutoencoder, who: str) -> Non
 
 def whole_config(network: nn.Module) -> dict[str, Any]:
     """A diffusers model's configuration with ``_class_name``, as JSON could hold it; `from_fields` builds it again."""
-    kind = _kind(network)
+    kind: Any = _kind(network)
     if kind.__name__ not in _KINDS:
         raise ConfigurationError(f"autoencoder: the model must be one of {', '.join(_KINDS)}, not a {kind.__name__}.")
     config: Any = network.config
