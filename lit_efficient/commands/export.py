@@ -1,4 +1,4 @@
-"""``python -m lit_efficient export CKPT --format peft | merged | safetensors --output DIR``."""
+"""``python -m lit_efficient export CKPT --format peft | merged | safetensors | diffusers --output DIR``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,39 @@ def run(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser("lit_efficient export", description="Turn a checkpoint into what others can load.")
     parser.add_argument("checkpoint", help="a Lightning checkpoint")
-    parser.add_argument("--format", choices=("peft", "merged", "safetensors"), default="safetensors")
+    parser.add_argument("--format", choices=("peft", "merged", "safetensors", "diffusers"), default="safetensors")
     parser.add_argument("--output", required=True, help="a new folder")
     parser.add_argument(
         "--base", help="the frozen base: a transformers folder (merged), else a checkpoint or safetensors file"
     )
+    parser.add_argument(
+        "--weights", choices=("ema", "raw"), help="of diffusers: which weights; the average if the run kept one"
+    )
+    parser.add_argument(
+        "--lora",
+        choices=("merged", "diffusers"),
+        help="of diffusers: adapters in the weights (merged, the default), or beside them for load_lora_weights",
+    )
     arguments = parser.parse_args(argv)
-    from lit_efficient.export import export_checkpoint
-
+    diffusers = arguments.format == "diffusers"
+    for name in () if diffusers else ("weights", "lora"):
+        if getattr(arguments, name) is not None:
+            parser.error(f"--{name} does not belong to --format {arguments.format}")
     try:
-        folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, arguments.base)
+        if diffusers:
+            from lit_efficient.export_diffusers import export_pipeline
+
+            folder = export_pipeline(
+                arguments.checkpoint,
+                arguments.output,
+                arguments.weights,
+                lora=arguments.lora or "merged",
+                base=arguments.base,
+            )
+        else:
+            from lit_efficient.export import export_checkpoint
+
+            folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, arguments.base)
     except LitEfficientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -147,7 +147,7 @@ class DiT(nn.Module):
                 shapes.
         """
         self._check_inputs(x, y, context, context_mask)
-        dtype = self.patch_out.weight.dtype
+        dtype = self.patch_in.weight.dtype  # of a layer that is not quantised
         patch = self.config.patch_size
         grid = (x.shape[2] // patch, x.shape[3] // patch)
         c = self._embed_time(t).to(dtype)

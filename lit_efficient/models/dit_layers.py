@@ -31,8 +31,10 @@ def sinusoids(position: Tensor, features: int, period: float = 10_000.0, ends: b
         ends: Whether both ends of the range of frequencies are taken.
     """
     half = features // 2
-    steps = half - 1 if ends else half
-    frequencies = torch.exp(-math.log(period) / steps * torch.arange(half, device=position.device, dtype=torch.float32))
+    order = torch.arange(half, device=position.device, dtype=torch.float32)
+    # Rounded as in diffusers: at times up to 1000 the last digit of a frequency shows.
+    exponent = -math.log(period) * order / (half - 1) if ends else -math.log(period) / half * order
+    frequencies = torch.exp(exponent)
     angle = position.float()[:, None] * frequencies
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
