@@ -3,7 +3,7 @@
     python benchmarks/diffusion_quality.py [--steps 800] [--seeds 3] [--samples 500] [--rate cosine]
 
 The DiT of ``configs/tasks/latent_diffusion.yaml`` on the digits' latents. eps, v and x0 train on a cosine schedule,
-flow on straight lines; times are uniform in all, so that only target and weighting differ, and the rate is the config's
+flow on straight lines; times are uniform in all, so that only target and weighting differ, and the rate is the task's
 for all. Raw and averaged (EMA) weights come from the very same run: the average does not change training. Judged are
 samples of 20 deterministic steps without guidance, from noise that is the same for every run: the Fréchet distance to
 the training images in the features of a small digit classifier (no FID: compare it within this table only), and the
@@ -38,11 +38,13 @@ NOISE_SEED = 7
 
 
 class ConstantRate(LatentDiffusion):
-    """Without the cosine to zero, which averages by itself: its last steps hardly move."""
+    """Warm-up, then one rate: the task's cosine to zero averages by itself, its last steps hardly move."""
 
     def configure_optimizers(self) -> Any:
-        """The optimizer alone."""
-        return super().configure_optimizers()["optimizer"]
+        """The task's optimizer with another schedule."""
+        optimizer = super().configure_optimizers()["optimizer"]
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=100)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 RATES = {"cosine": LatentDiffusion, "constant": ConstantRate}
