@@ -6,6 +6,7 @@ Source: the test part of the UCI optical digits (Kaynak 1995), 8x8 pixels with 1
 """
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lit_efficient.data.keyed_batches import Key
 from lit_efficient.errors import ConfigurationError
 
 HELD_OUT = 180  # images for validation, and as many for the test: a tenth each
+TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
 
 
 def load_digit_images(size: int) -> tuple[Tensor, Tensor]:
@@ -78,6 +81,18 @@ class TensorDictDataset(Dataset[dict[str, Tensor]]):
         return {name: tensor[index] for name, tensor in self.tensors.items()}
 
 
+class KeyedTensors(TensorDictDataset):
+    """Tensors whose rows are found by their number, or by the key (number, 0): each has one variant, as it is."""
+
+    def __getitem__(self, key: int | Key) -> dict[str, Any]:
+        if isinstance(key, int):
+            return super().__getitem__(key)
+        index, variant = key
+        if variant != 0:
+            raise ConfigurationError(f"KeyedTensors: the variant must be 0, there is no other, not {variant!r}.")
+        return {**super().__getitem__(index), "variant": torch.tensor(0)}
+
+
 class DigitsDataModule(LightningDataModule):
     """What the data modules of the digits share: the split and the loaders. A subclass fills ``dataset`` in ``setup``.
 
@@ -97,10 +112,10 @@ class DigitsDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
-        self.dataset: TensorDictDataset
-        self.train_index: list[int]
-        self.val_index: list[int]
-        self.test_index: list[int]
+        self.dataset = TensorDictDataset({"index": torch.arange(0)})  # empty until setup()
+        self.train_index: list[int] = []
+        self.val_index: list[int] = []
+        self.test_index: list[int] = []
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Shuffled from the global generator."""
@@ -132,7 +147,7 @@ class DigitsDataModule(LightningDataModule):
 
 
 class DigitImages(DigitsDataModule):
-    """The digits as images, for ``Autoencoding``.
+    """The digits as images, for ``Autoencoding``; an :class:`~lit_efficient.data.image_source.ImageSource`.
 
     Args:
         image_size: Height and width in pixels, a multiple of 4.
@@ -141,15 +156,33 @@ class DigitImages(DigitsDataModule):
         seed: Seed of the split into training, validation and test.
     """
 
+    variants = 1
+
     def __init__(self, image_size: int = 32, batch_size: int = 64, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__(batch_size, num_workers, seed)
         self.image_size = checked_image_size(type(self).__name__, image_size)
+        self.class_names = [str(digit) for digit in range(self.num_classes)]
 
     def setup(self, stage: str) -> None:
         """Load, enlarge and split: 0.1 s."""
         images, labels = load_digit_images(self.image_size)
-        self.dataset = TensorDictDataset({"images": images, "labels": labels, "index": torch.arange(len(labels))})
+        self.dataset = KeyedTensors({"images": images, "labels": labels, "index": torch.arange(len(labels))})
         self.train_index, self.val_index, self.test_index = stratified_split(labels, HELD_OUT, self.seed)
+
+    def bucket_of(self, index: int) -> tuple[int, int]:
+        """Height and width, the same for all."""
+        return self.image_size, self.image_size
+
+    def identity(self) -> dict[str, str]:
+        """What the images depend on, after ``setup()``."""
+        rows = self.dataset.tensors
+        return {
+            "data": digest(rows["images"], rows["labels"]),
+            "split": digest(*(torch.tensor(part) for part in (self.train_index, self.val_index, self.test_index))),
+            "transform": TRANSFORM,
+            "resolution": f"{self.image_size}x{self.image_size}",
+            "variants": "1",
+        }
 
 
 def checked_image_size(owner: str, image_size: int) -> int:

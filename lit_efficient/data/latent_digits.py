@@ -145,7 +145,7 @@ class LatentDigits(DigitsDataModule):
         floor = judge_digits(judge, images[train], images[val], labels[val])
         facts: dict[str, Any] = {
             "data": digits.digest(images, labels),
-            "transform": "bicubic enlargement, grey levels to [-1, 1]",
+            "transform": digits.TRANSFORM,
             "image_size": self.image_size,
             "autoencoder": asdict(self.autoencoder),
             "latent_mean": sampled.mean(dim=(0, 2, 3)).tolist(),

@@ -26,10 +26,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lit_efficient.data.keyed_batches import KeyedBatchSampler
 from lit_efficient.data.resumable_sampler import ResumableSampler, mix_seed, seed_all
 from lit_efficient.errors import ConfigurationError
 
 _REPLACEABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+# Their order is a pure function of a seed and of the epoch and the round that the loader tells them.
+_PURE = (ResumableSampler, KeyedBatchSampler)
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -64,7 +67,7 @@ class ResumableLoader(DataLoader[Any]):
         _adopt(self, seed, rank=None)
 
     def reseed(self, seed: int) -> None:
-        """Take another seed, from the next iteration on."""
+        """Take another seed, from the next iteration on. A ``KeyedBatchSampler`` keeps its own: it is the data's."""
         self._seed = seed
         if isinstance(sampler := self._innermost_sampler, ResumableSampler):
             sampler.seed = seed
@@ -96,7 +99,7 @@ class ResumableLoader(DataLoader[Any]):
         else:
             self._round, self._start = (self._round + 1 if epoch == self._epoch else 0), 0
         self._epoch, self._yielded = epoch, self._start
-        if isinstance(sampler := self._innermost_sampler, ResumableSampler):
+        if isinstance(sampler := self._innermost_sampler, _PURE):
             sampler.epoch, sampler.round = epoch, self._round
 
     def _batch_seed(self, number: int, purpose: int) -> int:
@@ -237,7 +240,7 @@ def _adopt(loader: ResumableLoader, seed: int, rank: int | None, epoch: Callable
 def _deterministic(sampler: Any, seed: int) -> Any:
     if type(sampler) in _REPLACEABLE:
         return ResumableSampler(sampler, seed=seed, num_replicas=1, rank=0)
-    if isinstance(sampler, DistributedSampler) and not isinstance(sampler, ResumableSampler) and _is_known(sampler):
+    if isinstance(sampler, DistributedSampler) and not isinstance(sampler, _PURE) and _is_known(sampler):
         source = getattr(sampler.dataset, "_sampler", sampler.dataset)
         parts, part = sampler.num_replicas, sampler.rank
         return ResumableSampler(source, sampler.shuffle, seed, parts, part, sampler.drop_last)  # type: ignore[arg-type]
@@ -245,7 +248,7 @@ def _deterministic(sampler: Any, seed: int) -> Any:
 
 
 def _is_known(sampler: object) -> bool:
-    if type(sampler) in (*_REPLACEABLE, BatchSampler, DistributedSampler, ResumableSampler):
+    if type(sampler) in (*_REPLACEABLE, *_PURE, BatchSampler, DistributedSampler):
         return True
     # Lightning (in either of its namespaces) wraps a sampler that is not distributed in a DistributedSamplerWrapper.
     wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
