@@ -105,6 +105,9 @@ PUBLIC: dict[str, str] = {
     "DiTConfig": "models.dit",
     "Autoencoder": "models.autoencoder",
     "AutoencoderConfig": "models.autoencoder",
+    "DiffusersAutoencoder": "models.autoencoders",
+    "LatentCodec": "models.latent_codec",
+    "build_autoencoder": "models.autoencoders",
 }
 
 __all__ = ["PUBLIC", "__version__", *PUBLIC]  # noqa: PLE0604 (names are resolved by __getattr__)

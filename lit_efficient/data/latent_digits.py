@@ -101,6 +101,7 @@ class LatentDigits(DigitsDataModule):
         if not torch.equal(latents["labels"], labels):  # rows are dataset indices: labels must fall on the same rows
             raise ConfigurationError(f"The latents in {self._folder(key)} carry other labels. Delete it and run again.")
         mean, logvar = self.codec.normalize(latents["mean"], latents["logvar"])
+        assert logvar is not None  # ours has a posterior
         self.dataset = TensorDictDataset(
             {"mean": mean, "logvar": logvar, "labels": labels, "index": torch.arange(len(labels))}
         )

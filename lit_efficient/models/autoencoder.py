@@ -10,6 +10,7 @@ Source: Kingma and Welling (2013), https://arxiv.org/abs/1312.6114; in this role
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +46,20 @@ class AutoencoderConfig:
             raise ConfigurationError(f"AutoencoderConfig: width must be a multiple of {2 * _GROUPS}, not {self.width}.")
 
 
-def sample_posterior(mean: Tensor, logvar: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def sample_posterior(mean: Tensor, logvar: Tensor | None, generator: torch.Generator | None = None) -> Tensor:
     """Draw ``z = mean + exp(logvar / 2) * noise``.
 
     Args:
         mean: Means, any shape.
-        logvar: Logarithms of the variances, the same shape.
+        logvar: Logarithms of the variances, the same shape. None is a deterministic encoder's: the mean is returned
+            as it is, and nothing is drawn.
         generator: Where the noise comes from; None is torch's global generator. A CPU generator serves every device.
 
     Returns:
         A sample of the same shape.
     """
+    if logvar is None:
+        return mean
     if generator is None:
         noise = torch.randn_like(mean)
     else:
@@ -96,6 +100,8 @@ class Autoencoder(nn.Module):
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.image_channels, self.latent_channels, self.factor = config.image_channels, config.latent_channels, FACTOR
+        self.source: Any = None  # see `ImageAutoencoder`
         wide, narrow, latent = config.width, config.width // 2, config.latent_channels
         self.encoder = nn.Sequential(
             nn.Conv2d(config.image_channels, narrow, 3, stride=2, padding=1),

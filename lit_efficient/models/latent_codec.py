@@ -1,17 +1,36 @@
 """A trained autoencoder with the statistics of its latents: what turns a diffusion model's output back into images.
 
+    normalised = (latent - mean) / std    for each channel
+
 A diffusion model wants inputs of zero mean and unit variance. Autoencoders do not give them (standard deviations of 0.9
-to 2.0 and means of -0.2 to 1.1 were measured on the digits), so each channel is shifted and scaled as measured.
+to 2.0 and means of -0.2 to 1.1 were measured on the digits; SD's: about 5.5), so each channel is shifted and
+scaled, as measured on the user's own images or as the model's configuration declares.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.models.autoencoder import Autoencoder, sample_posterior
+from lit_efficient.models.autoencoders import (
+    DiffusersAutoencoder,
+    ImageAutoencoder,
+    build_autoencoder,
+    check_images,
+    declared_statistics,
+    description,
+    empty_autoencoder,
+    whole_config,
+)
+from lit_efficient.models.channel_statistics import ChannelStatistics
+from lit_efficient.models.diffusers_model import DiffusersModelConfig
+
+EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each checkpoint, larger ones named
 
 
 class LatentCodec:
@@ -20,49 +39,193 @@ class LatentCodec:
     Deliberately no ``nn.Module``: a LightningModule that holds one neither trains it nor counts, averages, quantises or
     shards it, and its checkpoint's ``state_dict`` is the diffusion model's alone.
 
+    It computes in the format of the autoencoder's weights whatever autocast is around it, so that latents encoded in a
+    training step are those of a cache; inputs and outputs are float32. Weights in float16 of a model that says
+    ``force_upcast`` (its activations overflow) become float32.
+
     Args:
         autoencoder: The trained model; it is frozen and put in evaluation mode.
         mean: Per-channel mean of sampled latents, [c].
-        std: Per-channel standard deviation of sampled latents, [c].
+        std: Per-channel standard deviation of sampled latents, [c], above 0.
+
+    Raises:
+        ConfigurationError: If the statistics do not fit the latents.
     """
 
-    def __init__(self, autoencoder: Autoencoder, mean: Tensor, std: Tensor) -> None:
-        self.autoencoder = autoencoder.eval().requires_grad_(False)
+    def __init__(self, autoencoder: ImageAutoencoder, mean: Tensor, std: Tensor) -> None:
+        assert isinstance(autoencoder, nn.Module)
+        self.autoencoder: Any = autoencoder.eval().requires_grad_(False)
         self.mean = mean.detach().float().cpu()
         self.std = std.detach().float().cpu()
+        expected = (autoencoder.latent_channels,)
+        if self.mean.shape != expected or self.std.shape != expected or not bool((self.std > 0).all()):
+            raise ConfigurationError(
+                f"LatentCodec: mean and std must have {expected[0]} values, as many as the latents channels, and std "
+                f"must be above 0; got {self.mean.tolist()} and {self.std.tolist()}."
+            )
+        if _overflows(autoencoder):
+            self.autoencoder.float()
 
-    def normalize(self, mean: Tensor, logvar: Tensor) -> tuple[Tensor, Tensor]:
-        """Posterior moments [B, c, h, w] of the autoencoder to those of the normalised latents."""
+    @classmethod
+    def declared(cls, autoencoder: ImageAutoencoder) -> "LatentCodec":
+        """With the statistics that the model's configuration states: see `declared_statistics`."""
+        return cls(autoencoder, *declared_statistics(autoencoder))
+
+    @classmethod
+    def measured(cls, autoencoder: ImageAutoencoder, images: Iterable[Tensor], seed: int = 0) -> "LatentCodec":
+        """With the statistics of latents that are sampled for some images.
+
+        Of samples, not of posterior means: the diffusion model sees samples.
+
+        Args:
+            autoencoder: The trained model.
+            images: Batches [B, C, H, W] in [-1, 1], on the device to encode on, of any sizes.
+            seed: Seed of the samples.
+
+        Raises:
+            ConfigurationError: Without images, and for a channel that never varies.
+        """
+        channels = autoencoder.latent_channels
+        codec = cls(autoencoder, torch.zeros(channels), torch.ones(channels))
+        statistics, generator = ChannelStatistics(channels), torch.Generator().manual_seed(seed)
+        for batch in images:
+            statistics.update(sample_posterior(*codec.moments(batch), generator))
+        return cls(autoencoder, statistics.mean, statistics.std)
+
+    @property
+    def image_channels(self) -> int:
+        """Channels of the images."""
+        return int(self.autoencoder.image_channels)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents."""
+        return int(self.autoencoder.latent_channels)
+
+    @property
+    def factor(self) -> int:
+        """Pixels per latent position, on each side."""
+        return int(self.autoencoder.factor)
+
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Images [B, C, H, W] in [-1, 1] to the posterior's mean and logvar (or None), not normalised, float32."""
+        check_images(images, self.autoencoder, "LatentCodec")
+        with torch.autocast(images.device.type, enabled=False):
+            mean, logvar = self.autoencoder.to(images.device).encode(images.float())
+        return mean.float(), None if logvar is None else logvar.float()
+
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Images [B, C, H, W] in [-1, 1] to mean and logvar (or None) of the normalised latents, float32.
+
+        Raises:
+            ConfigurationError: For images of other channels, or whose sides are no multiples of ``factor``.
+        """
+        return self.normalize(*self.moments(images))
+
+    def normalize(self, mean: Tensor, logvar: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Posterior moments [B, c, h, w] of the autoencoder to those of the normalised latents; None stays None."""
         shift, scale = self._statistics(mean)
-        return (mean - shift) / scale, logvar - 2.0 * scale.log()
+        return (mean - shift) / scale, None if logvar is None else logvar - 2.0 * scale.log()
+
+    def denormalize(self, latents: Tensor) -> Tensor:
+        """Normalised latents [B, c, h, w] to those of the autoencoder."""
+        shift, scale = self._statistics(latents)
+        return latents * scale + shift
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Normalised latents [B, c, h, w] to images [B, C, H, W], float32, clamped to [-1, 1]."""
-        latents = latents.float()
-        shift, scale = self._statistics(latents)
-        return self.autoencoder.to(latents.device).decode(latents * scale + shift).clamp(-1.0, 1.0)
+        latents = self.denormalize(latents.float())
+        with torch.autocast(latents.device.type, enabled=False):
+            images: Tensor = self.autoencoder.to(latents.device).decode(latents)
+        return images.float().clamp(-1.0, 1.0)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the weights and the statistics: two codecs with the same one share a latent space."""
+        """SHA-256 of weights, statistics and what else decides the result: codecs with the same share a latent space.
+
+        Of diffusers' models the class, and the fields of the configuration that are not the class's defaults.
+        """
         digest = hashlib.sha256()
         for name, tensor in sorted({**self.autoencoder.state_dict(), "mean": self.mean, "std": self.std}.items()):
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+            # As bytes: NumPy has no bfloat16.
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(description(self.autoencoder).encode())
         return digest.hexdigest()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Primitives and tensors only: it loads with ``weights_only=True``."""
-        weights = {name: tensor.detach().cpu() for name, tensor in self.autoencoder.state_dict().items()}
-        return {"config": asdict(self.autoencoder.config), "weights": weights, "mean": self.mean, "std": self.std}
+    def state_dict(self, embed: bool | None = None) -> dict[str, Any]:
+        """Primitives and tensors only: it loads with ``weights_only=True``.
+
+        Args:
+            embed: Whether it holds the weights. Otherwise it holds what the autoencoder was built from (folder, hub
+                name, checkpoint) and the fingerprint, and loading builds it again from there. None: weights of more
+                than 32 MB are not copied if they can be found again.
+
+        Raises:
+            ConfigurationError: If weights shall not be held that are nowhere else.
+        """
+        source = self.autoencoder.source
+        statistics = {"mean": self.mean, "std": self.std}
+        if embed is None:
+            embed = source is None or _size(self.autoencoder) <= EMBEDDED_BYTES
+        if embed:
+            weights = {name: tensor.detach().cpu() for name, tensor in self.autoencoder.state_dict().items()}
+            return {**_stored(self.autoencoder), "weights": weights, **statistics}
+        if source is None:
+            raise ConfigurationError(
+                "LatentCodec: embed must be true for an autoencoder that was not built from a folder, a hub's name or "
+                "a checkpoint: its weights are nowhere else."
+            )
+        named = source if isinstance(source, str) else asdict(source)
+        return {"source": named, "fingerprint": self.fingerprint(), **statistics}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "LatentCodec":
-        """The codec that ``state_dict`` was taken from. Draws no random number."""
-        with torch.device("meta"):
-            autoencoder = Autoencoder(AutoencoderConfig(**state["config"]))
-        autoencoder.load_state_dict(state["weights"], assign=True)
+        """The codec that ``state_dict`` was taken from. Draws no random number.
+
+        Raises:
+            ConfigurationError: If the weights are not in it, nor where they came from.
+            CheckpointError: If other ones are there now.
+        """
+        if "source" in state:
+            return _from_source(cls, state)
+        stored = state["diffusers"] if "diffusers" in state else state["config"]
+        autoencoder = empty_autoencoder(stored, state["weights"], "the weights of the codec")
         return cls(autoencoder, state["mean"], state["std"])
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         return self.mean.view(1, -1, 1, 1).to(like), self.std.view(1, -1, 1, 1).to(like)
+
+
+def _from_source(cls: type[LatentCodec], state: dict[str, Any]) -> LatentCodec:
+    source = state["source"]
+    spec = source if isinstance(source, str) else DiffusersModelConfig(**source)
+    with torch.random.fork_rng(devices=[]):  # building may draw weights that are then replaced
+        codec = cls(build_autoencoder(spec), state["mean"], state["std"])
+    if codec.fingerprint() != state["fingerprint"]:
+        described = spec if isinstance(spec, str) else spec.described
+        raise CheckpointError(
+            f"The autoencoder of {described!r} is no longer the one that the latents are of (fingerprint "
+            f"{codec.fingerprint()[:12]}, expected {state['fingerprint'][:12]}): give back the original weights, or "
+            "name the hub's commit as revision."
+        )
+    return codec
+
+
+def _stored(autoencoder: ImageAutoencoder) -> dict[str, Any]:
+    if isinstance(autoencoder, DiffusersAutoencoder):
+        return {"diffusers": whole_config(autoencoder.network)}
+    assert isinstance(autoencoder, Autoencoder)
+    return {"config": asdict(autoencoder.config)}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+
+
+def _overflows(autoencoder: ImageAutoencoder) -> bool:
+    if not isinstance(autoencoder, DiffusersAutoencoder):
+        return False
+    half = next(autoencoder.network.parameters()).dtype == torch.float16
+    return half and bool(whole_config(autoencoder.network).get("force_upcast"))
