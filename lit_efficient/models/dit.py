@@ -1,24 +1,32 @@
-"""Diffusion transformer: patches of a latent as tokens, the timestep and the class steering every layer norm.
+"""Diffusion transformer: patches of a latent as tokens; the timestep and the class steer every layer norm.
 
-    x <- x + g1(c) * attention(norm(x) * (1 + b1(c)) + a1(c));   x <- x + g2(c) * mlp(norm(x) * (1 + b2(c)) + a2(c))
+    x <- x + g1(c) * attention(norm(x) * (1 + b1(c)) + a1(c))
+    x <- x + attention_to_text(norm(x), text)                         with context_width > 0
+    x <- x + g2(c) * mlp(norm(x) * (1 + b2(c)) + a2(c))
 
-``c`` is the sum of the embedded time and class; a, b and g are linear in silu(c) and start at zero (adaLN-zero), so the
-untrained network is the identity on its tokens and predicts zero.
+``c`` is the sum of the embedded time and class; a, b and g are linear in silu(c) and start at zero (adaLN-zero), as
+does the attention to text, so the untrained network is the identity on its tokens and predicts zero.
 
-Costs: 18 width^2 parameters a block with an MLP ratio of 4, of which 6 width^2 are the modulation.
-Source: Peebles and Xie (2022), https://arxiv.org/abs/2212.09748.
+Costs: 18 width^2 parameters a block with an MLP ratio of 4, of which 6 width^2 are the modulation; text adds
+2 width^2 + 2 width context_width.
+Source: Peebles and Xie (2022), https://arxiv.org/abs/2212.09748; attention to text where Chen et al. (2023) have it,
+https://arxiv.org/abs/2310.00426.
 """
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.dit_layers import DiTBlock, grid_positions, modulate, rotary_table, sinusoids
 
-_FREQUENCIES = 64  # sines and cosines of the time embedding, in all
+Positions = Literal["sincos", "rope"]
+TimeEmbedding = Literal["compact", "diffusers"]
+
+_FREQUENCIES = {"compact": 64, "diffusers": 256}  # sines and cosines of the time embedding, in all
 _TIME_SCALE = 1000.0  # t in [0, 1] spans what integer timesteps span in the paper
 
 
@@ -28,13 +36,19 @@ class DiTConfig:
 
     Args:
         channels: Channels of the latents.
-        size: Height and width of the latents.
+        size: Height and width of the latents. Others that patch_size divides work as well.
         patch_size: Side of a token, in latent positions; divides size.
         width: Features of a token; a multiple of 4 and of heads.
         depth: Number of blocks.
         heads: Attention heads.
         mlp_ratio: Hidden features of the MLP, in multiples of width.
-        num_classes: Classes of the labels; one more row of the embedding stands for "no label".
+        num_classes: Classes of the labels; one more row of the embedding stands for "no label". 0: no labels at all.
+        positions: sincos adds positions to the tokens; rope turns queries and keys by them, which depends on distances
+            alone and serves other sizes better. width / heads must be a multiple of 4 for it.
+        qk_norm: Normalise queries and keys, which keeps large networks and large learning rates stable in bfloat16.
+        context_width: Features of the text tokens that each block attends to; 0 for no text.
+        time_embedding: Frequencies that the time is embedded with: compact has 64, diffusers the 256 of its DiT, which
+            an export to its layout needs.
     """
 
     channels: int = 4
@@ -45,106 +59,62 @@ class DiTConfig:
     heads: int = 4
     mlp_ratio: int = 4
     num_classes: int = 10
+    positions: Positions = "sincos"
+    qk_norm: bool = False
+    context_width: int = 0
+    time_embedding: TimeEmbedding = "compact"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"DiTConfig: {field.name} must be an integer >= 1, not {value!r}.")
+        for name in ("channels", "size", "patch_size", "width", "depth", "heads", "mlp_ratio"):
+            self._check(name, "an integer >= 1", _is_integer(getattr(self, name), 1))
+        for name in ("num_classes", "context_width"):
+            self._check(name, "an integer >= 0", _is_integer(getattr(self, name), 0))
+        self._check("qk_norm", "true or false", isinstance(self.qk_norm, bool))
+        for name, kind in (("positions", Positions), ("time_embedding", TimeEmbedding)):
+            self._check(name, f"one of {', '.join(get_args(kind))}", getattr(self, name) in get_args(kind))
         if self.size % self.patch_size:
             raise ConfigurationError(f"DiTConfig: patch_size must divide size {self.size}, not {self.patch_size}.")
-        if self.width % self.heads:
-            raise ConfigurationError(f"DiTConfig: width must be a multiple of heads {self.heads}, not {self.width}.")
-        if self.width % 4:
-            raise ConfigurationError(f"DiTConfig: width must be a multiple of 4 (2-D positions), not {self.width}.")
+        self._check("width", f"a multiple of heads {self.heads}", self.width % self.heads == 0)
+        self._check("width", "a multiple of 4 (2-D positions)", self.width % 4 == 0)
+        if self.positions == "rope":
+            allowed = f"a multiple of 4 times heads {self.heads} for positions='rope' (pairs of rows and of columns)"
+            self._check("width", allowed, self.width % (4 * self.heads) == 0)
 
-
-def sinusoids(position: Tensor, features: int, period: float = 10_000.0) -> Tensor:
-    """Cosines, then sines, of ``position`` at geometrically spaced frequencies: [N] -> [N, features], float32."""
-    half = features // 2
-    frequencies = torch.exp(-math.log(period) / half * torch.arange(half, device=position.device, dtype=torch.float32))
-    angle = position.float()[:, None] * frequencies
-    return torch.cat([angle.cos(), angle.sin()], dim=1)
-
-
-def grid_positions(side: int, width: int) -> Tensor:
-    """2-D sine-cosine positions of a square grid, row by row: [side * side, width]; half for rows, half for columns."""
-    axis = sinusoids(torch.arange(side), width // 2)
-    rows = axis[:, None].expand(side, side, -1)
-    columns = axis[None, :].expand(side, side, -1)
-    return torch.cat([rows, columns], dim=-1).reshape(side * side, width)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``x * (1 + scale) + shift`` with x [B, N, D] and the others [B, D]."""
-    return x * (1.0 + scale[:, None]) + shift[:, None]
-
-
-class Attention(nn.Module):
-    """Full multi-head self-attention: [B, N, D] -> [B, N, D]."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens to tokens."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # [B, N, 3, heads, D / heads]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class DiTBlock(nn.Module):
-    """One adaLN-zero transformer block.
-
-    Args:
-        width: Features of a token.
-        heads: Attention heads.
-        mlp_ratio: Hidden features of the MLP, in multiples of width.
-    """
-
-    def __init__(self, width: int, heads: int, mlp_ratio: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, mlp_ratio * width), nn.GELU(approximate="tanh"), nn.Linear(mlp_ratio * width, width)
-        )
-        self.modulation = nn.Linear(width, 6 * width)
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """Tokens [B, N, D] under the condition [B, D] to tokens [B, N, D]."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(c)).chunk(6, dim=-1)
-        x = x + gate1[:, None] * self.attention(modulate(self.norm1(x), shift1, scale1))
-        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+    def _check(self, name: str, allowed: str, holds: bool) -> None:
+        if not holds:
+            raise ConfigurationError(f"DiTConfig: {name} must be {allowed}, not {getattr(self, name)!r}.")
 
 
 class DiT(nn.Module):
-    """Predicts a diffusion target for a noisy latent, its time and its class.
+    """Predicts a diffusion target for a noisy latent, its time, and its class, its text, both or neither.
 
-    Label dropout is the caller's: it draws once per sample and passes ``null_class`` for the dropped ones.
+    Dropping conditions is the caller's: it draws once per sample and passes ``null_class``, or the text that stands for
+    none, for the dropped ones.
 
     Args:
         config: The shape.
     """
 
-    positions: Tensor
+    positions: Tensor | None  # of the trained size; None with rope
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config = config
         width, patch = config.width, config.patch_size
         self.patch_in = nn.Conv2d(config.channels, width, patch, stride=patch)
-        self.time = nn.Sequential(nn.Linear(_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
-        self.label = nn.Embedding(config.num_classes + 1, width)
-        self.blocks = nn.ModuleList(DiTBlock(width, config.heads, config.mlp_ratio) for _ in range(config.depth))
+        self.time = nn.Sequential(
+            nn.Linear(_FREQUENCIES[config.time_embedding], width), nn.SiLU(), nn.Linear(width, width)
+        )
+        self.label = nn.Embedding(config.num_classes + 1, width) if config.num_classes else None
+        self.blocks = nn.ModuleList(
+            DiTBlock(width, config.heads, config.mlp_ratio, config.qk_norm, config.context_width)
+            for _ in range(config.depth)
+        )
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, patch * patch * config.channels)
-        self.register_buffer("positions", grid_positions(config.size // patch, width), persistent=False)
+        positions = grid_positions(config.size // patch, width) if config.positions == "sincos" else None
+        self.register_buffer("positions", positions, persistent=False)
         self._initialise()
 
     @property
@@ -152,17 +122,83 @@ class DiT(nn.Module):
         """The label that stands for "no label"."""
         return self.config.num_classes
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Noisy latents [B, C, H, W], times [B] in [0, 1] and labels [B] (int64) to predictions [B, C, H, W]."""
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Predict.
+
+        Args:
+            x: Noisy latents, [B, C, H, W]; height and width are multiples of the patch size.
+            t: Times, [B] in [0, 1].
+            y: Labels, [B] int64; for networks with classes.
+            context: Text tokens, [B, L, context_width]; for networks with text.
+            context_mask: Which of them are tokens, [B, L] bool; None: all. A row without any is a row without text.
+
+        Returns:
+            Predictions, [B, C, H, W].
+
+        Raises:
+            ConfigurationError: For a condition that is missing, or that the network has no use for, and for other
+                shapes.
+        """
+        self._check_inputs(x, y, context, context_mask)
         dtype = self.patch_out.weight.dtype
-        c = self.time(sinusoids(t * _TIME_SCALE, _FREQUENCIES).to(dtype)) + self.label(y)
-        tokens = self.patch_in(x.to(dtype)).flatten(2).transpose(1, 2) + self.positions.to(dtype)
+        patch = self.config.patch_size
+        grid = (x.shape[2] // patch, x.shape[3] // patch)
+        c = self._embed_time(t).to(dtype)
+        c = self.time(c) if self.label is None else self.time(c) + self.label(y)
+        tokens = self.patch_in(x.to(dtype)).flatten(2).transpose(1, 2)
+        rotary = None
+        if self.positions is None:
+            rotary = rotary_table(grid, self.config.width // self.config.heads, x.device)
+        else:
+            tokens = tokens + self._positions(grid).to(dtype)
+        if context is not None:
+            context = context.to(dtype)
         for block in self.blocks:
-            tokens = block(tokens, c)
+            tokens = block(tokens, c, context=context, context_mask=context_mask, rotary_emb=rotary)
         shift, scale = self.modulation(F.silu(c)).chunk(2, dim=-1)
         patches = self.patch_out(modulate(self.norm(tokens), shift, scale)).transpose(1, 2)
-        side, patch = self.config.size, self.config.patch_size
-        return F.fold(patches, (side, side), patch, stride=patch)
+        return F.fold(patches, (x.shape[2], x.shape[3]), patch, stride=patch)
+
+    def _embed_time(self, t: Tensor) -> Tensor:
+        kind = self.config.time_embedding
+        return sinusoids(t * _TIME_SCALE, _FREQUENCIES[kind], ends=kind == "diffusers")
+
+    def _positions(self, grid: tuple[int, int]) -> Tensor:
+        side = self.config.size // self.config.patch_size
+        assert self.positions is not None
+        return (
+            self.positions if grid == (side, side) else grid_positions(grid, self.config.width, self.positions.device)
+        )
+
+    def _check_inputs(self, x: Tensor, y: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> None:
+        config = self.config
+        if x.shape[1] != config.channels or x.shape[2] % config.patch_size or x.shape[3] % config.patch_size:
+            raise ConfigurationError(
+                f"DiT: x must be [B, {config.channels}, H, W] with H and W multiples of patch_size "
+                f"{config.patch_size}, not {list(x.shape)}."
+            )
+        for name, value, size, argument in (
+            ("y (labels)", y, config.num_classes, "num_classes"),
+            ("context (text)", context, config.context_width, "context_width"),
+        ):
+            if (value is None) == (size > 0):
+                wanted = "needs" if value is None else "has no use for"
+                raise ConfigurationError(f"DiT: a network with {argument}={size} {wanted} {name}.")
+        if context is not None and (context.dim() != 3 or context.shape[-1] != config.context_width):
+            raise ConfigurationError(f"DiT: context must be [B, L, {config.context_width}], not {list(context.shape)}.")
+        if context_mask is not None and (
+            context is None or context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]
+        ):
+            allowed = "None without context" if context is None else f"bool {list(context.shape[:2])}"
+            found = f"{context_mask.dtype} {list(context_mask.shape)}"
+            raise ConfigurationError(f"DiT: context_mask must be {allowed}, not {found}.")
 
     def _initialise(self) -> None:
         """Xavier for linear layers, small normals for the embeddings, zero for what must start as the identity."""
@@ -175,5 +211,9 @@ class DiT(nn.Module):
         for name, parameter in self.named_parameters():
             if name in ("time.0.weight", "time.2.weight", "label.weight"):
                 nn.init.normal_(parameter, std=0.02)
-            elif "modulation" in name or name.startswith("patch_out"):
+            elif "modulation" in name or name.startswith("patch_out") or ".cross.out." in name:
                 nn.init.zeros_(parameter)
+
+
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

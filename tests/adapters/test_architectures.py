@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import LoRA, QuantizeBase, merge_adapters
+from lit_efficient import DiT, DiTConfig, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.application import apply
 from tests.timm_models import import_timm
 
@@ -62,6 +62,14 @@ def _dit() -> nn.Module:
     )  # fmt: skip
 
 
+def _own_dit() -> nn.Module:
+    config = DiTConfig(width=16, depth=2, heads=2, context_width=8, positions="rope", qk_norm=True)
+    model = DiT(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
 def _sd3() -> nn.Module:
     from diffusers import SD3Transformer2DModel
 
@@ -108,6 +116,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor], 
     "bert": (_bert, _logits, {"variant": "pissa"}, 13),
     "unet": (_unet, _unet_output, {"targets": CONVOLUTIONS, "variant": "dora"}, 49),
     "dit": (_dit, lambda m: m(LATENTS, TIMES, TIMES).sample, {}, 20),
+    "own_dit": (_own_dit, lambda m: m(LATENTS, TIMES / 3, TIMES, torch.ones(2, 3, 8)), {}, 20),
     "sd3": (_sd3, _sd3_output, {}, 32),
     "vit": (_vit, _images, {"variant": "rslora"}, 9),
     "resnet": (_resnet, _images, {"targets": ["conv2", "fc", r"conv1\.0"]}, 6),

@@ -76,6 +76,17 @@ FAMILIES: dict[str, Family] = {
         lambda net: net(torch.ones(3, 4, 4, 4), torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0, 1, 2])),
         ["blocks.0", "blocks.1"],
     ),
+    "DiT with text": Family(  # its table of turns, of as many places as there are rows, belongs to every row
+        lambda: DiT(DiTConfig(size=4, width=16, depth=2, heads=2, context_width=16, positions="rope", qk_norm=True)),
+        lambda net: net(
+            torch.ones(4, 4, 4, 4),
+            torch.linspace(0.1, 0.9, 4),
+            torch.arange(4),
+            torch.ones(4, 3, 16),
+            torch.tensor([[True, True, False]]).expand(4, -1),
+        ),
+        ["blocks.0", "blocks.1"],
+    ),
     "Llama": Family(  # with its cache of keys and values, which is on by default
         _transformers("LlamaForCausalLM", "LlamaConfig", vocab_size=8, num_key_value_heads=2, **SMALL),
         lambda net: net(input_ids=IDS, use_cache=True).logits,

@@ -1,0 +1,122 @@
+"""Captions as token ids of a fixed length, by any fast tokenizer; and one that needs no files: a token a byte."""
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError
+
+
+class CaptionTokens:
+    """A tokenizer that cuts and pads to one length.
+
+    It warns once of captions that are cut.
+
+    Args:
+        json: The tokenizer, as the library ``tokenizers`` writes it.
+        pad: Id of the padding.
+        end: Id of the token that ends a text; None if there is none.
+        length: Tokens of a caption, special ones included.
+        side: Where the padding is.
+    """
+
+    def __init__(self, json: str, pad: int, end: int | None, length: int, side: Literal["right", "left"]) -> None:
+        from tokenizers import Tokenizer
+
+        self.json = json
+        self.pad = pad
+        self.end = end
+        self.length = length
+        self.side = side
+        self._tokenizer = Tokenizer.from_str(json)
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(length)
+        self._warned = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, caption: str) -> tuple[Tensor, Tensor]:
+        """Ids [L] int64 and which of them are no padding [L] bool: one at least, or nothing could be attended to."""
+        encoding = self._tokenizer.encode(caption)
+        if encoding.overflowing and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"A caption has more than max_length={self.length} tokens and is cut; so will others be, without "
+                f"further notice: {caption[:80]!r}",
+                stacklevel=2,
+            )
+        ids = encoding.ids or [self.pad]
+        missing = self.length - len(ids)
+        row, seen = torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)
+        sides = (0, missing) if self.side == "right" else (missing, 0)
+        return torch.nn.functional.pad(row, sides, value=self.pad), torch.nn.functional.pad(seen, sides)
+
+    def state(self) -> dict[str, Any]:
+        """The arguments, as primitives."""
+        return {name: getattr(self, name) for name in ("json", "pad", "end", "length", "side")}
+
+
+def load_tokenizer(
+    name: str, subfolder: str, revision: str | None, length: int, side: Literal["right", "left"]
+) -> CaptionTokens:
+    """The tokenizer of that name.
+
+    Args:
+        name: ``bytes``, a ``tokenizer.json``, a folder, or a hub's name.
+        subfolder: Where in the folder or repository.
+        revision: Of a repository.
+        length: As in `CaptionTokens`.
+        side: Likewise.
+
+    Raises:
+        ConfigurationError: If there is none, or it is not one of the library ``tokenizers``.
+    """
+    if name == "bytes":
+        return CaptionTokens(_bytes(), 0, 1, length, side)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if Path(name).is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, subfolder=subfolder, revision=revision, trust_remote_code=False
+            )
+        json = tokenizer.backend_tokenizer.to_str()
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigurationError(
+            f"TextEncoderConfig: tokenizer must be bytes, a tokenizer.json, a folder or a hub's name with a fast "
+            f"tokenizer; {name}/{subfolder}".rstrip("/")
+            + f" cannot be read: {reason}"
+        ) from error
+    end = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    return CaptionTokens(json, pad if pad is not None else end or 0, end, length, side)
+
+
+def _bytes() -> str:
+    """Padding is 0, the end 1, and byte b is b + 2; the end closes every caption."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    symbols = _byte_symbols()
+    vocabulary = {"<pad>": 0, "<end>": 1} | {symbol: 2 + byte for byte, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<pad>", "<end>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 1)])
+    return str(tokenizer.to_str())
+
+
+def _byte_symbols() -> list[str]:
+    """The visible character that ``tokenizers`` writes for each byte: itself where it is one, else from 256 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]

@@ -1,0 +1,172 @@
+import warnings
+
+import pytest
+import torch
+
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.models import text_encoder
+from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CLIP = {"model_type": "clip_text_model", "max_position_embeddings": 16, "projection_dim": 8, **SMALL}
+PROJECTED = {**CLIP, "architectures": ["CLIPTextModelWithProjection"]}
+T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+BERT = {"model_type": "bert", **SMALL}
+QWEN = {"model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 1, **SMALL}
+BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1} | {
+    f"{half}_{what}": value
+    for half in ("encoder", "decoder")
+    for what, value in (("ffn_dim", 16), ("attention_heads", 2))
+}
+EVERY = {"clip": CLIP, "clip projected": PROJECTED, "t5": T5, "bert": BERT, "qwen": QWEN, "bart": BART}
+
+
+def encoder(fields, **arguments) -> TextEncoder:
+    return TextEncoder.load(TextEncoderConfig(config_fields=fields, **{"max_length": 12, **arguments}))
+
+
+def ids_of(caption, length=12):
+    """By hand: padding 0, the end 1, byte b is b + 2."""
+    ids = [byte + 2 for byte in caption.encode()] + [1]
+    return torch.tensor([ids + [0] * (length - len(ids))]), len(ids)
+
+
+@pytest.mark.parametrize("fields", EVERY.values(), ids=EVERY)
+def test_embeddings_are_those_of_the_model_called_by_hand(fields):
+    ours = encoder(fields)
+    found = ours.encode(["a cat", "äé", "a cat"])
+    assert found.hidden.shape == (3, 12, 16)
+    for row, caption in enumerate(["a cat", "äé"]):
+        ids, count = ids_of(caption)
+        real = (torch.arange(12) < count)[None]
+        with torch.no_grad():
+            clip = fields["model_type"] == "clip_text_model"
+            wanted = ours.network(input_ids=ids) if clip else ours.network(input_ids=ids, attention_mask=real)
+        assert torch.equal(found.hidden[row], wanted.last_hidden_state[0])
+        assert found.mask[row].sum() == (12 if clip else count)
+        pooled = wanted.get("text_embeds", wanted.get("pooler_output"))
+        assert (found.pooled is None) == (pooled is None)
+        assert pooled is None or torch.equal(found.pooled[row], pooled[0])
+
+
+def test_the_pooled_embedding_is_taken_at_the_end_token():
+    found = encoder(CLIP).encode(["a cat", "dog"])
+    assert torch.equal(found.pooled, torch.stack([found.hidden[0, 5], found.hidden[1, 3]]))
+
+
+def test_earlier_layers_with_and_without_the_final_norm():
+    last = encoder(CLIP)
+    with torch.no_grad():
+        states = last.network(input_ids=ids_of("a cat")[0], output_hidden_states=True).hidden_states
+        normed = last.network.final_layer_norm(states[-2])
+    assert torch.equal(encoder(CLIP, layer=-2).encode(["a cat"]).hidden, states[-2])
+    assert torch.equal(encoder(CLIP, layer=-2, final_norm=True).encode(["a cat"]).hidden, normed)
+
+
+def test_padding_that_is_hidden_does_not_change_the_real_tokens():
+    short, long = (encoder(T5, max_length=length).encode(["a cat"]) for length in (8, 12))
+    torch.testing.assert_close(short.hidden[0, :6], long.hidden[0, :6])
+    seen = encoder(T5, padding="seen").encode(["a cat"])
+    assert seen.mask.all()
+    assert not torch.allclose(seen.hidden[0, :6], long.hidden[0, :6])
+    left = encoder(T5, padding_side="left").encode(["a cat"])
+    assert left.mask[0].tolist() == [False] * 6 + [True] * 6
+
+
+def test_a_caption_is_encoded_once_whatever_else_the_batch_has():
+    ours, calls = encoder(CLIP), []
+    ours.network.register_forward_hook(lambda *_: calls.append(1))
+    first = ours.encode(["a", "b", "a"]).hidden
+    again = ours.encode(["c", "a"]).hidden
+    assert len(calls) == 3
+    assert torch.equal(first[0], again[1])
+    assert torch.equal(encoder(CLIP).encode(["a"]).hidden[0], first[0])
+
+
+def test_the_memory_forgets_what_was_used_longest_ago():
+    ours, calls = encoder(CLIP), []
+    ours._memory.limit = 2 * (12 * 16 * 4 + 12 + 16 * 4)
+    ours.network.register_forward_hook(lambda *_: calls.append(1))
+    for caption in ("a", "b", "a", "c", "a", "b"):
+        ours.encode([caption])
+    assert len(calls) == 4
+    assert ours._memory.bytes <= ours._memory.limit
+
+
+def test_a_caption_that_is_cut_is_said_once():
+    ours = encoder(CLIP)
+    with pytest.warns(UserWarning, match="more than max_length=12 tokens and is cut"):
+        found = ours.encode(["a" * 50])
+    assert torch.equal(found.hidden, encoder(CLIP).encode(["a" * 11]).hidden)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.encode(["b" * 50])
+
+
+@pytest.mark.parametrize("fields", [PROJECTED, T5, BART], ids=["clip", "t5", "bart"])
+def test_its_state_rebuilds_it_and_leaves_the_global_generator_alone(fields, tmp_path):
+    ours = encoder(fields)
+    torch.save(ours.state_dict(), tmp_path / "state.pt")
+    before = torch.get_rng_state()
+    other = TextEncoder.from_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(other.encode(["a cat"]).hidden, ours.encode(["a cat"]).hidden)
+    assert other.fingerprint() == ours.fingerprint()
+    assert (other.width, other.pooled_width) == (16, 8 if fields is PROJECTED else 0)
+
+
+def test_the_fingerprint_changes_with_all_that_an_embedding_depends_on():
+    prints = {encoder(CLIP, **a).fingerprint() for a in ({}, {"layer": -2}, {"max_length": 10}, {"padding": "hidden"})}
+    assert len(prints) == 4
+
+
+def saved(tmp_path, seed):
+    folder = tmp_path / "pipeline"
+    torch.manual_seed(seed)
+    ours = encoder(PROJECTED)
+    torch.nn.init.normal_(ours.network.text_projection.weight)
+    ours.network.save_pretrained(folder / "text_encoder")
+    (folder / "tokenizer.json").write_text(ours.tokens.json)
+    return TextEncoderConfig(
+        str(folder), tokenizer=str(folder / "tokenizer.json"), subfolder="text_encoder", max_length=12
+    ), ours
+
+
+def test_from_a_pipelines_folder_as_saved(tmp_path):
+    spec, ours = saved(tmp_path, 0)
+    loaded = TextEncoder.load(spec)
+    assert type(loaded.network).__name__ == "CLIPTextModelWithProjection"
+    assert torch.equal(loaded.encode(["a cat"]).pooled, ours.encode(["a cat"]).pooled)
+
+
+def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_encoder, "_EMBEDDED_BYTES", 100)
+    spec, _ = saved(tmp_path, 0)
+    state = TextEncoder.load(spec).state_dict()
+    assert state["weights"] is None
+    assert TextEncoder.from_state_dict(state).fingerprint() == state["fingerprint"]
+    saved(tmp_path, 1)  # other weights under the same name
+    with pytest.raises(CheckpointError, match="is not the one that the checkpoint was trained with"):
+        TextEncoder.from_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config_fields": {}}, "config_fields must have a model_type"),
+        ({"config_fields": {"model_type": "clap2"}}, "no configuration that can be read"),
+        ({"name_or_path": "./nothing"}, "no configuration that can be read|cannot be read"),
+        ({"config_fields": CLIP, "max_length": 17}, "max_length must be at most 16, the positions of CLIPTextModel"),
+        (
+            {"config_fields": CLIP, "max_length": 9, "layer": -4},
+            "layer must be -1 to -3, as CLIPTextModel has 2",
+        ),
+        ({"config_fields": CLIP, "layer": 0}, "layer must be -1 .* or less, got 0"),
+        ({"config_fields": CLIP, "final_norm": True}, "final_norm must be false for layer -1"),
+        ({"config_fields": CLIP | {"vocab_size": 99}, "max_length": 9}, "258 token ids and the encoder 99"),
+        ({"config_fields": CLIP, "tokenizer": "./nothing"}, "tokenizer must be bytes, a tokenizer.json, a folder"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        TextEncoder.load(TextEncoderConfig(**arguments))
