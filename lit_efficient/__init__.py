@@ -80,6 +80,12 @@ PUBLIC: dict[str, str] = {
     # slot data
     "DigitImages": "data.digits",
     "LatentDigits": "data.latent_digits",
+    "LatentData": "data.latent_data",
+    "TeacherFeatures": "data.teacher_features",
+    "EncodedData": "data.encoded_data",
+    "EncodedFields": "data.encoded_data",
+    "EncodedNumbers": "data.encoded_data",
+    "ChannelScaling": "data.encoded_data",
     "LanguageData": "data.language_data",
     "PreferenceData": "data.preference_data",
     "PythonCorpus": "data.python_corpus",

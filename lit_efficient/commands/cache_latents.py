@@ -31,14 +31,19 @@ def run(argv: Sequence[str]) -> int:
         "the options of fit as well: -c CONFIG.yaml [-c OVERLAY.yaml ...] [--data.folder DIR ...].",
         allow_abbrev=False,
     )
-    parser.add_argument("--batch_size", type=int, default=32, help="images that are encoded at once (default: 32)")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        help="images that are encoded at once (default: the data's; then whole batches are those of live training to "
+        "the bit, which others are to float32's rounding)",
+    )
     parser.add_argument("--num_workers", type=int, default=0, help="processes that read images (default: 0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps, ...; auto: the accelerator, if there is one")
     parser.add_argument("--shard_rows", type=int, default=1024, help="images a file (default: 1024)")
     parser.add_argument("--overwrite", action="store_true", help="replace a cache that is there, and what was begun")
     options, rest = parser.parse_known_args(argv)
     for name, least in (("batch_size", 1), ("num_workers", 0), ("shard_rows", 1)):
-        if getattr(options, name) < least:
+        if getattr(options, name) is not None and getattr(options, name) < least:
             raise ConfigurationError(f"cache-latents: --{name} must be at least {least}, got {getattr(options, name)}.")
     from lit_efficient.cli.errors import explain
     from lit_efficient.commands.generate import default_device
@@ -48,7 +53,9 @@ def run(argv: Sequence[str]) -> int:
     try:
         data = build_data(rest, "cache-latents")
         if not isinstance(data, LatentData):
-            raise ConfigurationError(f"cache-latents: the config's data must be LatentData, it is {type(data).__name__}.")
+            raise ConfigurationError(
+                f"cache-latents: the config's data must be LatentData, it is {type(data).__name__}."
+            )
         data.images.prepare_data()
         data.images.setup("fit")
     except ConfigurationError:
@@ -61,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
     bar = Bar()
     manifest = data.write_cache(
-        batch_size=options.batch_size,
+        batch_size=options.batch_size or data.images.batch_size,
         num_workers=options.num_workers,
         device=default_device() if options.device == "auto" else options.device,
         shard_rows=options.shard_rows,

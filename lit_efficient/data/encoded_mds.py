@@ -20,17 +20,18 @@ from lit_efficient.data.encoded_sources import Value, locate, np_bytes, refusal,
 from lit_efficient.errors import ConfigurationError
 
 _VALUES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+_CODECS = {"zstd": "zstd", "br": "brotli", "gz": "gzip", "snappy": "snappy"}  # pyarrow's names
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
 class MosaicShards:
-    """A folder with an ``index.json``; shards are read uncompressed, or unpacked in memory if they are zstd.
+    """A folder with an ``index.json``. Compressed shards are unpacked into memory when they are read first, and stay.
 
     Args:
         folder: Where it is.
 
     Raises:
-        ConfigurationError: If a shard is missing, of another format, or compressed as we cannot read.
+        ConfigurationError: If a shard is missing, not whole or of another format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +40,9 @@ class MosaicShards:
             self._shards: list[dict[str, Any]] = json.loads((folder / "index.json").read_text("utf-8"))["shards"]
             self._names = list(self._shards[0]["column_names"])
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ConfigurationError(f"EncodedData: {folder / 'index.json'} is no index of MDS shards ({error!r}).") from error
+            raise ConfigurationError(
+                f"EncodedData: {folder / 'index.json'} is no index of MDS shards ({error!r})."
+            ) from error
         for shard in self._shards:
             if shard["format"] != "mds" or shard["column_names"] != self._names:
                 raise ConfigurationError(
@@ -89,7 +92,6 @@ class MosaicShards:
         packed = shard["zip_data"] and self._folder / shard["zip_data"]["basename"]
         if not packed or not packed.is_file():
             raise ConfigurationError(f"EncodedData: the shard {raw} is missing.")
-        _unpacker(str(shard["compression"]))
 
     def _bytes(self, number: int) -> np.ndarray:
         """All bytes of a shard [n] uint8, mapped."""
@@ -100,7 +102,7 @@ class MosaicShards:
                 self._opened[number] = np.memmap(raw, np.uint8, "r")
             else:
                 packed = (self._folder / shard["zip_data"]["basename"]).read_bytes()
-                unpacked = _unpacker(str(shard["compression"]))(packed)
+                unpacked = _unpack(packed, str(shard["compression"]), int(shard["raw_data"]["bytes"]))
                 self._opened[number] = np.frombuffer(unpacked, np.uint8)
         return self._opened[number]  # type: ignore[no-any-return]
 
@@ -148,17 +150,18 @@ def _array(data: bytes, details: str) -> np.ndarray:
     return np.frombuffer(data[position:], dtype).reshape(shape)
 
 
-def _unpacker(compression: str) -> Any:
-    """What unpacks a shard of zstd: the standard library's from Python 3.14 on, or zstandard."""
-    import importlib
-
-    if compression.split(":", maxsplit=1)[0] in ("zstd", "zstandard"):
-        for name in ("compression.zstd", "zstandard"):
-            try:
-                return importlib.import_module(name).decompress
-            except ImportError:
-                continue
-    raise ConfigurationError(
-        f"EncodedData: the shards are compressed by {compression}, and no library here unpacks it. Unpack the files, or "
-        "pip install zstandard for zstd."
-    )
+def _unpack(packed: bytes, compression: str, size: int) -> bytes:
+    """A shard's ``size`` bytes."""
+    codec = _CODECS.get(compression.split(":", maxsplit=1)[0])
+    if codec is None:
+        raise ConfigurationError(
+            f"EncodedData: MDS shards compressed by {compression} cannot be read ({', '.join(_CODECS)} can): unpack them."
+        )
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigurationError(
+            "EncodedData: compressed MDS shards need pyarrow: pip install lit-efficient[diffusion]."
+        ) from error
+    unpacked: bytes = pyarrow.decompress(packed, decompressed_size=size, codec=codec, asbytes=True)
+    return unpacked

@@ -250,7 +250,9 @@ def _npz_parts(root: Path, path: Path) -> list[Part]:
                 raise ConfigurationError(
                     f"EncodedData: {path} is compressed, so no row of it can be read alone. Write it by np.savez."
                 )
-            file.seek(member.header_offset + 26)  # lengths of the name and of the extra field, then those, then the data
+            file.seek(
+                member.header_offset + 26
+            )  # lengths of the name and of the extra field, then those, then the data
             name, extra = np.frombuffer(file.read(4), "<u2").tolist()
             mapped = _Mapped(path, member.header_offset + 30 + name + extra)
             parts.append((Path(member.filename).stem, (path.stem, mapped.shape[0], mapped)))
@@ -271,7 +273,9 @@ class ParquetFiles:
         try:
             import pyarrow.parquet as pq
         except ImportError as error:
-            raise ConfigurationError("EncodedData: parquet needs pyarrow: pip install lit-efficient[diffusion].") from error
+            raise ConfigurationError(
+                "EncodedData: parquet needs pyarrow: pip install lit-efficient[diffusion]."
+            ) from error
         self._files = [str(path) for path in files]
         opened = [pq.ParquetFile(path) for path in self._files]
         self._names = list(opened[0].schema_arrow.names)
@@ -301,19 +305,16 @@ class ParquetFiles:
 
 
 def _arrow_value(scalar: Any) -> Value:
-    """A list of lists as an array of as many axes, anything else as Python has it."""
-    values, shape = getattr(scalar, "values", None), []
+    """A list of lists as an array of as many axes, bytes of an array as that, anything else as Python has it."""
+    values, lengths = getattr(scalar, "values", None), []
     if values is None:
         found: Value = scalar.as_py()
         return np_bytes(found) if isinstance(found, bytes) else found
-    while hasattr(values, "flatten") and "list" in str(values.type).split("<", maxsplit=1)[0]:
-        shape.append(len(values))
+    while "list" in str(values.type).split("<", maxsplit=1)[0]:
+        lengths.append(len(values))
         values = values.flatten()
-    last = len(values)
-    for size in shape:
-        last //= size if not shape[1:] or size == shape[-1] else 1
     array = values.to_numpy(zero_copy_only=False)
-    return array.reshape(_axes(shape, len(array)))
+    return array.reshape(_axes(lengths, len(array)))  # type: ignore[no-any-return]
 
 
 def _axes(lengths: Sequence[int], total: int) -> list[int]:

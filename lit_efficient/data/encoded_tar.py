@@ -1,6 +1,6 @@
 """WebDataset's tars, read by offset: a sample is the files of one name, a field each suffix.
 
-    00017.latents.npy  00017.cls  00017.txt  00017.json  ->  {"latents.npy", "cls", "txt", "json"}; "json.label" is in json
+00017.latents.npy  00017.cls  00017.txt  00017.json  ->  {"latents.npy", "cls", "txt", "json"}; "json.label" is in json
 """
 
 from __future__ import annotations

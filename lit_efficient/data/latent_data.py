@@ -30,7 +30,7 @@ from lit_efficient.data.image_source import ImageSource, collate_images
 from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loader
 from lit_efficient.data.latent_format import Format, Moments, StoredDtype, normalize_item
 from lit_efficient.data.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
-from lit_efficient.data.latent_writer import SHARD_ROWS, Encoders, build_latents
+from lit_efficient.data.latent_writer import Encoders, build_latents
 from lit_efficient.data.stage_one import forked_rng
 from lit_efficient.data.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError
@@ -234,9 +234,11 @@ class LatentData(LightningDataModule):
         except ConfigurationError:
             pass
         train = self.images.train_index
-        chosen = [train[i * len(train) // MEASURED_IMAGES] for i in range(MEASURED_IMAGES)] if (
-            len(train) > MEASURED_IMAGES
-        ) else train
+        chosen = (
+            [train[i * len(train) // MEASURED_IMAGES] for i in range(MEASURED_IMAGES)]
+            if (len(train) > MEASURED_IMAGES)
+            else train
+        )
         codec = self.encoders().codec
         parts = [
             Moments.of(*codec.moments(collate_images([self.images.dataset[index, 0]])["images"])) for index in chosen

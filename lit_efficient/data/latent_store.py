@@ -52,7 +52,9 @@ class LatentStore:
         self.manifest = read_manifest(folder)
         files = {name: (int(size), str(digest)) for name, (size, digest) in self.manifest["files"].items()}
         if fault := altered_file(folder, files, thorough):
-            raise ConfigurationError(f"The latent cache {folder} is damaged: {fault} Make it anew: {COMMAND} --overwrite")
+            raise ConfigurationError(
+                f"The latent cache {folder} is damaged: {fault} Make it anew: {COMMAND} --overwrite"
+            )
         self._opened: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,8 +165,12 @@ def refuse_other(folder: Path, found: Mapping[str, str], wanted: Mapping[str, st
     """
     names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
     if names:
-        lines = [f"  {n}: the cache has {_short(found.get(n))}, this run asks for {_short(wanted.get(n))}" for n in names]
-        raise ConfigurationError("\n".join([f"The latent cache {folder} was made from something else:", *lines, way_out]))
+        lines = [
+            f"  {n}: the cache has {_short(found.get(n))}, this run asks for {_short(wanted.get(n))}" for n in names
+        ]
+        raise ConfigurationError(
+            "\n".join([f"The latent cache {folder} was made from something else:", *lines, way_out])
+        )
 
 
 def caption_digest(caption: str) -> bytes:

@@ -112,7 +112,7 @@ def build_latents(
         images: The source, prepared and set up.
         encoders: What encodes them.
         identity: All that the result depends on, by name.
-        batch_size: Images that are encoded at once.
+        batch_size: Images that are encoded at once. How a convolution rounds depends on it, by about 1e-7.
         num_workers: Processes that read images.
         device: Where to encode.
         shard_rows: Images a file.
@@ -135,7 +135,9 @@ def build_latents(
             refuse_other(folder, read_manifest(folder)["identity"], identity, hint)
             return LatentStore(folder, thorough=True).manifest
         if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigurationError(f"{folder} is no latent cache and not empty; nothing in it is touched. Give another.")
+            raise ConfigurationError(
+                f"{folder} is no latent cache and not empty; nothing in it is touched. Give another."
+            )
         partial = folder.with_name(f".{folder.name}.building")
         journal = _Journal(partial, {"identity": dict(identity), "shard_rows": shard_rows}, overwrite)
         device = torch.device(device)
