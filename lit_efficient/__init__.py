@@ -87,9 +87,12 @@ PUBLIC: dict[str, str] = {
     "EncodedNumbers": "data.encoded_data",
     "ChannelScaling": "data.encoded_data",
     "LanguageData": "data.language_data",
+    "PhotoCrops": "data.photo_crops",
     "PreferenceData": "data.preference_data",
     "PythonCorpus": "data.python_corpus",
+    "AspectBuckets": "data.image_buckets",
     # data that can be resumed
+    "KeyedBatchSampler": "data.keyed_batches",
     "ResumableLoader": "data.resumable",
     "ResumableSampler": "data.resumable_sampler",
     "train_superbpe": "data.superbpe",

@@ -154,8 +154,8 @@ class KeyedBatches(Dataset[list[Any]]):
     def __getitem__(self, keys: list[Key]) -> list[Any]:
         if not isinstance(keys, list):
             raise ConfigurationError(
-                f"KeyedBatches: an item is found by a list of (index, variant), not by {keys!r}. Something has "
-                "replaced the loader's KeyedBatchSampler; Trainer(overfit_batches=...) does, limit_train_batches does not."
+                f"KeyedBatches: an item is found by a list of (index, variant), not by {keys!r}. Something replaced "
+                "the loader's KeyedBatchSampler; Trainer(overfit_batches=...) does, and limit_train_batches does not."
             )
         return [self.dataset[key] for key in keys]
 

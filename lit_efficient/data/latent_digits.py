@@ -26,7 +26,7 @@ from lit_efficient.data.digits import DigitsDataModule, TensorDictDataset
 from lit_efficient.data.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models import autoencoder as autoencoder_module
-from lit_efficient.models import digit_features
+from lit_efficient.models import conv_features, digit_features
 from lit_efficient.models.autoencoder import FACTOR, AutoencoderConfig, sample_posterior
 from lit_efficient.models.digit_features import DigitFeatures, judge_digits
 from lit_efficient.models.latent_codec import LatentCodec
@@ -123,7 +123,8 @@ class LatentDigits(DigitsDataModule):
 
     def _key(self, images: Tensor, labels: Tensor) -> str:
         """Hash of the data, the settings and the code that stage one's result depends on."""
-        sources = (autoencoder_module.__file__, digit_features.__file__, digits.__file__, stage_one.__file__, __file__)
+        modules = (autoencoder_module, conv_features, digit_features, digits, stage_one)
+        sources = (*(module.__file__ for module in modules), __file__)
         code = [hashlib.sha256(Path(str(source)).read_bytes()).hexdigest() for source in sources]
         settings = [asdict(self.autoencoder), self.autoencoder_steps, self.judge_steps, self.image_size, self.seed]
         text = json.dumps([digits.digest(images, labels), settings, code])

@@ -8,15 +8,18 @@ state.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, autoencoder_loss
+from lit_efficient.models.conv_features import ConvFeatures
 from lit_efficient.models.digit_features import DigitFeatures
 
 KL_WEIGHT = 1e-4
+_Judge = TypeVar("_Judge", bound=ConvFeatures)
 
 
 @contextmanager
@@ -43,7 +46,7 @@ def fit_autoencoder(images: Tensor, config: AutoencoderConfig, steps: int, seed:
 
 
 def fit_judge(images: Tensor, labels: Tensor, steps: int, seed: int = 0) -> DigitFeatures:
-    """Train the judge on the CPU: a few seconds for 400 steps.
+    """Train the judge of digits on the CPU: a few seconds for 400 steps.
 
     Args:
         images: [N, 1, H, W] in [-1, 1].
@@ -51,8 +54,21 @@ def fit_judge(images: Tensor, labels: Tensor, steps: int, seed: int = 0) -> Digi
         steps: Optimizer steps of 64 images each.
         seed: Seed of the initial weights and of every draw.
     """
+    return fit_classifier(DigitFeatures, images, labels, steps, seed)
+
+
+def fit_classifier(build: Callable[[], _Judge], images: Tensor, labels: Tensor, steps: int, seed: int = 0) -> _Judge:
+    """Train any small classifier on the CPU.
+
+    Args:
+        build: Makes it, with weights from torch's global generator.
+        images: [N, C, H, W] in [-1, 1].
+        labels: [N].
+        steps: Optimizer steps of 64 images each.
+        seed: Seed of the initial weights and of every draw.
+    """
     with forked_rng(seed):
-        judge = DigitFeatures()
+        judge = build()
         _optimise(judge, len(images), steps, lambda rows: F.cross_entropy(judge.classify(images[rows]), labels[rows]))
     return judge.eval().requires_grad_(False)
 

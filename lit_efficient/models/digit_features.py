@@ -7,40 +7,17 @@ values of the same judge; what held-out real digits score is the floor to read t
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lit_efficient.models.conv_features import ConvFeatures
 from lit_efficient.models.sample_quality import feature_distances
 
 
-class DigitFeatures(nn.Module):
-    """Three strided convolutions, 32 features, and a linear head for ten classes."""
-
-    num_features = 32  # the name that torchmetrics asks a feature network for
+class DigitFeatures(ConvFeatures):
+    """The classifier for grey images of ten classes."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 16, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 32, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(4),
-            nn.Flatten(),
-            nn.Linear(32 * 16, self.num_features),
-            # Features of unit variance: a distance of d^2 reads as a shift of d standard deviations.
-            nn.BatchNorm1d(self.num_features, affine=False),
-        )
-        self.head = nn.Sequential(nn.ReLU(), nn.Linear(self.num_features, 10))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images [B, 1, H, W] in [-1, 1] to features [B, 32]."""
-        return self.body(images)
-
-    def classify(self, images: Tensor) -> Tensor:
-        """Images [B, 1, H, W] in [-1, 1] to logits [B, 10]."""
-        return self.head(self.body(images))
+        super().__init__(channels=1, num_classes=10)
 
 
 @torch.no_grad()

@@ -1,0 +1,306 @@
+"""Small RGB crops of the two photographs inside scikit-learn: a temple and a dahlia, 427x640, on every machine.
+
+    each photograph -> 3 x 5 blocks -> in each row of blocks: 3 for training, 1 for validation, 1 for the test
+    crop k of a block = a square of one of a few scales at a place drawn from hash(seed, block, k), made smaller
+
+A crop lies inside one block, so no pixel is seen in two parts. They are two photographs: enough to see that a method
+for natural colour images works, and no benchmark of anything.
+
+Costs: a few seconds of one CPU core once, for the network that judges samples; crops are made from 1.6 MB in memory.
+Source: china.jpg by danielbuechele and flower.jpg by vultilion, both CC BY 2.0; scikit-learn ships them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_efficient.data import stage_one
+from lit_efficient.data.cache import cache_root
+from lit_efficient.data.image_module import ImageModule, check_choice, check_integer
+from lit_efficient.data.image_pixels import to_tensor
+from lit_efficient.data.keyed_batches import Key
+from lit_efficient.data.resumable_sampler import mix_seed
+from lit_efficient.data.sealed_folder import Contents, make_once, open_checked
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models import conv_features, sample_quality
+from lit_efficient.models.conv_features import ConvFeatures
+from lit_efficient.models.sample_quality import distances_of_features
+
+_NAMES = ("temple", "flower")
+_BANDS = ("top", "middle", "bottom")
+_ROWS, _COLUMNS = 3, 5
+_BLOCK = 128  # pixels of the shorter side of a block: 640 / 5
+_CAPTIONS = (
+    "a photograph of a temple with tiled roofs above trees and a lake under a pale blue sky",
+    "a photograph of an orange dahlia in front of dark green leaves",
+)
+
+
+class PhotoCrop(NamedTuple):
+    """Where a crop comes from: photograph, block (row, column) and square [top, top + side) x [left, left + side)."""
+
+    photo: int
+    row: int
+    column: int
+    top: int
+    left: int
+    side: int
+
+
+def photo_crops(resolution: int, scales: Sequence[float], crops: int, seed: int) -> list[PhotoCrop]:
+    """All crops, of every block in turn: a pure function of its arguments.
+
+    Args:
+        resolution: side of a crop as it is shown, in pixels.
+        scales: pixels of the photograph for each pixel shown, taken in turn.
+        crops: how many of each block.
+        seed: decides where they lie.
+    """
+    found = []
+    for photo in range(len(_NAMES)):
+        for row in range(_ROWS):
+            for column in range(_COLUMNS):
+                top, left, height, width = block_of(row, column)
+                for number in range(crops):
+                    draw = random.Random(mix_seed(seed, photo, row, column, number))  # noqa: S311
+                    side = round(resolution * scales[number % len(scales)])
+                    place = top + draw.randint(0, height - side), left + draw.randint(0, width - side)
+                    found.append(PhotoCrop(photo, row, column, *place, side))
+    return found
+
+
+def block_of(row: int, column: int) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a block, in pixels of a photograph."""
+    tops = (0, 142, 284, 427)
+    return tops[row], _BLOCK * column, tops[row + 1] - tops[row], _BLOCK
+
+
+def parts_of_blocks(seed: int) -> dict[tuple[int, int, int], str]:
+    """Part ("train", "val", "test") of each block (photograph, row, column): all rows of both have blocks in each."""
+    parts = {}
+    for photo in range(len(_NAMES)):
+        for row in range(_ROWS):
+            columns = list(range(_COLUMNS))
+            random.Random(mix_seed(seed, photo, row)).shuffle(columns)  # noqa: S311
+            for column, part in zip(columns, ("val", "test", "train", "train", "train"), strict=True):
+                parts[photo, row, column] = part
+    return parts
+
+
+class PhotoCropDataset:
+    """Crops by (index, variant); variant 1 is mirrored.
+
+    Args:
+        photos: the photographs, [427, 640, 3] uint8 each.
+        crops: where the crops lie.
+        resolution: side of an item in pixels.
+        classes: as for :class:`PhotoCrops`.
+        variants: 1 or 2.
+    """
+
+    def __init__(
+        self, photos: list[np.ndarray], crops: list[PhotoCrop], resolution: int, classes: str, variants: int
+    ) -> None:
+        self.photos = photos
+        self.crops = crops
+        self.resolution = resolution
+        self.classes = classes
+        self.variants = variants
+
+    def __len__(self) -> int:
+        return len(self.crops)
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        from PIL import Image
+
+        index, variant = key
+        if not 0 <= variant < self.variants:
+            raise ConfigurationError(f"PhotoCrops: the variant must be in [0, {self.variants}), not {variant!r}.")
+        photo, row, _, top, left, side = self.crops[index]
+        # Cut out first: a resampling kernel would reach beyond the crop, and into another part.
+        square = Image.fromarray(self.photos[photo][top : top + side, left : left + side])
+        shown = square.resize((self.resolution, self.resolution), Image.Resampling.LANCZOS)
+        label = photo if self.classes == "photograph" else photo * _ROWS + row
+        images = to_tensor(shown, flip=variant == 1)
+        return {"images": images, "index": index, "variant": variant, "labels": label, "captions": _CAPTIONS[photo]}
+
+
+class PhotoCrops(ImageModule):
+    """RGB crops of scikit-learn's two photographs, with labels, captions and a judge.
+
+    Args:
+        resolution: Height and width in pixels, a multiple of 8.
+        scales: Pixels of the photograph for each pixel shown; the crops of a block have them in turn. A crop's side,
+            ``resolution * scale``, is at most 128 pixels of the photograph.
+        crops: Crops of each of the 30 blocks; 18 blocks are for training, 6 for validation, 6 for the test.
+        classes: ``photograph``: 2. ``band``: 6, the top, middle and bottom of each, which a crop shows but roughly.
+        horizontal_flip: Give each crop a mirrored variant.
+        batch_size: Images a batch, for each process.
+        judge_steps: Optimizer steps of the network that judges samples; 0 is none, and then no scores.
+        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
+        seed: Seed of the places, of the split, of the order and of the judge.
+        cache_dir: Where the judge is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
+    """
+
+    def __init__(
+        self,
+        resolution: int = 32,
+        scales: tuple[float, ...] = (1.0, 1.5, 2.0),
+        crops: int = 48,
+        classes: Literal["photograph", "band"] = "photograph",
+        horizontal_flip: bool = False,
+        batch_size: int = 64,
+        judge_steps: int = 150,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, variants=2 if horizontal_flip else 1)
+        check_integer("PhotoCrops", "resolution", resolution, 8)
+        check_integer("PhotoCrops", "crops", crops, 2)
+        check_integer("PhotoCrops", "judge_steps", judge_steps, 0)
+        check_choice("PhotoCrops", "classes", classes, ("photograph", "band"))
+        if resolution % 8:
+            raise ConfigurationError(f"PhotoCrops: resolution must be a multiple of 8, not {resolution}.")
+        if not scales or not all(1.0 <= scale <= _BLOCK / resolution for scale in scales):
+            raise ConfigurationError(
+                f"PhotoCrops: scales must be numbers in [1, {_BLOCK / resolution:g}] for a resolution of {resolution} "
+                f"(a crop lies within {_BLOCK} pixels of the photograph), not {list(scales)}."
+            )
+        self.resolution = resolution
+        self.scales = tuple(scales)
+        self.crops = crops
+        self.classes = classes
+        self.horizontal_flip = horizontal_flip
+        self.judge_steps = judge_steps
+        self.cache_dir = cache_dir
+        bands = [f"{band} of the {name}" for name in _NAMES for band in _BANDS]
+        self.class_names = list(_NAMES) if classes == "photograph" else bands
+        self.judge: ConvFeatures | None = None
+        self._reference: Tensor | None = None  # features of the training crops
+        self._crops: list[PhotoCrop] = []
+
+    def prepare_data(self) -> None:
+        """Train the judge unless it is cached. Of processes that start together one does it, the others wait."""
+        if self.judge_steps:
+            self._open()
+            make_once(self._folder(), self._key(), self._train_judge)
+
+    def setup(self, stage: str) -> None:
+        """Read the photographs, and open and check the judge; no randomness."""
+        self._open()
+        if not self.judge_steps or self.judge is not None:
+            return
+        files, _ = open_checked(self._folder(), self._key())
+        with torch.device("meta"):
+            judge = _new_judge()
+        judge.load_state_dict(files["judge.safetensors"], assign=True)
+        self.judge = judge.eval().requires_grad_(False)
+        self._reference = files["reference.safetensors"]["features"]
+
+    def bucket_of(self, index: int) -> tuple[int, int]:
+        """Height and width, the same for all."""
+        return self.resolution, self.resolution
+
+    def identity(self) -> dict[str, str]:
+        """What the crops depend on."""
+        content = hashlib.sha256(b"".join(photo.tobytes() for photo in _photographs())).hexdigest()
+        return {
+            "data": content,
+            "labels": self.classes,
+            "split": self._split_digest(),
+            "transform": f"rgb, lanczos, {self.crops} crops a block at scales {list(self.scales)}, seed {self.seed}",
+            "resolution": f"{self.resolution}x{self.resolution}",
+            "variants": f"{self.variants}: {'as it is, mirrored' if self.horizontal_flip else 'as it is'}",
+        }
+
+    def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
+        """Distances to the training crops in the features of a small network trained on them; not the FID.
+
+        Args:
+            images: Generated images [M, 3, H, W] in [-1, 1].
+            labels: What each was meant to be, [M].
+
+        Returns:
+            ``frechet_distance`` and ``kernel_distance`` (lower is better), and with labels ``sample_accuracy``, the
+            share that the network takes for the photograph that was meant. Nothing if ``judge_steps`` is 0.
+        """
+        if self.judge is None or self._reference is None:
+            return {}
+        with torch.no_grad():
+            features = self.judge(_as_judged(images.cpu().float()))
+            scores = distances_of_features(self._reference, features)
+            if labels is not None:
+                meant = labels.cpu() if self.classes == "photograph" else labels.cpu() // _ROWS
+                scores["sample_accuracy"] = float((self.judge.head(features).argmax(dim=1) == meant).float().mean())
+        return scores
+
+    def _open(self) -> None:
+        if self.train_index:
+            return
+        crops = self._crops = photo_crops(self.resolution, self.scales, self.crops, self.seed)
+        parts = parts_of_blocks(self.seed)
+        of = [parts[crop.photo, crop.row, crop.column] for crop in crops]
+        self.train_index, self.val_index, self.test_index = (
+            [index for index, part in enumerate(of) if part == name] for name in ("train", "val", "test")
+        )
+        self.dataset = PhotoCropDataset(_photographs(), crops, self.resolution, self.classes, self.variants)
+
+    def _folder(self) -> Path:
+        root = cache_root() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+        return root / "photo_crops" / self._key()[:16]
+
+    def _key(self) -> str:
+        sources = (conv_features.__file__, sample_quality.__file__, stage_one.__file__, __file__)
+        code = [hashlib.sha256(Path(str(source)).read_bytes()).hexdigest() for source in sources]
+        settings = {name: value for name, value in self.identity().items() if name not in ("labels", "variants")}
+        return hashlib.sha256(json.dumps([settings, self.judge_steps, self.seed, code]).encode()).hexdigest()
+
+    def _train_judge(self) -> Contents:
+        rank_zero_info(f"PhotoCrops: training the judge ({self.judge_steps} steps) once; a few seconds.")
+        images, photographs = self._crops_of(self.train_index)
+        judge = stage_one.fit_classifier(_new_judge, images, photographs, self.judge_steps, self.seed)
+        held_out, truth = self._crops_of(self.val_index)
+        with torch.no_grad():
+            reference = torch.cat([judge(part) for part in images.split(256)])
+            features = judge(held_out)
+            accuracy = float((judge.head(features).argmax(dim=1) == truth).float().mean())
+        floor = distances_of_features(reference, features)
+        rank_zero_info(
+            f"PhotoCrops: the judge knows the photograph of {100 * accuracy:.1f} % of held-out crops, whose Fréchet "
+            f"distance is the floor: {floor['frechet_distance']:.2f}."
+        )
+        facts = {"judge_accuracy": accuracy, "distances_of_held_out_crops": floor}
+        return {"judge.safetensors": judge.state_dict(), "reference.safetensors": {"features": reference}}, facts
+
+    def _crops_of(self, index: list[int]) -> tuple[Tensor, Tensor]:
+        """Crops as the judge sees them, and their photographs."""
+        images = torch.stack([self.dataset[(i, 0)]["images"] for i in index])
+        return _as_judged(images), torch.tensor([self._crops[i].photo for i in index])
+
+
+_new_judge = functools.partial(ConvFeatures, channels=3, num_classes=len(_NAMES))
+
+
+def _as_judged(images: Tensor) -> Tensor:
+    """Of 32 pixels a side at most: that decides what the judge costs."""
+    return F.adaptive_avg_pool2d(images, 32) if images.shape[-1] > 32 else images
+
+
+@functools.cache
+def _photographs() -> list[np.ndarray]:
+    from sklearn.datasets import load_sample_image
+
+    return [np.asarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
