@@ -100,6 +100,7 @@ PUBLIC: dict[str, str] = {
     "DiffusionProcess": "losses.noise_process",
     "Sampler": "losses.diffusion_sampling",
     "TimestepSampling": "losses.timesteps",
+    "Perceptual": "losses.perceptual",
     "chunked_cross_entropy": "losses.chunked_cross_entropy",
     "cosine_loss": "losses.feature_matching",
     "l2_loss": "losses.feature_matching",

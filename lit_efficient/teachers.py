@@ -56,25 +56,32 @@ class Teacher:
 
     def features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Features by layer's pattern, without gradients, of the arguments that the network's forward knows."""
+        return self._features(args, kwargs, gradients=False)
+
+    def _features(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> dict[str, Tensor]:
         device, dtype = _placed(self.network)
-        args, kwargs = _on((args, kwargs), device, dtype)
+        args, kwargs = _on((args, kwargs), device, dtype, detach=not gradients)
         found: dict[str, Tensor] = {}
         handles = [
             self.network.get_submodule(name).register_forward_hook(_keep(found, layer))
             for layer, name in self.layers.items()
         ]
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
                 self.network(*args, **_known(self.network, kwargs))
         finally:
             for handle in handles:
                 handle.remove()
         return found
 
-    def of_images(self, images: Tensor) -> dict[str, Tensor]:
+    def of_images(self, images: Tensor, gradients: bool = False) -> dict[str, Tensor]:
         """Features of images [B, C, H, W] in [-1, 1]; class and register tokens are left out where they can be told.
 
         A transformers model gets as many channels as it has, its size and its normalisation.
+
+        Args:
+            images: The images.
+            gradients: Whether gradients flow to the images; the network is frozen in any case.
         """
         config = getattr(self.network, "config", None)
         size = self.image_size or _side(getattr(config, "image_size", None))
@@ -86,7 +93,7 @@ class Teacher:
                 self.network
             ):
                 kwargs["interpolate_pos_encoding"] = True
-        found = self.features(images, **kwargs)
+        found = self._features((images,), kwargs, gradients)
         patch = _side(getattr(config, "patch_size", None))
         if not patch or images.ndim != 4:
             return found
@@ -295,14 +302,14 @@ def _placed(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None
     return (None, None) if first is None else (first.device, first.dtype)
 
 
-def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None, detach: bool = True) -> Any:
     """Tensors on the network's device, floats in its format."""
     from torch.utils._pytree import tree_map
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to(device, dtype if value.is_floating_point() else None)
+        return (value.detach() if detach else value).to(device, dtype if value.is_floating_point() else None)
 
     return tree_map(move, tree)
 

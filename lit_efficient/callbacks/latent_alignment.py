@@ -39,7 +39,8 @@ class LatentAlignment(Alignment):
         cosine_margin: m2, at least 0: what the cosine with the features may miss 1 by for nothing.
         stop_at: Optimizer step from which on neither term nor encoder is computed; ``None``: never.
         encoder: Pattern for the end of the encoder's name: at its last weight the gradients are compared.
-        decoder: Pattern for the end of the name of the module that is called with the latents.
+        decoder: Pattern for the end of the name of the module that is called with the latents. A ``post_quant_conv``
+            beside it, as in diffusers' AutoencoderKL, is called with them first and takes its place.
         images: Dotted path of the images in a batch.
         image_size: Side that images are resized to for the teacher; ``None``: as its config says.
         widths: [channels of the latents, width of the features], for those that do not say it.
@@ -107,7 +108,7 @@ class LatentAlignment(Alignment):
     def listens_to(self, module: nn.Module) -> list[str]:
         """What is called with the latents."""
         only_module(module, self.encoder, "LatentAlignment: encoder")
-        return [only_module(module, self.decoder, "LatentAlignment: decoder")]
+        return [entrance(module, only_module(module, self.decoder, "LatentAlignment: decoder"))]
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
         """The map W."""
@@ -145,6 +146,12 @@ class LatentAlignment(Alignment):
         ratio = gradient_ratio(loss, term, last)
         module.log("train/latent_alignment_ratio", ratio, batch_size=1)
         return self.weight * ratio
+
+
+def entrance(module: nn.Module, decoder: str) -> str:
+    """Dotted name of what is called with the latents: the decoder, or the 1x1 convolution in front of it."""
+    name = ".".join([*decoder.split(".")[:-1], "post_quant_conv"])
+    return name if name in dict(module.named_modules()) else decoder
 
 
 def last_weight(module: nn.Module, encoder: str) -> nn.Parameter | None:

@@ -144,13 +144,18 @@ class DiffusionProcess:
         return (karras_sigma(t).square() + self.sigma_data**2).rsqrt()
 
     def network_time(self, t: Tensor) -> Tensor:
-        """What the network is told of the time: k / N for tables, log(sigma) / 4 for edm, else the time itself.
-
-        Except for edm, 1000 times this is the timestep that diffusers' pipelines pass to a network.
-        """
+        """What our own networks are told of the time: k / N for tables, log(sigma) / 4 for edm, else itself."""
         if self.schedule == "edm":
             return karras_sigma(t).log() / 4.0
         return t - 1.0 / STEPS if self.schedule in TABLES else t
+
+    def timestep(self, t: Tensor) -> Tensor:
+        """What diffusers' pipelines tell a network of the time: the entry k of a table, log(sigma) / 4 for edm, else
+        1000 times the time.
+        """
+        if self.schedule == "edm":
+            return self.network_time(t)
+        return (t * STEPS - 1.0).round().clamp(min=0.0) if self.schedule in TABLES else t * STEPS
 
     def on_grid(self, t: Tensor) -> Tensor:
         """Times in [0, 1] rounded up to the entries of a table, 1 / N at least; other schedules have none."""

@@ -13,6 +13,7 @@ Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752 (KL); https://gi
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, sample_posterior
-from lit_efficient.models.diffusers_model import DiffusersModelConfig, build, from_fields, resolve
+from lit_efficient.models.diffusers_model import DiffusersModelConfig, build, from_fields, model_class, resolve
 
 AutoencoderSpec = AutoencoderConfig | DiffusersModelConfig | str
+CHECKPOINT_KEY = "autoencoding"  # in checkpoints of `Autoencoding`: the `stored_config`
 _KINDS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 _WITH_POSTERIOR = ("AutoencoderKL",)
 # Fields that say how latents are used, not what encoder and decoder compute.
@@ -163,18 +165,28 @@ def whole_config(network: nn.Module) -> dict[str, Any]:
     return {"_class_name": kind.__name__, **json.loads(json.dumps({name: config[name] for name in known}))}
 
 
-def description(autoencoder: ImageAutoencoder) -> str:
+def stored_config(autoencoder: ImageAutoencoder) -> dict[str, Any]:
+    """What checkpoints keep, beside weights, to build it again: see `empty_autoencoder`."""
+    if isinstance(autoencoder, DiffusersAutoencoder):
+        return whole_config(autoencoder.network)
+    assert isinstance(autoencoder, Autoencoder)
+    return asdict(autoencoder.config)
+
+
+def description(stored: Mapping[str, Any]) -> str:
     """What besides the weights decides what a model of diffusers computes, as text; of ours the weights say all.
 
     Fields that have the class's default are left out: a later version of diffusers may add some.
+
+    Args:
+        stored: As of `stored_config`.
     """
-    if not isinstance(autoencoder, DiffusersAutoencoder):
+    if "_class_name" not in stored:
         return ""
-    fields = whole_config(autoencoder.network)
-    usual = inspect.signature(type(autoencoder.network).__init__).parameters
+    usual = inspect.signature(model_class(stored["_class_name"]).__init__).parameters
     own = {
         name: value
-        for name, value in fields.items()
+        for name, value in stored.items()
         if name == "_class_name" or (name not in _USAGE and json.dumps(value) != json.dumps(usual[name].default))
     }
     return json.dumps(own, sort_keys=True)
@@ -255,11 +267,12 @@ def _from_checkpoint(path: str) -> ImageAutoencoder:
     from lit_efficient.files import read
 
     checkpoint = read(path)
-    stored = checkpoint.get("hyper_parameters", {}).get("autoencoder")
+    # Before there was a choice of autoencoders the hyper-parameters said all.
+    stored = checkpoint.get(CHECKPOINT_KEY) or checkpoint.get("hyper_parameters", {}).get("autoencoder")
     prefix = "autoencoder."
     weights = {k.removeprefix(prefix): t for k, t in checkpoint["state_dict"].items() if k.startswith(prefix)}
     if not isinstance(stored, dict) or not weights:
         raise CheckpointError(f"{path} is not a checkpoint of Autoencoding: it holds no autoencoder")
-    autoencoder = empty_autoencoder(stored.get("config_fields") or stored, weights, path)
+    autoencoder = empty_autoencoder(stored, weights, path)
     autoencoder.source = path
     return autoencoder

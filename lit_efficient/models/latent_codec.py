@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.models.autoencoder import Autoencoder, sample_posterior
+from lit_efficient.models.autoencoder import sample_posterior
 from lit_efficient.models.autoencoders import (
     DiffusersAutoencoder,
     ImageAutoencoder,
@@ -25,6 +25,7 @@ from lit_efficient.models.autoencoders import (
     declared_statistics,
     description,
     empty_autoencoder,
+    stored_config,
     whole_config,
 )
 from lit_efficient.models.channel_statistics import ChannelStatistics
@@ -151,7 +152,7 @@ class LatentCodec:
             digest.update(name.encode())
             # As bytes: NumPy has no bfloat16.
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        digest.update(description(self.autoencoder).encode())
+        digest.update(description(stored_config(self.autoencoder)).encode())
         return digest.hexdigest()
 
     def state_dict(self, embed: bool | None = None) -> dict[str, Any]:
@@ -171,7 +172,9 @@ class LatentCodec:
             embed = source is None or _size(self.autoencoder) <= EMBEDDED_BYTES
         if embed:
             weights = {name: tensor.detach().cpu() for name, tensor in self.autoencoder.state_dict().items()}
-            return {**_stored(self.autoencoder), "weights": weights, **statistics}
+            stored = stored_config(self.autoencoder)
+            kind = "diffusers" if "_class_name" in stored else "config"
+            return {kind: stored, "weights": weights, **statistics}
         if source is None:
             raise ConfigurationError(
                 "LatentCodec: embed must be true for an autoencoder that was not built from a folder, a hub's name or "
@@ -211,13 +214,6 @@ def _from_source(cls: type[LatentCodec], state: dict[str, Any]) -> LatentCodec:
             "name the hub's commit as revision."
         )
     return codec
-
-
-def _stored(autoencoder: ImageAutoencoder) -> dict[str, Any]:
-    if isinstance(autoencoder, DiffusersAutoencoder):
-        return {"diffusers": whole_config(autoencoder.network)}
-    assert isinstance(autoencoder, Autoencoder)
-    return {"config": asdict(autoencoder.config)}
 
 
 def _size(module: nn.Module) -> int:

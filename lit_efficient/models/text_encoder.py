@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _OWNER = "TextEncoderConfig"
-_EMBEDDED_BYTES = 64 * 2**20  # weights up to this size travel in checkpoints
+_EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each checkpoint, larger ones named
 _REMEMBERED_BYTES = 2**30
 _FINAL_NORMS = ("text_model.final_layer_norm", "final_layer_norm", "encoder.final_layer_norm", "norm", "final_norm")
 
@@ -169,6 +169,14 @@ class TextEncoder:
         pooled = self.encode([""]).pooled
         return 0 if pooled is None else pooled.shape[-1]
 
+    @property
+    def hides_padding(self) -> bool:
+        """Whether masks leave the padding out; otherwise they are all true."""
+        config: Any = self.network.config
+        if self.spec.padding == "auto":
+            return config.model_type != "clip_text_model" or bool(getattr(config, "use_attention_mask", False))
+        return self.spec.padding == "hidden"
+
     def fingerprint(self) -> str:
         """SHA-256 of all that an embedding depends on: the weights, the tokenizer and how they are read."""
         if self._fingerprint is None:
@@ -233,12 +241,13 @@ class TextEncoder:
     def _encode(self, caption: str, device: torch.device) -> TextEmbedding:
         """The embedding of one caption, without the batch's dimension, on the CPU."""
         ids, mask = self.tokens.encode(caption)
-        if self._padding() == "seen":
+        if not self.hides_padding:
             mask = torch.ones_like(mask)
-        options: dict[str, Any] = {} if self._padding() == "seen" else {"attention_mask": mask[None].to(device)}
+        options: dict[str, Any] = {"attention_mask": mask[None].to(device)} if self.hides_padding else {}
         if self.spec.layer != -1:
             options["output_hidden_states"] = True
-        output = self.network.to(device)(input_ids=ids[None].to(device), return_dict=True, **options)
+        with torch.autocast(device.type, enabled=False):  # the same numbers in a training step as in a cache
+            output = self.network.to(device)(input_ids=ids[None].to(device), return_dict=True, **options)
         if self.spec.layer == -1:
             hidden = output.last_hidden_state
         else:
@@ -248,20 +257,14 @@ class TextEncoder:
         pooled = getattr(output, "pooler_output", None) if pooled is None else pooled
         return TextEmbedding(hidden[0].cpu(), mask, None if pooled is None else pooled[0].cpu())
 
-    def _padding(self) -> str:
-        if self.spec.padding != "auto":
-            return self.spec.padding
-        config = self.network.config
-        seen = config.model_type == "clip_text_model" and not getattr(config, "use_attention_mask", False)  # type: ignore[union-attr]
-        return "seen" if seen else "hidden"
-
     def _final_norm(self) -> nn.Module:
         modules = dict(self.network.named_modules())
         return next(modules[name] for name in _FINAL_NORMS if name in modules)
 
     def _reading(self) -> dict[str, Any]:
         spec = self.spec
-        return {"layer": spec.layer, "final_norm": spec.final_norm, "padding": self._padding(), "dtype": spec.dtype}
+        kept = {name: getattr(spec, name) for name in ("layer", "final_norm", "dtype")}
+        return {**kept, "hides_padding": self.hides_padding}
 
     def _check(self) -> None:
         """Refuse before any work what would fail at a caption: too many tokens, no such layer, no such norm."""

@@ -1,71 +1,132 @@
-"""Train an autoencoder on images: squared error plus a small KL term.
+"""Train an autoencoder on images: what it loses, plus a small KL term, plus what a frozen network sees of the loss.
+
+    loss = d(x, decode(z)) + kl_weight KL(q || N(0, 1)) + w_p d_features(x, decode(z)),    z ~ q(z | x)
+
+d is a distance of pixels: squared, absolute or smooth. Any autoencoder that diffusers' image models or ours make; one
+whose encoder is deterministic has z = encode(x) and no KL. The VF loss is a technique: add `LatentAlignment`.
 
     fit --model Autoencoding --data DigitImages
 
-Latent diffusion on the digits does this by itself as its stage one; this task is for watching, tuning and reusing it.
+Latent diffusion on the digits does this by itself as its stage one; this task is for one's own images, for fine-tuning,
+and for watching. Its checkpoint is all that `build_autoencoder` needs.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
-from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, autoencoder_loss
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.losses.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
+from lit_efficient.models.autoencoder import AutoencoderConfig, kl_divergence, sample_posterior
+from lit_efficient.models.autoencoders import (
+    CHECKPOINT_KEY,
+    DiffusersAutoencoder,
+    as_spec,
+    build_autoencoder,
+    description,
+    is_deterministic,
+    stored_config,
+)
+from lit_efficient.models.diffusers_model import DiffusersModelConfig, from_fields
+from lit_efficient.teachers import Teacher, name_of
 
+Reconstruction = Literal["l1", "l2", "smooth"]
 _VALIDATION_SEED = 1_000_003
+_KL_WEIGHT = 1e-4
+_SHOWN = 64  # images of the first validation batch that `sample_images` can show at most
 
 
 class Autoencoding(LightningModule):
     """An autoencoder under training. Batches are dictionaries with "images" [B, C, H, W] in [-1, 1].
 
     Args:
-        autoencoder: Shape of the network.
-        kl_weight: Weight of the mean KL per latent element, >= 0.
+        autoencoder: Shape of ours, or a model of diffusers (AutoencoderKL, AutoencoderTiny or AutoencoderDC), with its
+            weights to fine-tune or random ones.
+        kl_weight: Weight of the mean KL per latent element, >= 0; null is 1e-4, and 0 of a deterministic encoder.
         learning_rate: AdamW's rate, > 0.
+        reconstruction: Distance of pixels: l2 (squared), l1, or smooth (Huber's, quadratic up to 0.1).
+        perceptual: A distance in the features of a frozen network, which is added; null is none.
     """
 
     def __init__(
         self,
-        autoencoder: AutoencoderConfig = AutoencoderConfig(),  # noqa: B008 (frozen)
-        kl_weight: float = 1e-4,
+        autoencoder: AutoencoderConfig | DiffusersModelConfig = AutoencoderConfig(),  # noqa: B008 (frozen)
+        kl_weight: float | None = None,
         learning_rate: float = 3e-3,
+        reconstruction: Reconstruction = "l2",
+        perceptual: Perceptual | None = None,
     ) -> None:
         super().__init__()
         if isinstance(autoencoder, dict):  # as a checkpoint stores it
-            autoencoder = AutoencoderConfig(**autoencoder)
-        if not kl_weight >= 0:
-            raise ConfigurationError(f"Autoencoding: kl_weight must be >= 0, not {kl_weight!r}.")
+            autoencoder = as_spec(autoencoder)
+        if isinstance(perceptual, dict):
+            perceptual = Perceptual(**perceptual)
+        if kl_weight is not None and not kl_weight >= 0:
+            raise ConfigurationError(f"Autoencoding: kl_weight must be >= 0 or null, not {kl_weight!r}.")
         if not learning_rate > 0:
             raise ConfigurationError(f"Autoencoding: learning_rate must be > 0, not {learning_rate!r}.")
+        if reconstruction not in get_args(Reconstruction):
+            raise ConfigurationError(
+                f"Autoencoding: reconstruction must be one of {', '.join(get_args(Reconstruction))}, "
+                f"not {reconstruction!r}."
+            )
         # Primitives only, so that checkpoints load with weights_only=True.
+        kept = None if perceptual is None else {**vars(perceptual), "network": name_of(perceptual.network)}
         self.save_hyperparameters(
-            {"autoencoder": asdict(autoencoder), "kl_weight": kl_weight, "learning_rate": learning_rate}
+            {
+                "autoencoder": asdict(autoencoder),
+                "kl_weight": kl_weight,
+                "learning_rate": learning_rate,
+                "reconstruction": reconstruction,
+                "perceptual": kept,
+            }
         )
         self.config = autoencoder
         self.kl_weight = kl_weight
         self.learning_rate = learning_rate
-        self.autoencoder: Autoencoder | None = None
+        self.reconstruction = reconstruction
+        self.perceptual = perceptual
+        self._named = isinstance(autoencoder, DiffusersModelConfig) and autoencoder.name_or_path is not None
+        if not self._named:
+            self._check_kl()  # a name is looked up when the network is built
+        self.autoencoder: Any = None
+        self._features: Teacher | None = None
+        self._shown: Tensor | None = None
 
     def configure_model(self) -> None:
-        """Build the network, once."""
+        """Build the network, once, and find the one that looks at its reconstructions."""
         if self.autoencoder is None:
-            self.autoencoder = Autoencoder(self.config)
+            try:
+                self._check_kl()
+                self.autoencoder = build_autoencoder(self.config)
+            except ConfigurationError:
+                if self._trainer is not None or not self._named:
+                    raise
+                return  # a checkpoint that is being loaded needs no folder: see on_load_checkpoint
+            self.autoencoder.source = None  # what trains is soon not what is there
+        if self.perceptual is not None and self._features is None and self._trainer is not None:
+            data = getattr(self.trainer, "datamodule", None)
+            self._features = find_network(self.perceptual, self.autoencoder.image_channels, data, "Autoencoding")
 
     def forward(self, images: Tensor) -> Tensor:
         """Reconstruct images [B, C, H, W] through the posterior's mean."""
-        assert self.autoencoder is not None
-        return self.autoencoder.decode(self.autoencoder.encode(images)[0])
+        assert self.autoencoder is not None, "configure_model() builds the network"
+        reconstruction: Tensor = self.autoencoder.decode(self.autoencoder.encode(images)[0])
+        return reconstruction
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss through one posterior sample an image, drawn from the global generator."""
-        assert self.autoencoder is not None
-        loss, error, kl = autoencoder_loss(self.autoencoder, batch["images"], self.kl_weight)
-        size = len(batch["images"])
-        self.log("train/loss", loss, prog_bar=True, batch_size=size)
-        self.log_dict({"train/error": error, "train/kl": kl}, batch_size=size)
+        images = _images(batch)
+        mean, logvar = self.autoencoder.encode(images)
+        decoded = self.autoencoder.decode(sample_posterior(mean, logvar))
+        terms = self._losses(images, decoded, mean, logvar)
+        loss = terms.pop("loss")
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
+        self.log_dict({f"train/{name}": value for name, value in terms.items()}, batch_size=len(images))
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -78,7 +139,23 @@ class Autoencoding(LightningModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Reconstructions."""
-        return self(batch["images"])
+        return self(_images(batch))
+
+    def sample_images(self, num: int, seed: int) -> Tensor:
+        """Images of the first validation batch, each followed by its reconstruction, in [-1, 1].
+
+        Args:
+            num: Images in all, at most; fewer where the batch has fewer than half as many.
+            seed: Not needed: reconstructions through the mean draw nothing.
+
+        Returns:
+            [2 n, C, H, W], on the CPU; with an even number of columns in a grid, the two are side by side.
+        """
+        if self._shown is None:
+            raise ConfigurationError("Autoencoding: sample_images shows images of a validation: validate first.")
+        originals = self._shown[: max(1, num // 2)]
+        reconstructions = self(originals.to(self.device)).float().cpu()
+        return torch.stack((originals.float(), reconstructions.clamp(-1.0, 1.0)), dim=1).flatten(0, 1)
 
     def configure_optimizers(self) -> Any:
         """AdamW with a linear decay to zero over the run, if its length is known."""
@@ -90,11 +167,74 @@ class Autoencoding(LightningModule):
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=int(total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the whole configuration: the checkpoint alone builds the autoencoder, whatever becomes of a folder."""
+        checkpoint[CHECKPOINT_KEY] = stored_config(self.autoencoder)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build the network if what it was named by is gone; refuse weights of one that computes something else."""
+        stored = checkpoint.get(CHECKPOINT_KEY)
+        if stored is None:
+            return
+        if self.autoencoder is None and "_class_name" in stored:
+            with torch.random.fork_rng(devices=[]):  # the weights that this draws are replaced
+                network: Any = from_fields(stored)
+            dtype = getattr(torch, self.config.dtype) if isinstance(self.config, DiffusersModelConfig) else None
+            self.autoencoder = DiffusersAutoencoder(network.to(dtype))
+        ours = stored_config(self.autoencoder)
+        if description(ours) != description(stored):
+            raise CheckpointError(
+                f"Autoencoding: the checkpoint is of another autoencoder: {description(stored)}, not "
+                f"{description(ours) or ours}."
+            )
+
+    def _check_kl(self) -> None:
+        """Refuse a KL term that there is no distribution for."""
+        if self.kl_weight and is_deterministic(self.config):
+            raise ConfigurationError(
+                f"Autoencoding: kl_weight must be 0 or null, not {self.kl_weight!r}: "
+                f"{getattr(self.config, 'described', '')} has a deterministic encoder, whose latents have no variance."
+            )
+
+    def _losses(self, images: Tensor, decoded: Tensor, mean: Tensor, logvar: Tensor | None) -> dict[str, Tensor]:
+        """The loss and its terms before their weights, by name."""
+        error = pixel_distance(decoded, images, self.reconstruction)
+        terms = {"loss": error, "error": error.detach()}
+        if logvar is not None:
+            kl = kl_divergence(mean.float(), logvar.float())
+            terms["loss"] = terms["loss"] + (_KL_WEIGHT if self.kl_weight is None else self.kl_weight) * kl
+            terms["kl"] = kl.detach()
+        if self.perceptual is not None and self._features is not None:
+            self._features.to(self.device)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.perceptual.weight > 0):
+                seen = perceptual_distance(self._features, decoded, images)
+            if self.perceptual.weight > 0:
+                terms["loss"] = terms["loss"] + self.perceptual.weight * seen
+            terms["perceptual"] = seen.detach()
+        return terms
+
     def _evaluate(self, stage: str, batch: dict[str, Tensor], batch_idx: int) -> None:
-        assert self.autoencoder is not None
-        images = batch["images"]
+        images = _images(batch)
+        if stage == "val" and batch_idx == 0:
+            self._shown = images[:_SHOWN].detach().cpu()
         generator = torch.Generator().manual_seed(_VALIDATION_SEED + batch_idx)
-        loss, _, _ = autoencoder_loss(self.autoencoder, images, self.kl_weight, generator)
-        error = (self(images) - images).square().mean()
-        psnr = 10.0 * torch.log10(4.0 / error)  # the range of the pixels is 2
-        self.log_dict({f"{stage}/loss": loss, f"{stage}/psnr_db": psnr}, batch_size=len(images), sync_dist=True)
+        mean, logvar = self.autoencoder.encode(images)
+        decoded = self.autoencoder.decode(sample_posterior(mean, logvar, generator))
+        terms = self._losses(images, decoded, mean, logvar)
+        through_mean = decoded if logvar is None else self.autoencoder.decode(mean)
+        error = pixel_distance(through_mean, images, "l2")
+        figures = {
+            f"{stage}/loss": terms["loss"],
+            f"{stage}/psnr_db": 10.0 * torch.log10(4.0 / error),
+        }  # pixels' range: 2
+        if "perceptual" in terms:
+            figures[f"{stage}/perceptual"] = terms["perceptual"]
+        self.log_dict(figures, batch_size=len(images), sync_dist=True)
+
+
+def _images(batch: Any) -> Tensor:
+    if not isinstance(batch, Mapping) or "images" not in batch:
+        has = sorted(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ConfigurationError(f"Autoencoding: batches must be dictionaries with 'images'; this one is {has}.")
+    images: Tensor = batch["images"]
+    return images

@@ -1,0 +1,68 @@
+"""What a diffusion network takes: the latents that fit it, and the conditions that it needs."""
+
+from dataclasses import dataclass
+
+from lit_efficient.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class BackboneShape:
+    """A network's inputs.
+
+    Args:
+        name: Its class.
+        channels: Of the latents.
+        size: Height and width of the latents that its configuration names, if it names any.
+        multiple: What height and width must be multiples of.
+        largest: Above which they must not be; None: no limit.
+        square: Whether they must be equal.
+        num_classes: Classes of the labels, without the one for "no label"; 0: it takes no labels.
+        text_width: Features of text tokens; 0: it takes no text.
+        pooled_width: Features of a pooled text; 0: it takes none.
+        masks_text: Whether it can leave tokens of the text out.
+        learned_variance: Whether it has a second half of output channels, which is not trained.
+    """
+
+    name: str
+    channels: int
+    size: tuple[int, int] | None = None
+    multiple: int = 1
+    largest: int | None = None
+    square: bool = False
+    num_classes: int = 0
+    text_width: int = 0
+    pooled_width: int = 0
+    masks_text: bool = True
+    learned_variance: bool = False
+
+    @property
+    def conditions(self) -> set[str]:
+        """Names of the parts of a `Condition` that it takes."""
+        widths = {"labels": self.num_classes, "text": self.text_width, "pooled": self.pooled_width}
+        return {name for name, width in widths.items() if width}
+
+    def check_latents(self, channels: int, height: int, width: int, who: str) -> None:
+        """Refuse latents that do not fit, in the name of ``who``.
+
+        Raises:
+            ConfigurationError: That says which.
+        """
+        found = (channels, height, width)
+        if channels != self.channels:
+            ours = (self.channels, *(self.size or ("any", "any")))
+            expected = f"({', '.join(map(str, ours))})"
+            raise ConfigurationError(
+                f"{who}: the backbone is for latents {expected}; the data's are {found}: their channels must agree."
+            )
+        if height % self.multiple or width % self.multiple:
+            raise ConfigurationError(
+                f"{who}: height and width of latents must be multiples of {self.multiple} for {self.name}; the data's "
+                f"are {found}."
+            )
+        if self.largest is not None and max(height, width) > self.largest:
+            raise ConfigurationError(
+                f"{who}: height and width of latents must be at most {self.largest} for this {self.name}; the data's "
+                f"are {found}."
+            )
+        if self.square and height != width:
+            raise ConfigurationError(f"{who}: {self.name} takes square latents only; the data's are {found}.")

@@ -1,0 +1,59 @@
+"""From noise to latents with a conditional network: guidance, then any sampler."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lit_efficient.losses.diffusers_sampling import sample_with_diffusers
+from lit_efficient.losses.diffusion import Prediction
+from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times
+from lit_efficient.losses.noise_process import DiffusionProcess
+from lit_efficient.models.condition import Condition
+
+Network = Callable[[Tensor, Tensor, Condition], Tensor]
+
+
+def guided(
+    network: Network, condition: Condition, null: Callable[[], Condition], scale: float, rescale: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The network under classifier-free guidance: noisy latents [B, ...] and times [B] to a prediction.
+
+    Args:
+        network: Of noisy latents, times and conditions.
+        condition: Of B samples.
+        null: Gives the condition of nothing, of one sample; asked only if there is guidance.
+        scale: 1: without guidance, one evaluation a step.
+        rescale: See `guide`.
+    """
+    if scale == 1.0:
+        return lambda x, t: network(x, t, condition)
+    nothing = null()
+
+    def predict(x: Tensor, t: Tensor) -> Tensor:
+        both = condition.followed_by(nothing.repeated(len(x)))
+        with_, without = network(x.repeat(2, 1, 1, 1), t.repeat(2), both).chunk(2)
+        return guide(with_, without, scale, rescale)
+
+    return predict
+
+
+def draw_noise(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Standard normal; a CPU generator serves every device, and None is torch's global one."""
+    source = "cpu" if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=source).to(device)
+
+
+def sample_latents(
+    predict: Callable[[Tensor, Tensor], Tensor],
+    noise: Tensor,
+    steps: int,
+    process: DiffusionProcess,
+    prediction: Prediction,
+    sampler: Sampler,
+) -> Tensor:
+    """Integrate noise [B, c, h, w] to latents, float32, by our sampler or one of diffusers'."""
+    if sampler.name != "builtin":
+        return sample_with_diffusers(predict, noise, steps, process, prediction, sampler)
+    times = sampling_times(steps, prediction, process, sampler.shift)
+    return ddim_sample(predict, noise, times, process, prediction)

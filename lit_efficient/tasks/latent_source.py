@@ -1,0 +1,114 @@
+"""What latent diffusion needs from its data besides batches, and how the frozen parts of it travel in checkpoints.
+
+    batch: {"latents" [B, c, h, w]} or {"mean", "logvar" (or none)} of a posterior, normalised; or {"images" [B, C, H, W]}
+           and {"labels" [B]}, {"captions" [B] strings} or {"text" [B, L, D], "text_mask" [B, L], "pooled" [B, P]}
+
+Images are encoded where they are used. Nothing is drawn for it, so training on cached posteriors makes the same draws
+as training on images.
+"""
+
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.models.autoencoder import sample_posterior
+from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.text_encoder import TextEncoder
+
+_IMAGES_AT_ONCE = 32
+_Frozen = TypeVar("_Frozen", LatentCodec, TextEncoder)
+
+
+@runtime_checkable
+class LatentSource(Protocol):
+    """What a data module offers so that samples can be decoded. ``LatentDigits`` and ``LatentData`` do.
+
+    It may have more: ``text_encoder``, a `TextEncoder` for its captions, and ``score_samples(images, labels) ->
+    dict[str, float]``, metrics of images [M, C, H, W] in [-1, 1] that were meant to be ``labels`` [M] or None.
+    """
+
+    codec: LatentCodec
+    num_classes: int
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a latent; of the most frequent ones if there are several."""
+
+
+def text_encoder_of(data: Any) -> TextEncoder | None:
+    """The encoder of a data module's captions, if it has one."""
+    encoder: TextEncoder | None = getattr(data, "text_encoder", None)
+    return encoder
+
+
+def batch_size(batch: dict[str, Any]) -> int:
+    """B."""
+    return len(next(batch[name] for name in ("latents", "mean", "images", "labels", "captions") if name in batch))
+
+
+def latent_size(batch: dict[str, Any], codec: LatentCodec | None) -> tuple[int, int] | None:
+    """Height and width of a batch's latents, where it tells."""
+    for name in ("latents", "mean", "images"):
+        if name in batch:
+            height, width = batch[name].shape[-2:]
+            factor = codec.factor if name == "images" and codec is not None else 1
+            return height // factor, width // factor
+    return None
+
+
+def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str, Any]:
+    """A batch of images with its posterior; other batches as they are."""
+    if "images" not in batch or "latents" in batch or "mean" in batch:
+        return batch
+    if codec is None:
+        raise ConfigurationError(
+            "LatentDiffusion: the batch has images and there is no autoencoder to encode them: use a data module that "
+            "has one (LatentData), or set codec to a LatentCodec."
+        )
+    with torch.no_grad():
+        parts = [codec.encode(images) for images in batch["images"].split(_IMAGES_AT_ONCE)]
+    mean = torch.cat([part[0] for part in parts])
+    logvars = [part[1] for part in parts if part[1] is not None]
+    return {**batch, "mean": mean} | ({"logvar": torch.cat(logvars)} if logvars else {})
+
+
+def draw_latents(batch: dict[str, Any], generator: torch.Generator | None) -> Tensor:
+    """Latents [B, c, h, w] float32 of an encoded batch; a posterior is sampled."""
+    if "latents" in batch:
+        latents: Tensor = batch["latents"].float()
+        return latents
+    if "mean" not in batch:
+        raise ConfigurationError(
+            f"LatentDiffusion: a batch must have images, latents, or mean (and logvar); this one has {sorted(batch)}."
+        )
+    logvar = batch.get("logvar")
+    return sample_posterior(batch["mean"].float(), None if logvar is None else logvar.float(), generator)
+
+
+def restored(
+    kind: type[_Frozen], saved: dict[str, Any], ours: _Frozen | None, must_agree: bool, what: str, way_out: str
+) -> _Frozen:
+    """The frozen part of a checkpoint; the data's own if it is the same, which spares loading it twice.
+
+    Args:
+        kind: Its class.
+        saved: Its state in the checkpoint.
+        ours: The data's, if it has one.
+        must_agree: Whether another one is refused.
+        what: It is, for the error.
+        way_out: For the error.
+
+    Raises:
+        CheckpointError: If it is refused.
+    """
+    if ours is not None and saved.get("fingerprint") == ours.fingerprint():
+        return ours
+    theirs = kind.from_state_dict(saved)
+    if must_agree and ours is not None and theirs.fingerprint() != ours.fingerprint():
+        raise CheckpointError(
+            f"The checkpoint was trained on {what} ({theirs.fingerprint()[:12]}) than the data module's "
+            f"({ours.fingerprint()[:12]}). {way_out}"
+        )
+    return theirs
