@@ -34,8 +34,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--batch_size",
         type=int,
-        help="images that are encoded at once (default: the data's; then whole batches are those of live training to "
-        "the bit, which others are to float32's rounding)",
+        help="images that are encoded at once (default: as training on images does, the data's up to 32)",
     )
     parser.add_argument("--num_workers", type=int, default=0, help="processes that read images (default: 0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps, ...; auto: the accelerator, if there is one")
@@ -46,7 +45,6 @@ def run(argv: Sequence[str]) -> int:
         if getattr(options, name) is not None and getattr(options, name) < least:
             raise ConfigurationError(f"cache-latents: --{name} must be at least {least}, got {getattr(options, name)}.")
     from lit_efficient.cli.errors import explain
-    from lit_efficient.commands.generate import default_device
     from lit_efficient.commands.preview import build_data
     from lit_efficient.data.latent_data import LatentData
 
@@ -67,10 +65,11 @@ def run(argv: Sequence[str]) -> int:
         print(f"error: {message}", file=sys.stderr)
         return 2
     bar = Bar()
+    given = {"batch_size": options.batch_size} if options.batch_size else {}
     manifest = data.write_cache(
-        batch_size=options.batch_size or data.images.batch_size,
+        **given,
         num_workers=options.num_workers,
-        device=default_device() if options.device == "auto" else options.device,
+        device=options.device,
         shard_rows=options.shard_rows,
         overwrite=options.overwrite,
         progress=bar,

@@ -41,6 +41,7 @@ from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 
 MEASURED_IMAGES = 1024
+IMAGES_AT_ONCE = 32
 _WAY_OUT = (
     "Put the settings back, give another folder, or make the cache anew: " + COMMAND + " --overwrite; cached: false "
     "encodes in each step."
@@ -173,6 +174,8 @@ class LatentData(LightningDataModule):
         Returns:
             The manifest.
         """
+        # By as many as the task encodes at once when it trains on images: a convolution's rounding depends on it.
+        options.setdefault("batch_size", min(self.images.batch_size, IMAGES_AT_ONCE))
         return build_latents(self.cache_folder(), self.images, self.encoders(), self.identity(), **options)
 
     def cache_folder(self) -> Path:
@@ -249,20 +252,20 @@ class LatentData(LightningDataModule):
     # Batches ---------------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Batches of keys as the source's: shuffled, one shape each, one variant an epoch."""
-        return self._loader("train") if self.cached else self.images.train_dataloader()
+        """Shuffled, one shape a batch, one variant of each image an epoch: a pure function of (seed, epoch)."""
+        return self._loader(self.images.train_index, training=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """In order, variant 0."""
-        return self._loader("val") if self.cached else self.images.val_dataloader()
+        return self._loader(self.images.val_index)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """In order, variant 0."""
-        return self._loader("test") if self.cached else self.images.test_dataloader()
+        return self._loader(self.images.test_index)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """The test part."""
-        return self._loader("test") if self.cached else self.images.predict_dataloader()
+        return self.test_dataloader()
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Live, the teacher's features of a batch; cached, they are in it."""
@@ -273,18 +276,19 @@ class LatentData(LightningDataModule):
         assert self.features is not None
         return {**batch, "features": stored_features(teacher, batch["images"], self.features.dtype).float()}
 
-    def _loader(self, part: str) -> DataLoader[Any]:
-        source, training = self.images, part == "train"
+    def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
+        source = self.images
         sampler = KeyedBatchSampler(
-            getattr(source, f"{part}_index"),
+            index,
             source.batch_size,
             source.bucket_of,
             variants=source.variants if training else 1,
             seed=source.seed,
             shuffle=training,
         )
-        assert self._store is not None, "setup() opens the cache"
-        dataset = NormalizedLatents(self._store, self.codec.mean, self.codec.std)
+        dataset = source.dataset
+        if self._store is not None:
+            dataset = NormalizedLatents(self._store, self.codec.mean, self.codec.std)
         return keyed_loader(dataset, sampler, collate_images, source.num_workers)
 
 

@@ -100,7 +100,7 @@ def build_latents(
     *,
     batch_size: int = 64,
     num_workers: int = 0,
-    device: str | torch.device = "cpu",
+    device: str = "auto",
     shard_rows: int = SHARD_ROWS,
     overwrite: bool = False,
     progress: Any = None,
@@ -114,7 +114,7 @@ def build_latents(
         identity: All that the result depends on, by name.
         batch_size: Images that are encoded at once. How a convolution rounds depends on it, by about 1e-7.
         num_workers: Processes that read images.
-        device: Where to encode.
+        device: Where to encode; ``auto`` is the accelerator, if there is one.
         shard_rows: Images a file.
         overwrite: Replace a cache that is there, of whatever identity, and a half-built one of another.
         progress: A bar with ``update(count)``; made by ``progress(total, done)``. None shows none.
@@ -140,8 +140,8 @@ def build_latents(
             )
         partial = folder.with_name(f".{folder.name}.building")
         journal = _Journal(partial, {"identity": dict(identity), "shard_rows": shard_rows}, overwrite)
-        device = torch.device(device)
-        manifest = _Build(partial, images, encoders, journal, batch_size, device).run(num_workers, progress)
+        build = _Build(partial, images, encoders, journal, batch_size, _device(device))
+        manifest = build.run(num_workers, progress)
         journal.path.unlink()
         if (folder / MANIFEST).is_file():
             remove_whole(folder)
@@ -354,6 +354,12 @@ class _Build:
         from safetensors import safe_open
 
         return safe_open(self.folder / name, "pt")
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _moments(stored: Mapping[str, Tensor], index: Tensor, train: Sequence[int]) -> Moments | None:

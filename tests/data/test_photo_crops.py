@@ -105,7 +105,9 @@ def test_the_judge_tells_crops_from_noise_and_one_photograph_from_the_other(read
     images, labels = crops(ready.test_index)
     real, noise = ready.score_samples(images, labels), ready.score_samples(torch.rand_like(images) * 2 - 1)
     assert real["sample_accuracy"] > 0.85
-    assert ready.score_samples(images, 1 - labels)["sample_accuracy"] == pytest.approx(1 - real["sample_accuracy"], abs=1e-6)
+    assert ready.score_samples(images, 1 - labels)["sample_accuracy"] == pytest.approx(
+        1 - real["sample_accuracy"], abs=1e-6
+    )
     assert "sample_accuracy" not in noise
     assert real["frechet_distance"] < 0.2 * noise["frechet_distance"]
     same = ready.score_samples(crops(ready.train_index)[0])
