@@ -1,9 +1,9 @@
-"""Latents that somebody else has encoded, as batches: imagenet.int8, cosmos-imagenet, fast-DiT's and REPA's features, ...
+"""Latents that somebody else has encoded, as batches: imagenet.int8, cosmos-imagenet, fast-DiT's and REPA's features.
 
     latents = (zero + scale * stored - mean) / std
 
-Whatever the files are, a batch is that of `LatentData`'s cache, its keys (row, 0) in the same order by the same sampler;
-a row's label is read with its latents, by one number.
+Whatever the files are, a batch is that of `LatentData`'s cache, its keys (row, 0) in the order of the same sampler; a
+row's label is read with its latents, by one number.
 
     imagenet.int8     fields {latents: vae_output, label: label, caption: label_as_text},
                       numbers {scale: 24/255, zero: -12, shape: [4, 32, 32]}                 (SDXL's VAE, not scaled)
@@ -259,7 +259,7 @@ class EncodedData(LightningDataModule):
         rows = EncodedRows(sources, self.fields, self.numbers)
         self.train_index, self.val_index = self._split([len(source) for source in sources])
         if self.classes is None and self.fields.label is not None:
-            labels = rows.labels(self.train_index)
+            labels = rows.labels(range(len(rows)))
             self.classes = max(labels) + 1
             rank_zero_info(f"EncodedData: {self.classes} classes; num_classes: {self.classes} saves looking for it.")
         rows.num_classes = self.num_classes
@@ -312,7 +312,8 @@ class EncodedData(LightningDataModule):
         channels = rows.shape[0]
         if autoencoder is not None and autoencoder.latent_channels != channels:
             raise ConfigurationError(
-                f"EncodedData: the latents have {channels} channels, those of the autoencoder {autoencoder.latent_channels}."
+                f"EncodedData: the latents have {channels} channels, those of the autoencoder "
+                f"{autoencoder.latent_channels}."
             )
         if self.statistics == "none":
             return torch.zeros(channels), torch.ones(channels)
@@ -325,8 +326,8 @@ class EncodedData(LightningDataModule):
             mean, std = rows.measured(self.train_index)
         if mean.shape != (channels,) or std.shape != (channels,) or not bool((std > 0).all()):
             raise ConfigurationError(
-                f"EncodedData: statistics must be {channels} means and {channels} deviations above 0, as many as channels; "
-                f"got {mean.tolist()} and {std.tolist()}."
+                f"EncodedData: statistics must be {channels} means and {channels} deviations above 0, as many as "
+                f"channels; got {mean.tolist()} and {std.tolist()}."
             )
         return mean, std
 
@@ -398,7 +399,8 @@ class EncodedRows:
         return self.numbers.read(row[self.names.latents], logvar), row
 
     def _rest(self, row: int, stored: Mapping[str, Value]) -> dict[str, Any]:
-        names, item = self.names, {}
+        names = self.names
+        item: dict[str, Any] = {}
         if names.label is not None:
             item["labels"] = label = _label(stored[names.label], row)
             if self.num_classes and not 0 <= label < self.num_classes:
@@ -417,6 +419,6 @@ class EncodedRows:
 
 def _label(value: Value, row: int) -> int:
     try:
-        return int(value)  # type: ignore[arg-type]
+        return int(value)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"EncodedData: the label of row {row} is {value!r:.60}, no number.") from error

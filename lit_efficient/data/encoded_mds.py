@@ -46,8 +46,8 @@ class MosaicShards:
         for shard in self._shards:
             if shard["format"] != "mds" or shard["column_names"] != self._names:
                 raise ConfigurationError(
-                    f"EncodedData: {folder} has shards of other columns, or in the format {shard['format']}; all must be "
-                    "MDS with the same columns."
+                    f"EncodedData: {folder} has shards of other columns, or in the format {shard['format']}; all must "
+                    "be MDS with the same columns."
                 )
             self._check(shard)
         self._ends = rows_in([int(shard["samples"]) for shard in self._shards])
@@ -104,7 +104,7 @@ class MosaicShards:
                 packed = (self._folder / shard["zip_data"]["basename"]).read_bytes()
                 unpacked = _unpack(packed, str(shard["compression"]), int(shard["raw_data"]["bytes"]))
                 self._opened[number] = np.frombuffer(unpacked, np.uint8)
-        return self._opened[number]  # type: ignore[no-any-return]
+        return self._opened[number]
 
 
 def decode(encoding: str, data: bytes) -> Value:
@@ -155,7 +155,8 @@ def _unpack(packed: bytes, compression: str, size: int) -> bytes:
     codec = _CODECS.get(compression.split(":", maxsplit=1)[0])
     if codec is None:
         raise ConfigurationError(
-            f"EncodedData: MDS shards compressed by {compression} cannot be read ({', '.join(_CODECS)} can): unpack them."
+            f"EncodedData: MDS shards compressed by {compression} cannot be read ({', '.join(_CODECS)} can): unpack "
+            "them."
         )
     try:
         import pyarrow

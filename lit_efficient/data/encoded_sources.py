@@ -2,7 +2,7 @@
 
     source.read(row, ["latents", "labels"]) -> {"latents": array, "labels": 402}
 
-    arrays      .safetensors with tensors of equal length; .npy, a field a folder or file name; .npz that is not compressed
+    arrays      .safetensors with tensors of equal length; .npy, a field a folder or file name; .npz, not compressed
     mds         MosaicML streaming: index.json and .mds files (imagenet.int8)
     webdataset  .tar files, a sample the files of one name, a field each suffix
     parquet     columns of numbers, lists or bytes
@@ -74,8 +74,8 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
             several = [kind for kind, paths in kinds.items() if paths and kind != "mds"]
             if len(several) != 1:
                 raise ConfigurationError(
-                    f"EncodedData: {root} has files of {' and '.join(several) or 'no known layout'} (of those that match "
-                    f"{files!r}): give layout ({', '.join(_SUFFIXES)}) or another pattern for files."
+                    f"EncodedData: {root} has files of {' and '.join(several) or 'no known layout'} (of those that "
+                    f"match {files!r}): give layout ({', '.join(_SUFFIXES)}) or another pattern for files."
                 )
             layout = several[0]  # type: ignore[assignment]
     if layout == "mds":
@@ -84,7 +84,8 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
         return MosaicShards(root)
     if not kinds[layout]:
         raise ConfigurationError(
-            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that match {files!r}."
+            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that match "
+            f"{files!r}."
         )
     if layout == "webdataset":
         from lit_efficient.data.encoded_tar import TarShards
@@ -105,8 +106,8 @@ UNSAFE = (".pt", ".pth", ".pkl", ".pickle", ".pyd", ".bin", ".ckpt")
 def refusal(name: str) -> str:
     """Why a file is not read."""
     return (
-        f"EncodedData: {name} is pickled: reading it would run whatever code it names. Convert it once, where you trust "
-        "it, to .npy or .safetensors."
+        f"EncodedData: {name} is pickled: reading it would run whatever code it names. Convert it once, where you "
+        "trust it, to .npy or .safetensors."
     )
 
 
@@ -130,8 +131,8 @@ class ArrayFiles:
     """Arrays whose first axis is the row, in any number of files.
 
     A safetensors or .npz file holds a part of every field. A .npy file holds a part of the one that its folder is named
-    after, or, right in the root, its own name up to a trailing number (``latents_003.npy``); the parts of all fields must
-    have the same numbers and lengths. One file a row ([1, c, h, w]) is a part like any other.
+    after, or, right in the root, its own name up to a trailing number (``latents_003.npy``); the parts of all fields
+    must have the same numbers and lengths. One file a row ([1, c, h, w]) is a part like any other.
 
     Args:
         root: The folder.
@@ -148,8 +149,9 @@ class ArrayFiles:
         for other in others:
             if differing := sorted(lengths[first] ^ lengths[other]):
                 raise ConfigurationError(
-                    f"EncodedData: the fields {first!r} and {other!r} of {root} do not belong together row by row: file "
-                    f"{differing[0][0]!r} has {differing[0][1]} rows of only one of them. `files` leaves others out."
+                    f"EncodedData: the fields {first!r} and {other!r} of {root} do not belong together row by row: "
+                    f"file {differing[0][0]!r} has {differing[0][1]} rows of only one of them. `files` leaves others "
+                    "out."
                 )
         self._ends = rows_in([part[1] for part in self._parts[first]])
 
@@ -170,8 +172,8 @@ class ArrayFiles:
 def plain(value: Any) -> Value:
     """An array as it is, one of a single text or number as such."""
     if isinstance(value, np.ndarray | np.generic) and value.ndim == 0:
-        return value.item()  # type: ignore[no-any-return]
-    return value  # type: ignore[no-any-return]
+        return value.item()
+    return value
 
 
 class _Safetensors:
@@ -314,11 +316,11 @@ def _arrow_value(scalar: Any) -> Value:
         lengths.append(len(values))
         values = values.flatten()
     array = values.to_numpy(zero_copy_only=False)
-    return array.reshape(_axes(lengths, len(array)))  # type: ignore[no-any-return]
+    return array.reshape(_axes(lengths, len(array)))
 
 
 def _axes(lengths: Sequence[int], total: int) -> list[int]:
-    """Axes of nested lists from how many lists there are at each depth: [4, 128] lists with 4096 numbers: 4 x 32 x 32."""
+    """Axes of nested lists from how many there are at each depth: [4, 128] lists with 4096 numbers: 4 x 32 x 32."""
     counts = [*lengths, total]
     return [counts[0], *(after // before for before, after in itertools.pairwise(counts))]
 

@@ -87,13 +87,14 @@ def decode(suffix: str, data: bytes) -> Value:
     if f".{kind}" in UNSAFE:
         raise ConfigurationError(refusal(f"a file .{suffix}"))
     if kind == "npy":
-        return np.load(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-any-return]
+        return np.load(io.BytesIO(data), allow_pickle=False)
     if kind in _TEXTS:
         return data.decode("utf-8").strip()
     if kind in _NUMBERS:
         return int(data)
     raise ConfigurationError(
-        f"EncodedData: a file .{suffix} cannot be read: known are .npy, .json, {', '.join('.' + n for n in _TEXTS + _NUMBERS)}."
+        f"EncodedData: a file .{suffix} cannot be read; known are .npy, .json and "
+        f"{', '.join('.' + name for name in _TEXTS + _NUMBERS)}."
     )
 
 
@@ -109,6 +110,7 @@ def _index(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
                     samples.setdefault(f"{folder}/{key}", {})[suffix] = (member.offset_data, member.size)
     except tarfile.TarError as error:
         raise ConfigurationError(
-            f"EncodedData: {path} is no plain tar ({error}); a compressed one cannot be read row by row: unpack it once."
+            f"EncodedData: {path} is no plain tar ({error}); a compressed one cannot be read row by row: unpack it "
+            "once."
         ) from error
     return samples

@@ -1,7 +1,7 @@
 """Any images as latents of any autoencoder, encoded in each step or once and for all.
 
     batch, cached: {"mean", "logvar" [B, c, h, w] or "latents", "index", "variant", "labels", "captions", ...}
-    batch, live:   {"images" [B, C, H, W], "index", "variant", "labels", "captions"}, which the task encodes by ``codec``
+    batch, live:   {"images" [B, C, H, W], "index", "variant", "labels", "captions"}, encoded in the task by ``codec``
 
 Both are batches of the same keys (index, variant) in the same order, so training on one is training on the other. A
 cached posterior is sampled anew at each step by the task, and each epoch takes another of the K crop and flip variants.
@@ -30,7 +30,7 @@ from lit_efficient.data.image_source import ImageSource, collate_images
 from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loader
 from lit_efficient.data.latent_format import Format, Moments, StoredDtype, normalize_item
 from lit_efficient.data.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
-from lit_efficient.data.latent_writer import Encoders, build_latents
+from lit_efficient.data.latent_writer import Encoders, build_latents, device_of
 from lit_efficient.data.stage_one import forked_rng
 from lit_efficient.data.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError
@@ -40,7 +40,7 @@ from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 
-MEASURED_IMAGES = 1024
+MEASURED_IMAGES = 256
 IMAGES_AT_ONCE = 32
 _WAY_OUT = (
     "Put the settings back, give another folder, or make the cache anew: " + COMMAND + " --overwrite; cached: false "
@@ -66,7 +66,7 @@ class LatentData(LightningDataModule):
         format: ``posterior``: mean and log-variance, sampled at each step. ``int8``: the mean alone, a byte a number.
         dtype: Number format of ``posterior``. float32 trains exactly as live; float16 takes half, and rounds by 2^-11.
         statistics: Channels' mean and deviation by which latents are normalised: ``measured`` on the training part
-            (for the cache on all of it, without one on 1024 images), or ``declared`` by the model's configuration.
+            (for the cache on all of it, without one on 256 images), or ``declared`` by the model's configuration.
         cached: False encodes in each step.
         build: Make the cache in ``prepare_data`` if it is not there.
 
@@ -111,6 +111,7 @@ class LatentData(LightningDataModule):
         self.codec: LatentCodec
         self.text_encoder: TextEncoder | None = None
         self._encoders: Encoders | None = None
+        self._identity: dict[str, str] | None = None
         self._store: LatentStore | None = None
 
     # What the task asks for ------------------------------------------------------------------------------------------
@@ -176,7 +177,12 @@ class LatentData(LightningDataModule):
         """
         # By as many as the task encodes at once when it trains on images: a convolution's rounding depends on it.
         options.setdefault("batch_size", min(self.images.batch_size, IMAGES_AT_ONCE))
-        return build_latents(self.cache_folder(), self.images, self.encoders(), self.identity(), **options)
+        names = {
+            "autoencoder": described(self.autoencoder),
+            "text_encoder": described(self.text_encoder_config),
+            "teacher": described(None if self.features is None else self.features.teacher),
+        }
+        return build_latents(self.cache_folder(), self.images, self.encoders(), self.identity(), about=names, **options)
 
     def cache_folder(self) -> Path:
         """Where the cache is."""
@@ -186,7 +192,12 @@ class LatentData(LightningDataModule):
         return cache_root() / "latents" / key[:16]
 
     def identity(self) -> dict[str, str]:
-        """All that the cache's content depends on, by name."""
+        """All that the cache's content depends on, by name; hashed once."""
+        if self._identity is None:
+            self._identity = self._hashed()
+        return self._identity
+
+    def _hashed(self) -> dict[str, str]:
         encoders = self.encoders()
         parts = (self.images.train_index, self.images.val_index, self.images.test_index)
         return {
@@ -242,9 +253,9 @@ class LatentData(LightningDataModule):
             if (len(train) > MEASURED_IMAGES)
             else train
         )
-        codec = self.encoders().codec
+        codec, device = self.encoders().codec, device_of("auto")
         parts = [
-            Moments.of(*codec.moments(collate_images([self.images.dataset[index, 0]])["images"])) for index in chosen
+            Moments.of(*codec.moments(self.images.dataset[index, 0]["images"][None].to(device))) for index in chosen
         ]
         mean, std = Moments.join(parts).mean_and_std()
         return torch.tensor(mean), torch.tensor(std)
@@ -311,6 +322,13 @@ class NormalizedLatents:
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
         return normalize_item(self.store[key], self.mean, self.std)
+
+
+def described(spec: Any) -> str:
+    """A model's name where it has one, else its class."""
+    if spec is None or isinstance(spec, str):
+        return spec or "none"
+    return str(getattr(spec, "name_or_path", None) or type(spec).__name__)
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,10 +1,11 @@
 """How latents lie in a file: the numbers of a shard, what rounding they suffer, and the statistics of their channels.
 
-    int8:  x ~ zero + scale * q,  q in 0..255,  zero = min x,  scale = (max x - min x) / 255  for each channel of a shard
+    int8:  x ~ zero + scale * q,  q in 0..255,  zero = min x,  scale = (max x - min x) / 255,  each channel of a shard
     E[z] = E[mean],  E[z^2] = E[mean^2 + exp(logvar)]    for z drawn from the posterior, so no draw is needed
 
 float16 rounds a value above 6e-5 by at most 2^-11 of its size (a smaller one by 3e-8), bfloat16 by 2^-8, int8 by half a
-scale; float32 keeps what the encoder gave. int8 keeps the posterior's mean alone, as the encoded releases of ImageNet do: nothing is left to resample.
+scale; float32 keeps what the encoder gave. int8 keeps the posterior's mean alone, as the encoded releases of ImageNet
+do: nothing is left to resample.
 
 Saves: a number of 4 bytes takes 2 in float16 and 1 in int8, which without the log-variance is an eighth in all
 Costs: a rounding that is small beside the posterior's own width; measure `reconstruction PSNR` with and without

@@ -1,10 +1,10 @@
-"""Encoded images on disk, mapped into memory and found by (dataset index, variant), never by a step or a place in a batch.
+"""Encoded images on disk, mapped into memory and found by (dataset index, variant), never by a step or batch.
 
     shards/00000.safetensors  keys [R, 3] (index, variant, label), mean and logvar [R, c, h, w] or latents (with scale
                               and zero [c] in int8), features [R, N, D], captions as bytes and where each ends
     text/00000.safetensors    digests [U, 16] of captions, each once, hidden [U, L, D], mask [U, L], pooled [U, P]
-    index.safetensors         places [N, K, 2] (shard, row) and captions [N, K] (row of the text), -1 where there is none
-    manifest.json             what all of it was made from, entry by entry, the channels' statistics, hashes of all files
+    index.safetensors         places [N, K, 2] (shard, row) and captions [N, K] (row of the text), -1: there is none
+    manifest.json             what all of it was made from, entry by entry, the channels' statistics, all files' hashes
 
 A shard holds one shape; it holds the keys of its rows, too, and a row is compared with its key whenever it is read. So
 a latent cannot come with another image's label. Workers map the same pages; nothing is opened before it is read.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,8 @@ class LatentStore:
     def _same(self, found: list[int], wanted: list[int], where: str) -> None:
         if found != wanted:
             raise ConfigurationError(
-                f"The latent cache {self.folder} is damaged: {where} belongs to {found}, not to {wanted}. Make it anew: "
-                f"{COMMAND} --overwrite"
+                f"The latent cache {self.folder} is damaged: {where} belongs to {found}, not to {wanted}. Make it "
+                f"anew: {COMMAND} --overwrite"
             )
 
     @property
@@ -193,7 +194,10 @@ def _row(file: Any, row: int) -> dict[str, Any]:
 
 
 def _short(value: str | None) -> str:
-    return "nothing of the kind" if value is None else repr(value if len(value) <= _SHOWN else value[:_SHOWN] + "...")
+    if value is None:
+        return "nothing of the kind"
+    length = 12 if re.fullmatch("[0-9a-f]{40,}", value) else _SHOWN
+    return repr(value if len(value) <= length else value[:length] + "...")
 
 
 def _read_index(path: Path) -> dict[str, Tensor]:

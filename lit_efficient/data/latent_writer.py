@@ -88,7 +88,7 @@ def plan_shards(images: ImageSource, rows: int) -> list[list[Key]]:
     shapes: dict[tuple[int, int], list[Key]] = {}
     for index in sorted({*train, *images.val_index, *images.test_index}):
         variants = images.variants if index in train else 1
-        shapes.setdefault(tuple(images.bucket_of(index)), []).extend((index, variant) for variant in range(variants))
+        shapes.setdefault(images.bucket_of(index), []).extend((index, variant) for variant in range(variants))
     return [part for _, keys in sorted(shapes.items()) for part in _chunks(keys, rows)]
 
 
@@ -103,6 +103,7 @@ def build_latents(
     device: str = "auto",
     shard_rows: int = SHARD_ROWS,
     overwrite: bool = False,
+    about: Mapping[str, str] | None = None,
     progress: Any = None,
 ) -> dict[str, Any]:
     """Write a latent cache, or go on with one; nothing is done if it is there already.
@@ -117,6 +118,7 @@ def build_latents(
         device: Where to encode; ``auto`` is the accelerator, if there is one.
         shard_rows: Images a file.
         overwrite: Replace a cache that is there, of whatever identity, and a half-built one of another.
+        about: Names for people to read, that are kept and not compared.
         progress: A bar with ``update(count)``; made by ``progress(total, done)``. None shows none.
 
     Returns:
@@ -127,7 +129,7 @@ def build_latents(
     """
     from filelock import FileLock
 
-    folder = folder.absolute()
+    folder, place = folder.absolute(), device_of(device)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):
         if (folder / MANIFEST).is_file() and not overwrite:
@@ -140,8 +142,8 @@ def build_latents(
             )
         partial = folder.with_name(f".{folder.name}.building")
         journal = _Journal(partial, {"identity": dict(identity), "shard_rows": shard_rows}, overwrite)
-        build = _Build(partial, images, encoders, journal, batch_size, _device(device))
-        manifest = build.run(num_workers, progress)
+        build = _Build(partial, images, encoders, journal, batch_size, place)
+        manifest = build.run(num_workers, progress, dict(about or {}))
         journal.path.unlink()
         if (folder / MANIFEST).is_file():
             remove_whole(folder)
@@ -207,7 +209,7 @@ class _Build:
     batch_size: int
     device: torch.device
 
-    def run(self, num_workers: int, progress: Any) -> dict[str, Any]:
+    def run(self, num_workers: int, progress: Any, about: dict[str, str]) -> dict[str, Any]:
         plan = plan_shards(self.images, self.journal.header["shard_rows"])
         missing = [n for n in range(len(plan)) if _shard_name(n) not in self.journal.entries]
         rows = sum(map(len, plan))
@@ -219,7 +221,7 @@ class _Build:
             if f"text/{number:05d}.safetensors" not in self.journal.entries:
                 self._write_texts(number, captions)
         self._write(INDEX, self._index(len(plan), texts))
-        return self._write_manifest(plan, len(texts))
+        return self._write_manifest(plan, len(texts), about)
 
     def _encoded(
         self, plan: list[list[Key]], missing: list[int], num_workers: int, bar: Any
@@ -250,8 +252,8 @@ class _Build:
         for name, values in joined.items():
             if not (finite := values.flatten(1).isfinite().all(1)).all():
                 raise ConfigurationError(
-                    f"LatentData: the {name} of image {keys[int((~finite).nonzero()[0])].tolist()} (index, variant) is not "
-                    "finite. An autoencoder that overflows in float16 needs dtype float32 or bfloat16."
+                    f"LatentData: the {name} of image {keys[int((~finite).nonzero()[0])].tolist()} (index, variant) is "
+                    "not finite. An autoencoder that overflows in float16 needs dtype float32 or bfloat16."
                 )
         labels = torch.cat([part["labels"] for part in parts]) if "labels" in parts[0] else torch.full((len(keys),), -1)
         stored = encode_rows(joined["mean"], joined.get("logvar"), self.encoders.format, self.encoders.dtype)
@@ -290,13 +292,14 @@ class _Build:
                 captions[keys[:, 0], keys[:, 1]] = torch.tensor(found, dtype=torch.int32)
         return {"places": places, "captions": captions}
 
-    def _write_manifest(self, plan: list[list[Key]], texts: int) -> dict[str, Any]:
+    def _write_manifest(self, plan: list[list[Key]], texts: int, about: dict[str, str]) -> dict[str, Any]:
         kept = [self.journal.entries[_shard_name(number)]["moments"] for number in range(len(plan))]
         mean, std = Moments.join([Moments(**part) for part in kept if part is not None]).mean_and_std()
         files = {name: [entry["bytes"], entry["sha256"]] for name, entry in sorted(self.journal.entries.items())}
         rows = sum(map(len, plan))
         manifest = {
             "identity": self.journal.header["identity"],
+            "about": about,
             "count": len(self.images.dataset),
             "rows": rows,
             "bytes_per_row": sum(size for size, _ in files.values()) / rows,
@@ -356,9 +359,17 @@ class _Build:
         return safe_open(self.folder / name, "pt")
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of this name; ``auto`` is the accelerator, if there is one.
+
+    Raises:
+        ConfigurationError: For no device's name.
+    """
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise ConfigurationError(f"LatentData: device must be auto, cpu, cuda, ...; got {name!r}.") from error
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""A frozen encoder's features of the clean images, for ``HiddenAlignment``: computed with the latents or with the batch.
+"""A frozen encoder's features of the clean images, for ``HiddenAlignment``: encoded with the latents, or live.
 
 Stored or live they are rounded to the same number format, so that training sees the same numbers.
 

@@ -1,4 +1,4 @@
-"""A small source of images for tests of what reads one: variants, buckets, labels and captions, all from its arguments."""
+"""A small source of images for tests of what reads one: variants, buckets, labels, captions."""
 
 import hashlib
 from typing import Any
@@ -14,7 +14,7 @@ from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loade
 class ToyImages(LightningDataModule):
     """Noise images whose label is their index modulo ten; variant 1 is flipped, further ones are shifted."""
 
-    class_names = [f"class {i}" for i in range(10)]
+    class_names = tuple(f"class {i}" for i in range(10))
     num_classes = 10
 
     def __init__(

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from lit_efficient import (
     AutoencoderConfig,
+    ChannelScaling,
     DiffusersModelConfig,
     DigitImages,
     DiTConfig,
-    ChannelScaling,
     EncodedData,
     EncodedFields,
     EncodedNumbers,
@@ -116,9 +116,14 @@ def test_a_run_on_a_cache_goes_on_in_the_middle_of_an_epoch(tmp_path):
         images = ToyImages(count=30, size=16, variants=3, batch_size=4)
         return LatentData(images, AutoencoderConfig(1, 4, 8), folder=str(tmp_path / "cache"), build=True)
 
-    saving = ModelCheckpoint(tmp_path / "runs", "half", every_n_train_steps=7, save_top_k=-1)
-    whole = fitted(data(), 9, [ExactResume(), saving], enable_checkpointing=True)
-    resumed = fitted(data(), 9, [ExactResume()], ckpt_path=tmp_path / "runs/half.ckpt")
+    def callbacks(folder: str) -> list:
+        saving = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=7, save_top_k=-1)
+        return [ExactResume(), saving]
+
+    whole = fitted(data(), 9, callbacks("first"), enable_checkpointing=True)
+    resumed = fitted(
+        data(), 9, callbacks("second"), ckpt_path=tmp_path / "first/step=7.ckpt", enable_checkpointing=True
+    )
     assert distance(whole, resumed) == 0.0
     assert 7 % len(data().images.train_dataloader()) != 0
 
