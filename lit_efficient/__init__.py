@@ -111,12 +111,16 @@ PUBLIC: dict[str, str] = {
     "DiffusersModelConfig": "models.diffusers_model",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",
+    "Condition": "models.condition",
+    "TextEncoder": "models.text_encoder",
+    "TextEncoderConfig": "models.text_encoder",
     "DiT": "models.dit",
     "DiTConfig": "models.dit",
     "Autoencoder": "models.autoencoder",
     "AutoencoderConfig": "models.autoencoder",
     "DiffusersAutoencoder": "models.autoencoders",
     "LatentCodec": "models.latent_codec",
+    "PreviewDecoder": "models.preview_decoder",
     "build_autoencoder": "models.autoencoders",
 }
 

@@ -37,8 +37,9 @@ class SNRWeighting(Technique):
         rule: The weighting rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased`` or ``truncated``.
         gamma: Above 0: for ``min_snr`` and ``soft_min_snr`` the cap of the clean sample's weight, for ``p2`` the
             exponent. Unset it is the paper's: 5, 4 and 1. The other rules have none.
-        prediction: What ``sample_loss`` measures the error of: ``eps``, ``v``, ``x0`` or ``flow``. ``auto`` reads it
-            from the module: ``prediction``, ``prediction_type`` or ``noise_scheduler.config.prediction_type``.
+        prediction: What ``sample_loss`` measures the error of: ``eps``, ``v``, ``x0``, ``flow`` or ``edm``. ``auto``
+            reads it from the module: ``prediction``, ``prediction_type`` or ``noise_scheduler.config.prediction_type``;
+            for ``edm`` the standard deviation of the data is ``process.sigma_data``, 1 without one.
         zero_snr: At exactly zero SNR (a zero-terminal schedule), ``unit`` gives the weight 1 and ``error`` raises.
         adapter: ``mse_loss`` is for an unchanged module that calls ``add_noise`` (or ``scale_noise``) of the one
             scheduler that it holds, then ``F.mse_loss``, each once a step, and returns what it likes: that call is
@@ -86,7 +87,8 @@ class SNRWeighting(Technique):
     def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
         """Weights [B] from the noise levels in ``output``."""
         levels = _log_snr(output, module)
-        return snr_weight(levels, self.rule, self.gamma, self._prediction_of(module), self.zero_snr)
+        spread = float(getattr(getattr(module, "process", None), "sigma_data", 1.0))
+        return snr_weight(levels, self.rule, self.gamma, self._prediction_of(module), self.zero_snr, spread)
 
     def weigh_inside(
         self, module: nn.Module, weights_of: Callable[[Mapping[str, Any]], Tensor]

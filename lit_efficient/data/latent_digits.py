@@ -108,14 +108,15 @@ class LatentDigits(DigitsDataModule):
         self.train_index, self.val_index, self.test_index = digits.stratified_split(labels, digits.HELD_OUT, self.seed)
         self._reference = images[self.train_index]
 
-    def score_samples(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+    def score_samples(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
         """``frechet_distance`` to the training images in the judge's features, and ``sample_accuracy``.
 
         Args:
             images: Generated images [M, 1, H, W] in [-1, 1].
-            labels: What each was meant to be, [M].
+            labels: What each was meant to be, [M]; None if nothing was meant.
         """
-        return judge_digits(self.judge, self._reference, images.cpu().float(), labels.cpu())
+        meant = None if labels is None else labels.cpu()
+        return judge_digits(self.judge, self._reference, images.cpu().float(), meant)
 
     def _folder(self, key: str) -> Path:
         root = cache_root() if self.cache_dir is None else Path(self.cache_dir).expanduser()

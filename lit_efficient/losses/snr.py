@@ -16,11 +16,14 @@ A squared error in another target T weighs the error in x0 by ``(dT/dx0)^2``, so
     eps      SNR            min(SNR, gamma) / SNR
     v        SNR + 1        min(SNR, gamma) / (SNR + 1)
     flow     1 / sigma^2    min((1 - t)^2, gamma t^2),    t = sigma = 1 / (1 + sqrt(SNR)), alpha = 1 - t
+    edm      SNR + 1 / d^2  min(SNR, gamma) / (SNR + 1 / d^2),    d = sigma_data
 
 Sources: Min-SNR: Hang et al. (2023), https://arxiv.org/abs/2303.09556; soft Min-SNR: Crowson et al. (2024),
 https://arxiv.org/abs/2401.11605; P2: Choi et al. (2022), https://arxiv.org/abs/2204.00227; debiased: Yu et al. (2023),
 https://arxiv.org/abs/2310.08442; truncated, and v: Salimans & Ho (2022), https://arxiv.org/abs/2202.00512.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -28,7 +31,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from lit_efficient.errors import ConfigurationError
 
-PREDICTIONS = ("eps", "v", "x0", "flow")
+PREDICTIONS = ("eps", "v", "x0", "flow", "edm")
 RULES = ("min_snr", "soft_min_snr", "p2", "debiased", "truncated")
 GAMMAS = {"min_snr": 5.0, "soft_min_snr": 4.0, "p2": 1.0}  # of the papers; the other rules have no parameter
 
@@ -42,6 +45,7 @@ def snr_weight(
     gamma: float | None = None,
     prediction: str = "eps",
     zero_snr: str = "unit",
+    sigma_data: float = 1.0,
 ) -> Tensor:
     """Weights for the squared errors of a diffusion model at the given noise levels.
 
@@ -52,10 +56,12 @@ def snr_weight(
         rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased`` or ``truncated``.
         gamma: Above 0: for ``min_snr`` and ``soft_min_snr`` what the weight of x0 approaches as the noise vanishes,
             for ``p2`` the exponent. ``None`` is the paper's: 5, 4 and 1. The other rules have none.
-        prediction: What the error is measured in: ``eps``, ``v``, ``x0`` or ``flow`` (noise minus sample).
+        prediction: What the error is measured in: ``eps``, ``v``, ``x0``, ``flow`` (noise minus sample) or ``edm`` (the
+            raw network of EDM, whose unweighted error is already that paper's weighting: the rule replaces it).
         zero_snr: What to do at exactly zero SNR (the last step of a zero-terminal schedule), where the weight of
             ``eps`` is 0/0 or infinite and most others are 0, so that the step would never be trained: ``unit`` gives
             it the weight 1 for every rule and target, ``error`` raises.
+        sigma_data: Standard deviation of the data that ``edm`` was defined with; the others do without.
 
     Returns:
         Weights of the shape of ``log_snr``, float32 at least. Finite for finite float32 SNRs, except that ``debiased``
@@ -73,7 +79,7 @@ def snr_weight(
     log_snr = log_snr.to(torch.promote_types(log_snr.dtype, torch.float32))
     bounded = log_snr.clamp(-_LIMIT, _LIMIT)
     gamma = GAMMAS.get(rule, 1.0) if gamma is None else gamma
-    weight = (_log_weight_of_x0(bounded, rule, gamma) - _log_jacobian(bounded, prediction)).exp()
+    weight = (_log_weight_of_x0(bounded, rule, gamma) - _log_jacobian(bounded, prediction, sigma_data)).exp()
     zero = torch.isneginf(log_snr)
     if zero_snr == "error" and bool(zero.any()):
         raise ConfigurationError(
@@ -96,8 +102,10 @@ def _log_weight_of_x0(log_snr: Tensor, rule: str, gamma: float) -> Tensor:
     return torch.minimum(log_snr, log_gamma)
 
 
-def _log_jacobian(log_snr: Tensor, prediction: str) -> Tensor:
+def _log_jacobian(log_snr: Tensor, prediction: str, sigma_data: float) -> Tensor:
     """``log (dT/dx0)^2`` at a fixed noisy sample."""
+    if prediction == "edm":
+        return torch.logaddexp(log_snr, torch.full_like(log_snr, -2.0 * math.log(sigma_data)))
     if prediction == "eps":
         return log_snr
     if prediction == "v":

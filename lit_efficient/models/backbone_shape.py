@@ -41,6 +41,11 @@ class BackboneShape:
         widths = {"labels": self.num_classes, "text": self.text_width, "pooled": self.pooled_width}
         return {name for name, width in widths.items() if width}
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether it is told anything of captions."""
+        return bool(self.text_width or self.pooled_width)
+
     def check_latents(self, channels: int, height: int, width: int, who: str) -> None:
         """Refuse latents that do not fit, in the name of ``who``.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.causal_lm import Primitive
@@ -97,7 +98,7 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
     kind, dtype = model_class(fields["_class_name"]), getattr(torch, spec.dtype)
     if spec.draws_weights:
         drawn: Any = from_fields(fields)
-        return drawn.to(dtype).train()
+        return nn.Module.to(drawn, dtype).train()  # its own method warns of formats, whatever the format
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
     try:
         model: Any = kind.from_pretrained(

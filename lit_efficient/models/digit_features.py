@@ -21,18 +21,21 @@ class DigitFeatures(ConvFeatures):
 
 
 @torch.no_grad()
-def judge_digits(judge: DigitFeatures, real: Tensor, images: Tensor, labels: Tensor) -> dict[str, float]:
+def judge_digits(judge: DigitFeatures, real: Tensor, images: Tensor, labels: Tensor | None) -> dict[str, float]:
     """Score generated digits.
 
     Args:
         judge: A trained classifier, in evaluation mode.
         real: Real images to compare with, [N, 1, H, W] in [-1, 1].
         images: Generated images, [M, 1, H, W] in [-1, 1], M >= 2.
-        labels: What each was meant to be, [M].
+        labels: What each was meant to be, [M]; None if nothing was meant.
 
     Returns:
-        ``frechet_distance`` and ``kernel_distance`` (lower is better) and ``sample_accuracy``, the share that the judge
-        reads as meant.
+        ``frechet_distance`` and ``kernel_distance`` (lower is better) and, with labels, ``sample_accuracy``, the share
+        that the judge reads as meant.
     """
+    distances = feature_distances(judge, real, images)
+    if labels is None:
+        return distances
     accuracy = (judge.classify(images).argmax(dim=1) == labels).float().mean()
-    return {**feature_distances(judge, real, images), "sample_accuracy": float(accuracy)}
+    return {**distances, "sample_accuracy": float(accuracy)}

@@ -5,7 +5,7 @@
 A Tiny decodes the latents of its model *as diffusers' pipelines scale them*, that is by what the model's configuration
 declares. The diffusion model here may learn them in other units (the codec's, measured ones): they are converted.
 
-Saves: nearly all of the decoder's compute and memory: 1.2 M parameters in place of 49.5 M of Stable Diffusion's
+Saves: most of the decoder's compute and memory: 1.2 million parameters in place of Stable Diffusion's 49.5 million
 Costs: fine detail; what is measured (validation's scores) goes through the real decoder
 Source: https://github.com/madebyollin/taesd
 """
@@ -33,9 +33,7 @@ class PreviewDecoder:
     def __init__(self, codec: LatentCodec, preview: DiffusersModelConfig) -> None:
         kind = check_kind(preview)
         if kind != "AutoencoderTiny":
-            raise ConfigurationError(
-                f"preview: the model must be an AutoencoderTiny, {preview.described!r} is a {kind}."
-            )
+            raise ConfigurationError(f"preview: must be an AutoencoderTiny, not {preview.described!r}, an {kind}.")
         with torch.random.fork_rng(devices=[]):  # previews leave the run's random numbers alone
             tiny = build_autoencoder(preview)
         assert isinstance(tiny, DiffusersAutoencoder)
@@ -47,7 +45,7 @@ class PreviewDecoder:
                     f"{theirs}."
                 )
         self.codec = codec
-        # A codec of the Tiny in the units in which its model's latents are scaled: those that it declares itself are 1.
+        # What the Tiny decodes is scaled already, so that it declares a factor of 1 itself.
         self._tiny = LatentCodec.declared(tiny)
         self._declared = declared_statistics(codec.autoencoder)
 

@@ -92,7 +92,7 @@ class Autoencoding(LightningModule):
         self.perceptual = perceptual
         self._named = isinstance(autoencoder, DiffusersModelConfig) and autoencoder.name_or_path is not None
         if not self._named:
-            self._check_kl()  # a name is looked up when the network is built
+            self._check_kind()  # a name is looked up when the network is built
         self.autoencoder: Any = None
         self._features: Teacher | None = None
         self._shown: Tensor | None = None
@@ -101,7 +101,7 @@ class Autoencoding(LightningModule):
         """Build the network, once, and find the one that looks at its reconstructions."""
         if self.autoencoder is None:
             try:
-                self._check_kl()
+                self._check_kind()
                 self.autoencoder = build_autoencoder(self.config)
             except ConfigurationError:
                 if self._trainer is not None or not self._named:
@@ -188,9 +188,9 @@ class Autoencoding(LightningModule):
                 f"{description(ours) or ours}."
             )
 
-    def _check_kl(self) -> None:
-        """Refuse a KL term that there is no distribution for."""
-        if self.kl_weight and is_deterministic(self.config):
+    def _check_kind(self) -> None:
+        """Refuse what is no image autoencoder, and a KL term that there is no distribution for."""
+        if is_deterministic(self.config) and self.kl_weight:
             raise ConfigurationError(
                 f"Autoencoding: kl_weight must be 0 or null, not {self.kl_weight!r}: "
                 f"{getattr(self.config, 'described', '')} has a deterministic encoder, whose latents have no variance."

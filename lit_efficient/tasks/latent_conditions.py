@@ -1,4 +1,4 @@
-"""What a diffusion network is told of a batch, of labels or of captions; and the captions that pictures are made for."""
+"""What a diffusion network is told of labels and captions; and the captions that samples are made for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Conditioning:
             )
         if encoder is None:
             return
-        if not shape.conditions & {"text", "pooled"}:
+        if not shape.takes_text:
             raise ConfigurationError(
                 f"LatentDiffusion: the data has a text encoder, and the backbone {shape.name} takes no text: leave the "
                 "encoder out, or give the backbone attention to text (context_width of DiTConfig)."
@@ -64,7 +64,7 @@ class Conditioning:
     def of_batch(self, batch: dict[str, Any], device: torch.device) -> Condition:
         """Conditions of a batch's samples."""
         labels = self._member(batch, "labels").to(device) if self.shape.num_classes else None
-        if not self.shape.conditions & {"text", "pooled"}:
+        if not self.shape.takes_text:
             return Condition(labels)
         text, mask, pooled = self._text(batch, device)
         if not self.shape.text_width:
@@ -74,7 +74,7 @@ class Conditioning:
     def null(self, device: torch.device) -> Condition:
         """That of nothing, for one sample: the class after the last, the empty caption."""
         nothing: dict[str, Any] = {"labels": torch.tensor([self.shape.num_classes])}
-        if self.encoder is None and self.shape.conditions & {"text", "pooled"}:
+        if self.encoder is None and self.shape.takes_text:
             raise ConfigurationError(
                 "LatentDiffusion: hiding text takes the embedding of the empty caption, and there is no text encoder: "
                 "give the data one (text_encoder), set the module's text_encoder, or label_dropout and guidance to 0 "

@@ -1,7 +1,7 @@
 """What latent diffusion needs from its data besides batches, and how the frozen parts of it travel in checkpoints.
 
-    batch: {"latents" [B, c, h, w]} or {"mean", "logvar" (or none)} of a posterior, normalised; or {"images" [B, C, H, W]}
-           and {"labels" [B]}, {"captions" [B] strings} or {"text" [B, L, D], "text_mask" [B, L], "pooled" [B, P]}
+    batch:  latents [B, c, h, w], or mean and logvar (or none) of a posterior, normalised, or images [B, C, H, W]
+            and labels [B], and captions (B strings), or text [B, L, D], text_mask [B, L] and pooled [B, P]
 
 Images are encoded where they are used. Nothing is drawn for it, so training on cached posteriors makes the same draws
 as training on images.
@@ -45,7 +45,10 @@ def text_encoder_of(data: Any) -> TextEncoder | None:
 
 def batch_size(batch: dict[str, Any]) -> int:
     """B."""
-    return len(next(batch[name] for name in ("latents", "mean", "images", "labels", "captions") if name in batch))
+    for name in ("latents", "mean", "images", "labels", "captions"):
+        if name in batch:
+            return len(batch[name])
+    raise ConfigurationError(f"LatentDiffusion: a batch must have images or latents; this one has {sorted(batch)}.")
 
 
 def latent_size(batch: dict[str, Any], codec: LatentCodec | None) -> tuple[int, int] | None:
@@ -68,7 +71,9 @@ def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str
             "has one (LatentData), or set codec to a LatentCodec."
         )
     with torch.no_grad():
-        parts = [codec.encode(images) for images in batch["images"].split(_IMAGES_AT_ONCE)]
+        # In even parts: one image alone takes other kernels than two, and the last bits of a latent with them.
+        count = -(-len(batch["images"]) // _IMAGES_AT_ONCE)
+        parts = [codec.encode(images) for images in batch["images"].tensor_split(count)]
     mean = torch.cat([part[0] for part in parts])
     logvars = [part[1] for part in parts if part[1] is not None]
     return {**batch, "mean": mean} | ({"logvar": torch.cat(logvars)} if logvars else {})

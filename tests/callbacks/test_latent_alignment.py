@@ -7,9 +7,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import AutoencoderConfig, Autoencoding, ConfigurationError, LatentAlignment
+from lit_efficient import AutoencoderConfig, Autoencoding, ConfigurationError, DiffusersModelConfig, LatentAlignment
 from lit_efficient.callbacks.latent_alignment import last_weight
 from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.losses.feature_matching import match_tokens, vf_loss
+from tests.models.diffusers_autoencoders import KINDS
 from tests.support import QUIET, assert_equal
 
 IMAGES = torch.rand(16, 1, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -91,6 +93,56 @@ def test_the_last_weight_is_that_of_the_encoders_last_layer():
     assert last_weight(module, "encoder") is module.autoencoder.encoder[4].weight
     module.requires_grad_(False)
     assert last_weight(module, "encoder") is None
+
+
+class Latents(Callback):
+    """What the decoder's entrance was called with in each step, and what the encoder's posterior was."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.seen = name, []
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        entrance = pl_module.autoencoder.network.get_submodule(self.name)
+        self.handle = entrance.register_forward_pre_hook(lambda _, args: self.seen.append(args[0].detach()))
+
+    def on_train_end(self, *_) -> None:
+        self.handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("kind", "entrance"),
+    [("AutoencoderKL", "post_quant_conv"), ("AutoencoderTiny", "decoder"), ("AutoencoderDC", "decoder")],
+)
+def test_diffusers_autoencoders_are_aligned_at_the_latents(kind, entrance):
+    technique, channels = LatentAlignment(encoder(), weight=1.0), KINDS[kind]["latent_channels"]
+    module = Autoencoding(DiffusersModelConfig(config_fields=KINDS[kind]), learning_rate=1e-2)
+    seen, latents = Gradients(), Latents(entrance)
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDictDataset({"images": IMAGES}), batch_size=8)
+    settings = {**QUIET, "limit_val_batches": 0, "max_steps": 1}
+    L.Trainer(callbacks=[technique, seen, latents], **settings).fit(module, loader, loader)
+    assert technique.names(module) == [f"autoencoder.network.{entrance}"]
+    assert seen.steps[0]["latent_alignment_heads.0.weight"].shape == (6, channels)
+    assert latents.seen[0].shape == (8, channels, 4, 4)
+    last = last_weight(module, technique.encoder)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    assert names[last].startswith("autoencoder.network.encoder.")
+    assert names[last] == [n for n, p in module.named_parameters() if ".encoder." in n and p.ndim > 1][-1]
+    assert 0 < seen.values[0]["train/latent_alignment_ratio"] < 1e4
+
+    ours, theirs = match_tokens(latents.seen[0], encoder()(IMAGES[:8]).detach(), "grid")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the map as it is drawn, before its first step
+        head = nn.Linear(channels, 6, bias=False)
+    by_hand = vf_loss(ours, head(ours), theirs, 0.25, 0.5)
+    assert seen.values[0]["train/latent_alignment"] == pytest.approx(float(by_hand), rel=1e-5)
+
+
+def test_without_the_convolution_in_front_the_decoder_itself_is_listened_to():
+    fields = {**KINDS["AutoencoderKL"], "use_post_quant_conv": False}
+    technique = LatentAlignment(encoder())
+    fit(technique, Autoencoding(DiffusersModelConfig(config_fields=fields)), max_steps=1)
+    assert technique._names == ["autoencoder.network.decoder"]
 
 
 def test_what_cannot_work_is_refused_by_name():

@@ -54,6 +54,13 @@ def test_timesteps_are_looked_up_in_the_schedule() -> None:
         torch.testing.assert_close(SNRWeighting().sample_weights(output, module), expected)
 
 
+def test_edm_is_weighed_with_the_deviation_of_its_data() -> None:
+    output = {"sample_loss": torch.ones(2), "log_snr": torch.tensor([0.0, 2.0])}
+    module = module_with(prediction="edm", process=SimpleNamespace(sigma_data=0.5))
+    snr = output["log_snr"].exp()
+    torch.testing.assert_close(SNRWeighting().sample_weights(output, module), snr.clamp(max=5) / (snr + 4))
+
+
 def test_what_is_missing_is_named() -> None:
     output = {"sample_loss": torch.ones(2), "log_snr": torch.zeros(2)}
     with pytest.raises(ConfigurationError, match="Module does not say what it predicts; set prediction="):
@@ -70,7 +77,7 @@ def test_what_is_missing_is_named() -> None:
         ({"rule": "max_snr"}, "SNRWeighting: rule must be one of min_snr, .*, truncated; got 'max_snr'"),
         ({"gamma": -1}, "SNRWeighting: gamma must be above 0, got -1"),
         ({"rule": "truncated", "gamma": 5.0}, "SNRWeighting: rule 'truncated' has no gamma, got 5.0"),
-        ({"prediction": "noise"}, "SNRWeighting: prediction must be one of auto, eps, v, x0, flow; got 'noise'"),
+        ({"prediction": "noise"}, "SNRWeighting: prediction must be one of auto, eps, v, x0, flow, edm; got 'noise'"),
         ({"zero_snr": 0}, "SNRWeighting: zero_snr must be unit or error, got 0"),
         ({"adapter": "l1_loss"}, "SNRWeighting: adapter must be one of none, mse_loss; got 'l1_loss'"),
     ],

@@ -10,6 +10,8 @@ import torch
 from lit_efficient import ConfigurationError, snr_weight
 from lit_efficient.losses.snr import PREDICTIONS, RULES
 
+SIGMA_DATA = 0.5
+
 # The weight of x0 as in the papers, without logarithms.
 OF_X0 = {
     "min_snr": lambda snr: snr.clamp(max=5),
@@ -21,8 +23,10 @@ OF_X0 = {
 
 
 def process(log_snr: torch.Tensor, prediction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """alpha and sigma at a log-SNR: a straight line for flow, the unit circle for the others."""
+    """alpha and sigma at a log-SNR: a straight line for flow, alpha 1 for edm, the unit circle for the others."""
     ratio = (log_snr / 2).exp()  # alpha / sigma
+    if prediction == "edm":
+        return torch.ones_like(ratio), 1 / ratio
     if prediction == "flow":
         return ratio / (1 + ratio), 1 / (1 + ratio)
     return ratio / (1 + ratio**2).sqrt(), 1 / (1 + ratio**2).sqrt()
@@ -33,7 +37,8 @@ def target_of(
 ) -> torch.Tensor:
     """What a network that guesses ``clean`` from the noisy ``x`` says in another target."""
     eps = (x - alpha * clean) / sigma
-    return {"x0": clean, "eps": eps, "v": alpha * eps - sigma * clean, "flow": eps - clean}[prediction]
+    edm = (sigma * clean / SIGMA_DATA - SIGMA_DATA * eps) / (sigma**2 + SIGMA_DATA**2).sqrt()
+    return {"x0": clean, "eps": eps, "v": alpha * eps - sigma * clean, "flow": eps - clean, "edm": edm}[prediction]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -52,7 +57,7 @@ def test_training_gradients_are_the_same_for_every_target(rule: str) -> None:
         x = alpha * x0 + sigma * noise
         guess, truth = (target_of(clean, x, alpha, sigma, prediction) for clean in (network(x / scale), x0))
         sample_loss = (guess - truth).square().mean(1)
-        loss = (snr_weight(log_snr, rule, prediction=prediction) * sample_loss).mean()
+        loss = (snr_weight(log_snr, rule, prediction=prediction, sigma_data=SIGMA_DATA) * sample_loss).mean()
         gradients[prediction] = torch.autograd.grad(loss, network.weight)[0]
     for prediction in PREDICTIONS:
         torch.testing.assert_close(gradients[prediction], gradients["x0"], rtol=1e-9, atol=1e-12)
@@ -126,7 +131,7 @@ def test_zero_snr_has_the_weight_one_or_is_refused(rule: str, prediction: str) -
         ({"gamma": 0.0}, "gamma must be above 0, got 0.0"),
         ({"gamma": math.nan}, "gamma must be above 0, got nan"),
         ({"rule": "debiased", "gamma": 5.0}, "rule 'debiased' has no gamma, got 5.0; leave it unset"),
-        ({"prediction": "noise"}, "prediction must be one of eps, v, x0, flow; got 'noise'"),
+        ({"prediction": "noise"}, "prediction must be one of eps, v, x0, flow, edm; got 'noise'"),
         ({"zero_snr": "skip"}, "zero_snr must be unit or error, got 'skip'"),
     ],
 )

@@ -1,3 +1,4 @@
+import copy
 import warnings
 
 import pytest
@@ -83,6 +84,17 @@ def test_a_caption_is_encoded_once_whatever_else_the_batch_has():
     assert torch.equal(encoder(CLIP).encode(["a"]).hidden[0], first[0])
 
 
+def test_what_a_validation_embeds_can_be_trained_with_and_a_copy_of_its_holder_shares_it():
+    ours = encoder(CLIP)
+    with torch.inference_mode():
+        ours.encode(["a"])
+    text = copy.deepcopy(ours).encode(["a"]).hidden
+    weight = torch.ones(16, requires_grad=True)
+    (text * weight).sum().backward()
+    assert torch.equal(weight.grad, text.sum((0, 1)))
+    assert copy.deepcopy({"text": ours})["text"] is ours
+
+
 def test_the_memory_forgets_what_was_used_longest_ago():
     ours, calls = encoder(CLIP), []
     ours._memory.limit = 2 * (12 * 16 * 4 + 12 + 16 * 4)
@@ -143,7 +155,7 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
     monkeypatch.setattr(text_encoder, "_EMBEDDED_BYTES", 100)
     spec, _ = saved(tmp_path, 0)
     state = TextEncoder.load(spec).state_dict()
-    assert state["weights"] is None
+    assert state["parts"] is None
     assert TextEncoder.from_state_dict(state).fingerprint() == state["fingerprint"]
     saved(tmp_path, 1)  # other weights under the same name
     with pytest.raises(CheckpointError, match="is not the one that the checkpoint was trained with"):
@@ -162,6 +174,11 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
             "layer must be -1 to -3, as CLIPTextModel has 2",
         ),
         ({"config_fields": CLIP, "layer": 0}, "layer must be -1 .* or less, got 0"),
+        (
+            {"config_fields": CLIP, "pipeline": "sdxl"},
+            "pipeline must be null with config_fields, which a pipeline fixes",
+        ),
+        ({"pipeline": "flux"}, "name_or_path must be the pipeline's folder or name"),
         ({"config_fields": CLIP, "final_norm": True}, "final_norm must be false for layer -1"),
         ({"config_fields": CLIP | {"vocab_size": 99}, "max_length": 9}, "258 token ids and the encoder 99"),
         ({"config_fields": CLIP, "tokenizer": "./nothing"}, "tokenizer must be bytes, a tokenizer.json, a folder"),

@@ -1,4 +1,4 @@
-"""Both tasks, interrupted after every optimizer step and resumed, end with the bits of the uninterrupted run.
+"""Tasks, interrupted after every optimizer step and resumed, end with the bits of the uninterrupted run.
 
 Shuffling, dropout (of activations, of labels), accumulation, techniques, validation on the way, and the task's own
 optimizer and schedule are all in.
@@ -13,21 +13,29 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from torch import nn
 
 from lit_efficient import (
+    EMA,
     AutoencoderConfig,
+    Autoencoding,
+    DiffusersModelConfig,
+    DigitImages,
     DiTConfig,
     ExactResume,
     GPTConfig,
     LanguageModeling,
+    LatentAlignment,
     LatentDiffusion,
     LatentDigits,
     LowBitOptimizer,
+    Perceptual,
     PythonCorpus,
     SafeCheckpointIO,
     SNRWeighting,
     StochasticDepth,
 )
+from tests.models.diffusers_autoencoders import KL
 from tests.support import assert_equal
 
 STEPS = 6
@@ -74,6 +82,17 @@ def latent_diffusion(folder: Path) -> tuple[Any, Any, list[Any]]:
     return module, data, [StochasticDepth(0.5, skip="sample"), SNRWeighting(gamma=1.0)]
 
 
+def autoencoding(folder: Path) -> tuple[Any, Any, list[Any]]:
+    data = DigitImages(image_size=8, batch_size=8)
+    two = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    spec = DiffusersModelConfig(config_fields={**KL, **two, "block_out_channels": [8, 8]})
+    module = Autoencoding(spec, perceptual=Perceptual(weight=0.1), reconstruction="smooth")
+    teacher = nn.Conv2d(1, 4, 4, stride=4).requires_grad_(False)
+    nn.init.dirac_(teacher.weight)
+    nn.init.zeros_(teacher.bias)
+    return module, data, [LatentAlignment(teacher, weight=0.5), EMA(decay=0.9)]
+
+
 def run(
     make: Callable[[Path], Any], folder: Path, seed: int, *callbacks: Any, ckpt_path: Path | None = None
 ) -> dict[str, Any]:
@@ -103,7 +122,7 @@ def run(
     return {"weights": weights, "optimizers": optimizers, "schedulers": [s["last_epoch"] for s in schedulers]}
 
 
-@pytest.mark.parametrize("make", [language_modeling, latent_diffusion])
+@pytest.mark.parametrize("make", [language_modeling, latent_diffusion, autoencoding])
 def test_interrupted_at_any_step_equals_uninterrupted(make: Callable[[Path], Any], tmp_path: Path) -> None:
     whole = run(make, tmp_path, 0)
     assert_equal(whole, run(make, tmp_path, 0, SaveEverywhere(tmp_path)))

@@ -1,0 +1,298 @@
+"""A latent diffusion model that samples: network, encoders and checkpoint, without its training.
+
+    noise -> [sampler: network under guidance] -> latents -> [autoencoder] -> images
+
+Autoencoder and text encoder come from the data module and travel in the checkpoint beside the weights, so that the
+checkpoint alone samples. Neither is a submodule: ``parameters()`` is only what trains.
+
+Costs: one evaluation of the network a step, two with guidance.
+Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
+"""
+
+import math
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses import diffusion
+from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
+from lit_efficient.losses.diffusion import Prediction
+from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
+from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, check_choice, check_range
+from lit_efficient.models import backbones
+from lit_efficient.models.backbone_shape import BackboneShape
+from lit_efficient.models.condition import Condition
+from lit_efficient.models.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.dit import DiTConfig
+from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.preview_decoder import PreviewDecoder
+from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.tasks import latent_source
+from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
+from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
+from lit_efficient.tasks.latent_source import LatentSource
+
+FIXED_SEED = 1_000_003  # of draws that are the same each time: validation's, prediction's
+_CODEC_KEY, _TEXT_KEY, _OWN_KEY = "latent_codec", "text_encoder", "latent_diffusion"
+_T = TypeVar("_T")
+check = partial(check_range, "LatentDiffusion")
+
+
+class LatentGenerator(LightningModule):
+    """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them.
+
+    Args:
+        backbone: The network.
+        prediction: What it predicts.
+        schedule: The process that it is trained on.
+        guidance_scale: Strength of classifier-free guidance; 1 is none.
+        sampling_steps: Steps of the sampler.
+        sampler: The sampler.
+        preview: An AutoencoderTiny for the pictures that are made while fitting.
+        prompts: Captions that samples are made for; None: those of the validation data.
+    """
+
+    def __init__(
+        self,
+        backbone: DiTConfig | DiffusersModelConfig,
+        prediction: Prediction,
+        schedule: Schedule | DiffusionProcess,
+        guidance_scale: float,
+        sampling_steps: int,
+        sampler: SamplerName | Sampler,
+        preview: DiffusersModelConfig | None,
+        prompts: list[str] | None,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbones.as_spec(backbone) if isinstance(backbone, dict) else backbone  # as checkpoints store
+        self.preview = DiffusersModelConfig(**preview) if isinstance(preview, dict) else preview
+        self.process = described(DiffusionProcess, "schedule", schedule, Schedule)
+        self.sampler = described(Sampler, "sampler", sampler, SamplerName)
+        diffusion.check_prediction("LatentDiffusion", prediction, self.process)
+        check("guidance_scale", guidance_scale, "a finite number >= 0", 0.0 <= guidance_scale < math.inf)
+        check("sampling_steps", sampling_steps, ">= 1", sampling_steps >= 1)
+        check_sampler(self.process, self.sampler, prediction)
+        check_steps(self.process, self.sampler, sampling_steps)
+        check("prompts", prompts, "null or a list of at least one caption", prompts is None or len(prompts) > 0)
+        self.prediction: Prediction = prediction
+        self.guidance_scale = guidance_scale
+        self.sampling_steps = sampling_steps
+        self.prompts = None if prompts is None else list(prompts)
+        self._prompts = Prompts(self.prompts)
+        self._preview: PreviewDecoder | None = None
+        self.network: nn.Module | None = None
+        self.codec: LatentCodec | None = None
+        self.text_encoder: TextEncoder | None = None
+        self.latent_size: tuple[int, int] | None = None
+
+    @cached_property
+    def shape(self) -> BackboneShape:
+        """What the backbone takes, from its description."""
+        return backbones.shape_of(self.backbone)
+
+    @property
+    def conditioning(self) -> Conditioning:
+        """Makes what the network is told."""
+        return Conditioning(self.shape, self.text_encoder)
+
+    def setup(self, stage: str) -> None:
+        """Take the encoders from the data module, and check that shapes, classes and text agree with the backbone."""
+        data = self._source()
+        if data is None:
+            return
+        channels, height, width = data.latent_shape
+        self.shape.check_latents(channels, height, width, "LatentDiffusion")
+        if isinstance(self.backbone, DiTConfig) and height == width != self.backbone.size:
+            raise ConfigurationError(
+                f"LatentDiffusion: backbone.size must be {height}, as the data's latents are, not {self.backbone.size}."
+            )
+        encoder = latent_source.text_encoder_of(data)
+        Conditioning(self.shape, encoder).check(data.num_classes)
+        if encoder is None and self.shape.takes_text:
+            raise ConfigurationError(
+                f"LatentDiffusion: the backbone {self.shape.name} takes text, and the data module has no text_encoder."
+            )
+        self.codec, self.text_encoder, self.latent_size = data.codec, encoder, (height, width)
+        self._preview = None if self.preview is None or stage != "fit" else PreviewDecoder(self.codec, self.preview)
+
+    def configure_model(self) -> None:
+        """Build the network, once."""
+        if self.network is not None:
+            return
+        if not self.shape.conditions:
+            allowed = "1 for a backbone that takes no conditions"
+            check("guidance_scale", self.guidance_scale, allowed, self.guidance_scale == 1.0)
+        self.network = backbones.build_backbone(self.backbone)
+        if self.shape.learned_variance:
+            rank_zero_info(
+                f"LatentDiffusion: {self.shape.name} has twice as many output channels as input channels. The second "
+                "half, a variance, is neither trained nor used."
+            )
+
+    def forward(self, x: Tensor, t: Tensor, condition: Condition | Tensor | None = None) -> Tensor:
+        """Predict.
+
+        Args:
+            x: Noisy latents, [B, c, h, w].
+            t: Times, [B] in [0, 1].
+            condition: What the backbone takes; labels [B] alone stand for a condition of them.
+
+        Returns:
+            [B, c, h, w] float32.
+        """
+        assert self.network is not None, "configure_model() builds the network"
+        told = condition if isinstance(condition, Condition) else Condition(labels=condition)
+        scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
+        return backbones.call_backbone(self.network, scaled, t, told, self.process).float()
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """One new image for each sample's label and caption: uint8 [B, C, H, W]."""
+        generator = torch.Generator().manual_seed(FIXED_SEED + batch_idx)
+        condition = self.conditioning.of_batch(batch, self.device)
+        size = latent_source.latent_size(batch, self.codec)
+        latents = self._sample(condition, latent_source.batch_size(batch), generator, size=size)
+        return to_uint8(self._decoder().decode(latents))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        labels: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        guidance_scale: float | None = None,
+        steps: int | None = None,
+        *,
+        captions: list[str] | None = None,
+        count: int | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Draw latents; put the module in evaluation mode first.
+
+        Args:
+            labels: Classes, [B] int64, for a backbone that takes them.
+            generator: Source of the noise; None is torch's global generator. A CPU generator serves every device.
+            guidance_scale: None takes the module's.
+            steps: None takes the module's ``sampling_steps``.
+            captions: B captions, for a backbone that takes text.
+            count: B, for a backbone that takes neither.
+            size: Height and width of the latents; None: those of the training data.
+
+        Returns:
+            Normalised latents [B, c, h, w], float32.
+        """
+        given = {"labels": labels, "captions": captions}
+        told = {name: value for name, value in given.items() if value is not None}
+        condition = self.conditioning.of_batch(told, self.device)
+        counted = latent_source.batch_size(told) if told else count
+        if counted is None:
+            raise ConfigurationError("LatentDiffusion: sample needs count, the number of samples.")
+        return self._sample(condition, counted, generator, guidance_scale, steps, size)
+
+    def sample_images(self, num: int, seed: int) -> Tensor:
+        """``num`` images: uint8 [num, C, H, W]. Touches no global generator.
+
+        Classes and prompts in turn; by ``preview`` while fitting.
+        """
+        latents = self.sample(**self._in_turn(num), generator=torch.Generator().manual_seed(seed))
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        viewer = self._preview if fitting and self._preview is not None else self._decoder()
+        return to_uint8(viewer.decode(latents))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the encoders, the size and the prompts beside the weights: the checkpoint alone samples images."""
+        if self.codec is not None:
+            checkpoint[_CODEC_KEY] = self.codec.state_dict()
+        if self.text_encoder is not None:
+            checkpoint[_TEXT_KEY] = self.text_encoder.state_dict()
+        size = None if self.latent_size is None else list(self.latent_size)
+        checkpoint[_OWN_KEY] = {"latent_size": size, "prompts": self._prompts.state()}
+        held = checkpoint.get("state_dict", {})
+        if self.network is not None and all(f"network.{name}" in held for name, _ in self.network.named_parameters()):
+            # All weights are here: where they came from need not be there when this is loaded.
+            arguments = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {
+                "backbone": backbones.self_contained(self.backbone)
+            }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the encoders from the checkpoint, unless weights and data disagree about the latents or the text."""
+        must_agree = not (self._trainer is not None and self._trainer.predicting)  # which needs nothing of the data
+        if _CODEC_KEY in checkpoint:
+            what, way_out = "latents of another autoencoder", "Use the cache of the original run, or start anew."
+            saved = checkpoint[_CODEC_KEY]
+            self.codec = latent_source.restored(LatentCodec, saved, self.codec, must_agree, what, way_out)
+        if _TEXT_KEY in checkpoint:
+            what, way_out = "texts of another encoder", "Give the data the encoder of the original run, or start anew."
+            saved = checkpoint[_TEXT_KEY]
+            self.text_encoder = latent_source.restored(TextEncoder, saved, self.text_encoder, must_agree, what, way_out)
+        own = checkpoint.get(_OWN_KEY)
+        if own is not None:
+            self._prompts.load(own["prompts"])
+            if self.latent_size is None and own["latent_size"] is not None:
+                self.latent_size = (own["latent_size"][0], own["latent_size"][1])
+
+    def _in_turn(self, count: int) -> dict[str, Any]:
+        """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
+        told: dict[str, Any] = {}
+        if self.shape.takes_text:
+            told["captions"] = self._prompts.first(count)
+        if self.shape.num_classes:
+            labels = self._prompts.labels_of(count) if "captions" in told else None
+            told["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
+        return told or {"count": count}
+
+    @torch.no_grad()
+    def _sample(
+        self,
+        condition: Condition,
+        count: int,
+        generator: torch.Generator | None,
+        guidance_scale: float | None = None,
+        steps: int | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        scale = self.guidance_scale if guidance_scale is None else guidance_scale
+        if not self.shape.conditions:
+            check("guidance_scale", scale, "1 for a backbone that takes no conditions", scale == 1.0)
+        size = size or self.latent_size or self.shape.size
+        if size is None:
+            raise ConfigurationError(
+                f"LatentDiffusion: sample needs size, height and width of the latents: {self.shape.name} says none."
+            )
+        noise = draw_noise((count, self.shape.channels, *size), generator, self.device)
+        nothing = partial(self.conditioning.null, self.device)
+        predict = guided(self, condition, nothing, scale, self.sampler.guidance_rescale)
+        steps = self.sampling_steps if steps is None else steps
+        return sample_latents(predict, noise, steps, self.process, self.prediction, self.sampler)
+
+    def _decoder(self) -> LatentCodec:
+        if self.codec is None:
+            raise ConfigurationError(
+                "LatentDiffusion has no autoencoder to make images with: load a checkpoint that was trained with a "
+                "data module such as LatentDigits, or set codec to a LatentCodec. sample() gives latents without one."
+            )
+        return self.codec
+
+    def _source(self) -> LatentSource | None:
+        """The data module, if there is one that has an autoencoder."""
+        data = getattr(self._trainer, "datamodule", None)
+        return data if isinstance(data, LatentSource) else None
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Images in [-1, 1] to 0..255, uint8, on the CPU."""
+    return ((images.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8).cpu()
+
+
+def described(kind: type[_T], name: str, value: Any, names: Any) -> _T:
+    """A description as such, by its name alone, or as a checkpoint stores it."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, dict):
+        return kind(**value)
+    check_choice("LatentDiffusion", name, value, names)
+    return kind(value)  # type: ignore[call-arg]
