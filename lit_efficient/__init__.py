@@ -79,6 +79,7 @@ PUBLIC: dict[str, str] = {
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data
     "DigitImages": "data.digits",
+    "ImageData": "data.image_data",
     "LatentDigits": "data.latent_digits",
     "LatentData": "data.latent_data",
     "TeacherFeatures": "data.teacher_features",

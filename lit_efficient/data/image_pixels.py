@@ -63,10 +63,9 @@ class View:
         return to_tensor(image, flip=self.horizontal_flip and variant % 2 == 1)
 
     def describe(self) -> str:
-        """All that decides the pixels beside the content, the shape and the variant, in one line."""
-        seeded = f"random crop of seed {self.seed}" if self.crop == "random" else "center crop"
+        """All that decides the pixels beside the content, the shape, the variant and the seed, in one line."""
         flip = ", odd variants flipped" if self.horizontal_flip else ""
-        return f"{self.channels}, {self.resample}, {seeded}{flip}, rules {RULES}"
+        return f"{self.channels}, {self.resample}, {self.crop} crop{flip}, rules {RULES}"
 
 
 def decode(content: bytes, channels: Channels = "rgb") -> Image:
@@ -95,12 +94,12 @@ def decode(content: bytes, channels: Channels = "rgb") -> Image:
 
 
 def upright_size(content: bytes, thorough: bool = False) -> tuple[int, int]:
-    """Height and width as :func:`decode` would give them, and whether the bytes look whole, without decoding most.
+    """Height and width as :func:`decode` would give them, and whether the bytes look whole.
 
     Args:
         content: the encoded image.
-        thorough: decode it. Otherwise a PNG's checksums are compared, a JPEG must come to its end, and other formats
-            are decoded.
+        thorough: decode it. Otherwise a JPEG is only looked at: it must come to its end. All others are decoded, and
+            the checksums of a PNG compared.
 
     Raises:
         UnreadableImage: If it is none, or is damaged.
@@ -109,12 +108,10 @@ def upright_size(content: bytes, thorough: bool = False) -> tuple[int, int]:
         image = decode(content)
         return image.height, image.width
     image = _opened(content, load=False)
-    whole = image.format == "JPEG" and _END_OF_JPEG in content[-64:]
     if image.format == "PNG":
         _trying(image.verify)
         image = _opened(content, load=False)  # verify() leaves nothing to read
-        whole = True
-    if not whole:
+    if image.format != "JPEG" or _END_OF_JPEG not in content[-64:]:
         _trying(image.load)
     on_its_side = _trying(image.getexif).get(_ORIENTATION, 1) >= 5
     return (image.width, image.height) if on_its_side else (image.height, image.width)

@@ -42,9 +42,9 @@ class KeyedImages(Protocol):
 class ImageSource(Protocol):
     """A ``LightningDataModule`` of images. ``isinstance`` holds from its construction on.
 
-    All but ``variants`` is there after ``prepare_data()`` and ``setup()``. Training batches follow
-    ``KeyedBatchSampler(train_index, batch_size, bucket_of, variants, seed)``; those for validation, test and prediction
-    are in order and of variant 0, which is the plain one.
+    What is no constructor argument is there after ``prepare_data()`` and ``setup()``. ``ImageData`` and ``PhotoCrops``
+    train on the batches of ``KeyedBatchSampler(train_index, batch_size, bucket_of, variants, seed)``, which any source
+    can be asked for. Batches for validation, test and prediction are in order and of variant 0, the plain one.
 
     A source that can judge images also has ``score_samples(images [M, C, H, W] in [-1, 1], labels [M] or None) ->
     {name: value}``.

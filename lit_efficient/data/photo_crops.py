@@ -221,8 +221,9 @@ class PhotoCrops(ImageModule):
             "data": content,
             "labels": self.classes,
             "split": self._split_digest(),
-            "transform": f"rgb, lanczos, {self.crops} crops a block at scales {list(self.scales)}, seed {self.seed}",
+            "transform": f"rgb, lanczos, {self.crops} crops a block at scales {list(self.scales)}",
             "resolution": f"{self.resolution}x{self.resolution}",
+            "seed": str(self.seed),
             "variants": f"{self.variants}: {'as it is, mirrored' if self.horizontal_flip else 'as it is'}",
         }
 

@@ -14,7 +14,7 @@ from lit_efficient import AutoencoderConfig, ConfigurationError, DiffusersModelC
 from lit_efficient.data.latent_store import LatentStore
 from lit_efficient.data.latent_writer import plan_shards
 from lit_efficient.models.text_encoder import TextEncoderConfig
-from tests.data.image_kit import ToyImages
+from tests.data.toy_images import ToyImages
 
 OURS = AutoencoderConfig(1, 4, 8)
 TINY = DiffusersModelConfig(

@@ -93,7 +93,7 @@ def test_the_identity_names_what_changed():
     assert changed(resolution=64) == {"resolution"}
     assert changed(horizontal_flip=True) == {"variants"}
     assert changed(scales=(1.0,)) == {"transform"}
-    assert changed(seed=1) == {"transform", "split"}
+    assert changed(seed=1) == {"seed", "split"}
     assert changed(classes="band") == {"labels"}
 
 

@@ -23,7 +23,7 @@ from lit_efficient import (
     PhotoCrops,
     TeacherFeatures,
 )
-from tests.data.image_kit import ToyImages
+from tests.data.toy_images import ToyImages
 
 KL = DiffusersModelConfig(
     config_fields={

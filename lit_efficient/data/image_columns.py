@@ -1,0 +1,108 @@
+"""Which columns hold images, labels and captions, and what may stand in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_efficient.errors import ConfigurationError
+
+AUTO = "auto"
+USUAL = {
+    "image": ("image", "img", "picture", "jpg", "png"),
+    "label": ("label", "labels", "class", "category"),
+    "caption": ("text", "caption", "captions", "prompt"),
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns; ``auto`` is the usual ones, None leaves labels or captions out."""
+
+    image: str = AUTO
+    label: str | None = AUTO
+    caption: str | None = AUTO
+
+
+def chosen_column(kind: str, wanted: str | None, names: Sequence[str], where: str) -> str | None:
+    """The column of labels or captions: the one asked for, or the first of the usual ones that is there.
+
+    Raises:
+        ConfigurationError: If the one asked for is missing.
+    """
+    if wanted is None:
+        return None
+    if wanted == AUTO:
+        return next((name for name in USUAL[kind] if name in names), None)
+    if wanted not in names:
+        raise ConfigurationError(
+            f"ImageData: {kind}_column is {wanted!r}, but {where} has no such column; it has {', '.join(names)}."
+        )
+    return wanted
+
+
+def image_column(wanted: str, names: Sequence[str], holding: Sequence[str], where: str) -> str:
+    """The column of images: the one asked for, the only one that holds bytes or images, or the usual one.
+
+    Raises:
+        ConfigurationError: If there is none, or which one cannot be told.
+    """
+    if wanted != AUTO:
+        return str(chosen_column("image", wanted, names, where))
+    if len(holding) == 1:
+        return holding[0]
+    usual = chosen_column("image", AUTO, holding or names, where)
+    if usual is None:
+        raise ConfigurationError(
+            f"ImageData: which column of {where} holds the images? Set image_column; it has {', '.join(names)}."
+        )
+    return usual
+
+
+def bytes_of(value: Any, place: str) -> bytes:
+    """The encoded image in a cell: bytes, or {"bytes", "path"} of which one may be missing.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    if isinstance(value, dict):
+        content, path = value.get("bytes"), value.get("path")
+        if content is None and path:
+            try:
+                return Path(path).read_bytes()
+            except OSError as error:
+                raise ConfigurationError(f"ImageData: {place}: its image {path} cannot be read: {error}.") from error
+        value = content
+    if not isinstance(value, bytes):
+        raise ConfigurationError(
+            f"ImageData: {place} holds no encoded image but a {type(value).__name__}; bytes or {{'bytes', 'path'}} is "
+            "what an image column holds."
+        )
+    return value
+
+
+def check_label(value: Any, place: str, column: str) -> Any:
+    """A label: a number that is not negative, or a name.
+
+    Raises:
+        ConfigurationError: If it is neither.
+    """
+    negative = isinstance(value, int) and value < 0
+    if negative or isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise ConfigurationError(
+            f"ImageData: {place}: the label in {column!r} must be a number from 0 or a name, not {value!r}."
+        )
+    return value
+
+
+def check_caption(value: Any, place: str, column: str) -> str:
+    """A caption, which may be empty.
+
+    Raises:
+        ConfigurationError: If it is no text.
+    """
+    if not isinstance(value, str):
+        raise ConfigurationError(f"ImageData: {place}: the caption in {column!r} must be a text, not {value!r}.")
+    return value
