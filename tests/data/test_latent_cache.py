@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import distributed
 
-from lit_efficient import AutoencoderConfig, ConfigurationError, DiffusersModelConfig, LatentData, TeacherFeatures
+from lit_efficient import (
+    AutoencoderConfig,
+    ConfigurationError,
+    DiffusersModelConfig,
+    ImageData,
+    LatentData,
+    TeacherFeatures,
+)
 from lit_efficient.data.latent_store import LatentStore
 from lit_efficient.data.latent_writer import plan_shards
 from lit_efficient.models.text_encoder import TextEncoderConfig
+from tests.data.image_kit import write
 from tests.data.toy_images import ToyImages
 
 OURS = AutoencoderConfig(1, 4, 8)
@@ -97,6 +105,29 @@ def test_batches_of_one_size_are_equal_to_the_bit(tmp_path):
         mean, logvar = other.codec.encode(batch["images"])
         assert torch.equal(cached["mean"], mean)
         assert torch.equal(cached["logvar"], logvar)
+
+
+def test_a_folder_of_images_with_random_crops_and_flips(tmp_path):
+    names = [f"{'cats' if i % 2 else 'dogs'}/{i}.png" for i in range(16)]
+    write(tmp_path / "photos", names, [f"no. {i % 3}" for i in range(16)])
+    images = ImageData(
+        str(tmp_path / "photos"), resolution=16, crop="random", horizontal_flip=True, variants=3, val_fraction=0.2,
+        batch_size=4, cache_dir=str(tmp_path),
+    )  # fmt: skip
+    images.prepare_data()
+    data = made(tmp_path / "cache", images, AutoencoderConfig(3, 4, 8))
+    looks = set()
+    for epoch in range(3):
+        loaders = [data.train_dataloader(), images.train_dataloader()]
+        for loader in loaders:
+            loader.sampler.set_epoch(epoch)
+        for cached, batch in zip(*loaders, strict=True):
+            mean, _ = data.codec.encode(batch["images"])
+            torch.testing.assert_close(cached["mean"], mean, rtol=0, atol=1e-6)
+            assert cached["captions"] == batch["captions"]
+            assert torch.equal(cached["labels"], batch["labels"])
+            looks |= {(int(number), cached["mean"][row].sum().item()) for row, number in enumerate(cached["index"])}
+    assert len(looks) > len(images.train_index)  # other crops in other epochs
 
 
 def test_a_pair_is_never_torn_whatever_the_order(tmp_path):
