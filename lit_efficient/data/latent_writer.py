@@ -135,6 +135,7 @@ def build_latents(
         if (folder / MANIFEST).is_file() and not overwrite:
             hint = "Give another folder, put the settings back, or replace the cache with --overwrite."
             refuse_other(folder, read_manifest(folder)["identity"], identity, hint)
+            (folder / _JOURNAL).unlink(missing_ok=True)  # of a run that was killed at its very end
             return LatentStore(folder, thorough=True).manifest
         if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigurationError(
@@ -144,10 +145,10 @@ def build_latents(
         journal = _Journal(partial, {"identity": dict(identity), "shard_rows": shard_rows}, overwrite)
         build = _Build(partial, images, encoders, journal, batch_size, place)
         manifest = build.run(num_workers, progress, dict(about or {}))
-        journal.path.unlink()
         if (folder / MANIFEST).is_file():
             remove_whole(folder)
         os.replace(partial, folder)
+        (folder / _JOURNAL).unlink()
         return manifest
 
 
@@ -195,7 +196,12 @@ class _Journal:
         for line in self.path.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 return  # torn
-            yield json.loads(line)
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"{self.path} of a half-built latent cache is damaged: delete the folder {self.folder}."
+                ) from error
 
 
 @dataclass

@@ -81,5 +81,9 @@ class ToyDataset:
         if owner.labels:
             item["labels"] = index % 10
         if owner.captions:
-            item["captions"] = "" if index == 2 else f"a field of gräss, no. {index % 5}"
+            item["captions"] = self.caption_of(index)
         return item
+
+    @staticmethod
+    def caption_of(index: int) -> str:
+        return "" if index == 2 else f"a field of gräss, no. {index % 5}"

@@ -23,6 +23,7 @@ from lit_efficient import (
     PhotoCrops,
     TeacherFeatures,
 )
+from tests.data.test_latent_cache import WORDS
 from tests.data.toy_images import ToyImages
 
 KL = DiffusersModelConfig(
@@ -36,11 +37,24 @@ KL = DiffusersModelConfig(
         "norm_num_groups": 4,
     }
 )
+UNET = DiffusersModelConfig(
+    config_fields={
+        "_class_name": "UNet2DConditionModel",
+        "sample_size": 4,
+        "block_out_channels": [8, 8],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "layers_per_block": 1,
+        "cross_attention_dim": 8,
+        "attention_head_dim": 2,
+        "norm_num_groups": 4,
+    }
+)
 NETWORK = DiTConfig(channels=4, size=4, patch_size=2, width=16, depth=2, heads=2, num_classes=10)
 
 
 def fitted(
-    data, steps: int = 6, callbacks=(), network: DiTConfig = NETWORK, ckpt_path=None, **trainer
+    data, steps: int = 6, callbacks=(), network: DiTConfig | DiffusersModelConfig = NETWORK, ckpt_path=None, **trainer
 ) -> LatentDiffusion:
     L.seed_everything(3, verbose=False)
     model = LatentDiffusion(network, validation_samples=0)
@@ -90,6 +104,18 @@ def test_crops_of_two_flips_and_an_autoencoder_of_diffusers(tmp_path):
     network = replace(NETWORK, num_classes=2)
     assert distance(fitted(cached, 7, network=network), fitted(live, 7, network=network)) == 0.0
     assert cached.variants == 2
+
+
+def test_captions_in_the_cache_condition_as_those_that_are_encoded_live(tmp_path):
+    images = ToyImages(count=30, size=16, channels=1, captions=True, labels=False, batch_size=5)
+    arguments = {"text_encoder": WORDS, "statistics": "declared"}
+    cached, live = pair(images, AutoencoderConfig(1, 4, 8), tmp_path / "cache", **arguments)
+    ours, theirs = fitted(cached, 3, network=UNET), fitted(live, 3, network=UNET)
+    assert distance(ours, theirs) == 0.0
+    other = LatentData(ToyImages(count=30, size=16, captions=True, labels=False, batch_size=5), live.autoencoder, WORDS)
+    other.cached, other.statistics = False, "declared"
+    other.images.dataset.caption_of = lambda index: "always the same"
+    assert distance(fitted(other, 3, network=UNET), ours) > 1e-4  # captions do matter
 
 
 def test_features_in_the_cache_align_as_those_of_the_teacher(tmp_path):
