@@ -113,14 +113,14 @@ class LatentData(LightningDataModule):
         self._encoders: Encoders | None = None
         self._identity: dict[str, str] | None = None
         self._store: LatentStore | None = None
+        self._bucket = (0, 0)
 
     # What the task asks for ------------------------------------------------------------------------------------------
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of a latent; with several buckets, of the one with the most training images."""
-        buckets = Counter(tuple(self.images.bucket_of(index)) for index in self.images.train_index)
-        height, width = max(sorted(buckets), key=lambda bucket: buckets[bucket])
+        height, width = self._bucket
         return self.codec.latent_channels, height // self.codec.factor, width // self.codec.factor
 
     @property
@@ -164,6 +164,8 @@ class LatentData(LightningDataModule):
         if self.cached:
             self._store = self._open(thorough=False)
         self.codec = self._codec(encoders.codec.autoencoder)
+        buckets = Counter(self.images.bucket_of(index) for index in self.images.train_index)
+        self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
 
     def write_cache(self, **options: Any) -> dict[str, Any]:
         """Make the cache, or go on with it, after ``images.setup``.
@@ -247,17 +249,15 @@ class LatentData(LightningDataModule):
             return self._open(thorough=False).statistics
         except ConfigurationError:
             pass
-        train = self.images.train_index
-        chosen = (
-            [train[i * len(train) // MEASURED_IMAGES] for i in range(MEASURED_IMAGES)]
-            if (len(train) > MEASURED_IMAGES)
-            else train
-        )
-        codec, device = self.encoders().codec, device_of("auto")
-        parts = [
-            Moments.of(*codec.moments(self.images.dataset[index, 0]["images"][None].to(device))) for index in chosen
-        ]
-        mean, std = Moments.join(parts).mean_and_std()
+        train, dataset = self.images.train_index, self.images.dataset
+        count = min(len(train), MEASURED_IMAGES)
+        rank_zero_info(f"LatentData: no cache tells the channels' statistics: measuring them on {count} images.")
+        codec, device, parts = self.encoders().codec, device_of("auto"), []
+        for i in range(count):
+            images = dataset[train[i * len(train) // count], 0]["images"]
+            parts.append(Moments.of(*codec.moments(images[None].to(device))))
+        # Four digits: a device that rounds otherwise gives the same latent space, so a checkpoint still fits.
+        mean, std = ([float(f"{value:.4g}") for value in values] for values in Moments.join(parts).mean_and_std())
         return torch.tensor(mean), torch.tensor(std)
 
     # Batches ---------------------------------------------------------------------------------------------------------

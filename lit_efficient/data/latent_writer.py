@@ -41,6 +41,7 @@ SHARD_ROWS = 1024
 TEXT_ROWS = 256
 PSNR_IMAGES = 8
 _JOURNAL = "journal.jsonl"
+_CONTENT = {MANIFEST, INDEX, _JOURNAL, "shards", "text"}  # a folder with anything else in it is never removed
 
 
 @dataclass
@@ -137,15 +138,18 @@ def build_latents(
             refuse_other(folder, read_manifest(folder)["identity"], identity, hint)
             (folder / _JOURNAL).unlink(missing_ok=True)  # of a run that was killed at its very end
             return LatentStore(folder, thorough=True).manifest
-        if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _CONTENT):
             raise ConfigurationError(
                 f"{folder} is no latent cache and not empty; nothing in it is touched. Give another."
             )
+        plan = plan_shards(images, shard_rows)
+        if encoders.text is not None and "captions" not in images.dataset[plan[0][0]]:
+            raise ConfigurationError("LatentData: text_encoder needs images with captions; these have none.")
         partial = folder.with_name(f".{folder.name}.building")
         journal = _Journal(partial, {"identity": dict(identity), "shard_rows": shard_rows}, overwrite)
-        build = _Build(partial, images, encoders, journal, batch_size, place)
+        build = _Build(partial, plan, images, encoders, journal, batch_size, place)
         manifest = build.run(num_workers, progress, dict(about or {}))
-        if (folder / MANIFEST).is_file():
+        if folder.exists():
             remove_whole(folder)
         os.replace(partial, folder)
         (folder / _JOURNAL).unlink()
@@ -209,6 +213,7 @@ class _Build:
     """One cache as it is made; the steps are those of `run`."""
 
     folder: Path
+    plan: list[list[Key]]
     images: ImageSource
     encoders: Encoders
     journal: _Journal
@@ -216,28 +221,27 @@ class _Build:
     device: torch.device
 
     def run(self, num_workers: int, progress: Any, about: dict[str, str]) -> dict[str, Any]:
-        plan = plan_shards(self.images, self.journal.header["shard_rows"])
-        missing = [n for n in range(len(plan)) if _shard_name(n) not in self.journal.entries]
-        rows = sum(map(len, plan))
-        bar = Absent() if progress is None else progress(rows, rows - sum(len(plan[n]) for n in missing))
-        for number, batches in self._encoded(plan, missing, num_workers, bar):
+        missing = [n for n in range(len(self.plan)) if _shard_name(n) not in self.journal.entries]
+        rows = sum(map(len, self.plan))
+        bar = Absent() if progress is None else progress(rows, rows - sum(len(self.plan[n]) for n in missing))
+        for number, batches in self._encoded(missing, num_workers, bar):
             self._write_shard(number, batches)
-        texts = self._texts(len(plan)) if self.encoders.text is not None else []
+        texts = self._texts() if self.encoders.text is not None else []
         for number, captions in enumerate(_chunks(texts, TEXT_ROWS)):
             if f"text/{number:05d}.safetensors" not in self.journal.entries:
                 self._write_texts(number, captions)
-        self._write(INDEX, self._index(len(plan), texts))
-        return self._write_manifest(plan, len(texts), about)
+        self._write(INDEX, self._index(texts))
+        return self._write_manifest(len(texts), about)
 
     def _encoded(
-        self, plan: list[list[Key]], missing: list[int], num_workers: int, bar: Any
+        self, missing: list[int], num_workers: int, bar: Any
     ) -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
         """The encoded batches of each shard that is missing."""
-        owners = [n for n in missing for _ in _chunks(plan[n], self.batch_size)]
+        owners = [n for n in missing for _ in _chunks(self.plan[n], self.batch_size)]
         loader = DataLoader(
             KeyedBatches(self.images.dataset),
             batch_size=None,
-            sampler=[keys for n in missing for keys in _chunks(plan[n], self.batch_size)],
+            sampler=[keys for n in missing for keys in _chunks(self.plan[n], self.batch_size)],
             collate_fn=collate_images,
             num_workers=num_workers,
             generator=torch.Generator().manual_seed(0),  # or a loader draws from the global one
@@ -270,9 +274,9 @@ class _Build:
             tensors |= _packed([caption for part in parts for caption in part["captions"]])
         self._write(_shard_name(number), tensors, _moments(stored, keys[:, 0], self.images.train_index))
 
-    def _texts(self, shards: int) -> list[str]:
+    def _texts(self) -> list[str]:
         """All captions, each once, in order."""
-        return sorted({caption for n in range(shards) for caption in self._captions(_shard_name(n))})
+        return sorted({caption for n in range(len(self.plan)) for caption in self._captions(_shard_name(n))})
 
     def _write_texts(self, number: int, captions: list[str]) -> None:
         assert self.encoders.text is not None
@@ -283,33 +287,33 @@ class _Build:
             tensors["pooled"] = pooled.cpu()
         self._write(f"text/{number:05d}.safetensors", tensors)
 
-    def _index(self, shards: int, texts: list[str]) -> dict[str, Tensor]:
+    def _index(self, texts: list[str]) -> dict[str, Tensor]:
+        """Where each key lies, and its caption."""
         shape = (len(self.images.dataset), self.images.variants)
         places = torch.full((*shape, 2), -1, dtype=torch.int32)
         captions = torch.full(shape, -1, dtype=torch.int32)
         numbers = {caption: number for number, caption in enumerate(texts)}
-        for shard in range(shards):
-            name = _shard_name(shard)
-            keys = self._open(name).get_tensor("keys")[:, :2]
+        for shard, keys in enumerate(self.plan):
+            index, variant = torch.tensor(keys).T
             rows = torch.arange(len(keys))
-            places[keys[:, 0], keys[:, 1]] = torch.stack([torch.full_like(rows, shard), rows], dim=1).int()
+            places[index, variant] = torch.stack([torch.full_like(rows, shard), rows], dim=1).int()
             if numbers:
-                found = [numbers[caption] for caption in self._captions(name)]
-                captions[keys[:, 0], keys[:, 1]] = torch.tensor(found, dtype=torch.int32)
+                found = [numbers[caption] for caption in self._captions(_shard_name(shard))]
+                captions[index, variant] = torch.tensor(found, dtype=torch.int32)
         return {"places": places, "captions": captions}
 
-    def _write_manifest(self, plan: list[list[Key]], texts: int, about: dict[str, str]) -> dict[str, Any]:
-        kept = [self.journal.entries[_shard_name(number)]["moments"] for number in range(len(plan))]
+    def _write_manifest(self, texts: int, about: dict[str, str]) -> dict[str, Any]:
+        kept = [self.journal.entries[_shard_name(number)]["moments"] for number in range(len(self.plan))]
         mean, std = Moments.join([Moments(**part) for part in kept if part is not None]).mean_and_std()
         files = {name: [entry["bytes"], entry["sha256"]] for name, entry in sorted(self.journal.entries.items())}
-        rows = sum(map(len, plan))
+        rows = sum(map(len, self.plan))
         manifest = {
             "identity": self.journal.header["identity"],
             "about": about,
             "count": len(self.images.dataset),
             "rows": rows,
             "bytes_per_row": sum(size for size, _ in files.values()) / rows,
-            "latents": self._shapes(len(plan)),
+            "latents": self._shapes(),
             "labels": bool((self._open(_shard_name(0)).get_tensor("keys")[:, 2] >= 0).all()),
             "texts": texts,
             "text_rows": TEXT_ROWS,
@@ -321,10 +325,10 @@ class _Build:
             file.write((json.dumps(manifest, indent=1) + "\n").encode())
         return manifest
 
-    def _shapes(self, shards: int) -> dict[str, int]:
+    def _shapes(self) -> dict[str, int]:
         """Rows by the shape of their latents."""
         counts: dict[str, int] = {}
-        for number in range(shards):
+        for number in range(len(self.plan)):
             file = self._open(_shard_name(number))
             rows, *shape = file.get_slice("mean" if "mean" in file.keys() else "latents").get_shape()  # noqa: SIM118
             name = "x".join(map(str, shape))
@@ -354,8 +358,6 @@ class _Build:
 
     def _captions(self, name: str) -> list[str]:
         file = self._open(name)
-        if "captions" not in file.keys():  # noqa: SIM118
-            raise ConfigurationError("LatentData: text_encoder needs images with captions; these have none.")
         data, ends = file.get_tensor("captions").numpy().tobytes(), file.get_tensor("caption_ends").tolist()
         return [data[begin:end].decode() for begin, end in zip([0, *ends[:-1]], ends)]
 
