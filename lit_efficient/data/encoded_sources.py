@@ -182,17 +182,17 @@ class _Safetensors:
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
-        self._slice: Any = None
+        self._mapped: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_slice": None}
+        return {**self.__dict__, "_mapped": None}
 
     def __call__(self, row: int) -> Value:
-        if self._slice is None:
+        if self._mapped is None:
             from safetensors import safe_open
 
-            self._slice = safe_open(self.path, "pt").get_slice(self.name)
-        tensor = self._slice[row]
+            self._mapped = safe_open(self.path, "pt").get_tensor(self.name)  # nothing is read before it is looked at
+        tensor = self._mapped[row]
         return (tensor.float() if tensor.is_floating_point() else tensor).numpy()  # NumPy knows no bfloat16
 
 
