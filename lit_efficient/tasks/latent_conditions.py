@@ -136,10 +136,10 @@ class Prompts:
             self.labels += batch["labels"][:missing].tolist()
 
     def settle(self, broadcast: Callable[[Any], Any]) -> None:
-        """After a validation: the first process's captions for all, from now on."""
-        if self._gathering and self.captions:
+        """After a validation, on all processes: the first one's captions for all, from now on."""
+        if self._gathering:
             self.captions, self.labels = broadcast((self.captions, self.labels))
-            self._gathering = False
+            self._gathering = not self.captions
 
     def first(self, count: int) -> list[str]:
         """``count`` captions, in turn."""

@@ -141,15 +141,11 @@ class LatentDiffusion(LatentGenerator):
 
     def on_validation_epoch_end(self) -> None:
         """Log the averages; sample and judge, a handful in the sanity check."""
-        self._prompts.settle(self.trainer.strategy.broadcast)
-        self._log_by_noise("val")
-        self._judge("val")
+        self._conclude("val")
 
     def on_test_epoch_end(self) -> None:
         """As validation."""
-        self._prompts.settle(self.trainer.strategy.broadcast)
-        self._log_by_noise("test")
-        self._judge("test")
+        self._conclude("test")
 
     def configure_optimizers(self) -> Any:
         """AdamW over what trains, with warm-up and a cosine to zero over the length of the run."""
@@ -195,10 +191,13 @@ class LatentDiffusion(LatentGenerator):
             with average.raw(self) as stood:
                 self.log(f"{stage}/loss_raw", evaluate()["loss"] if stood else losses["loss"], **shared)
 
-    def _log_by_noise(self, stage: str) -> None:
+    def _conclude(self, stage: str) -> None:
+        if self.shape.takes_text:
+            self._prompts.settle(self.trainer.strategy.broadcast)
         averages = self._by_noise.averages(lambda totals: self.trainer.strategy.reduce(totals, reduce_op="sum"))
         for name, value in averages.items():
             self.log(f"{stage}/loss_{name}", value, sync_dist=True)
+        self._judge(stage)
 
     def _judge(self, stage: str) -> None:
         """Every process samples and judges the same images: a sharded network needs all of them in step."""

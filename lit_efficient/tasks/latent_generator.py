@@ -85,6 +85,7 @@ class LatentGenerator(LightningModule):
         self.prompts = None if prompts is None else list(prompts)
         self._prompts = Prompts(self.prompts)
         self._preview: PreviewDecoder | None = None
+        self._described: dict[str, Any] | None = None
         self.network: nn.Module | None = None
         self.codec: LatentCodec | None = None
         self.text_encoder: TextEncoder | None = None
@@ -113,9 +114,10 @@ class LatentGenerator(LightningModule):
             )
         encoder = latent_source.text_encoder_of(data)
         Conditioning(self.shape, encoder).check(data.num_classes)
-        if encoder is None and self.shape.takes_text:
+        if encoder is None and self.shape.takes_text and self.guidance_scale != 1.0:
             raise ConfigurationError(
-                f"LatentDiffusion: the backbone {self.shape.name} takes text, and the data module has no text_encoder."
+                f"LatentDiffusion: the backbone {self.shape.name} takes text, and the data module has no text_encoder: "
+                "guidance away from the empty caption needs one."
             )
         self.codec, self.text_encoder, self.latent_size = data.codec, encoder, (height, width)
         self._preview = None if self.preview is None or stage != "fit" else PreviewDecoder(self.codec, self.preview)
@@ -128,6 +130,7 @@ class LatentGenerator(LightningModule):
             allowed = "1 for a backbone that takes no conditions"
             check("guidance_scale", self.guidance_scale, allowed, self.guidance_scale == 1.0)
         self.network = backbones.build_backbone(self.backbone)
+        self._described = backbones.self_contained(self.backbone)
         if self.shape.learned_variance:
             rank_zero_info(
                 f"LatentDiffusion: {self.shape.name} has twice as many output channels as input channels. The second "
@@ -186,6 +189,8 @@ class LatentGenerator(LightningModule):
         """
         given = {"labels": labels, "captions": captions}
         told = {name: value for name, value in given.items() if value is not None}
+        if "captions" in told and not self.shape.takes_text:
+            raise ConfigurationError(f"LatentDiffusion: sample: the backbone {self.shape.name} takes no captions.")
         condition = self.conditioning.of_batch(told, self.device)
         counted = latent_source.batch_size(told) if told else count
         if counted is None:
@@ -211,12 +216,10 @@ class LatentGenerator(LightningModule):
         size = None if self.latent_size is None else list(self.latent_size)
         checkpoint[_OWN_KEY] = {"latent_size": size, "prompts": self._prompts.state()}
         held = checkpoint.get("state_dict", {})
-        if self.network is not None and all(f"network.{name}" in held for name, _ in self.network.named_parameters()):
+        if self._described and all(f"network.{name}" in held for name, _ in self.network.named_parameters()):  # type: ignore[union-attr]
             # All weights are here: where they came from need not be there when this is loaded.
             arguments = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
-            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {
-                "backbone": backbones.self_contained(self.backbone)
-            }
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {"backbone": self._described}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the encoders from the checkpoint, unless weights and data disagree about the latents or the text."""

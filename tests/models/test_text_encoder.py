@@ -151,6 +151,27 @@ def test_from_a_pipelines_folder_as_saved(tmp_path):
     assert torch.equal(loaded.encode(["a cat"]).pooled, ours.encode(["a cat"]).pooled)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "inner"), [("Qwen3ForCausalLM", QWEN, "model"), ("CLIPModel", {}, "text_model")]
+)
+@torch.no_grad()
+def test_the_part_that_reads_is_taken_out_of_a_larger_model(tmp_path, kind, fields, inner):
+    import transformers
+
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    special = {"vocab_size": 258, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    if kind == "CLIPModel":
+        text = {key: value for key, value in CLIP.items() if key != "model_type"}
+        fields = {"text_config": {**text, **special}, "vision_config": {**vision, "image_size": 8, "patch_size": 4}}
+    else:
+        fields = {key: value for key, value in {**fields, **special}.items() if key != "model_type"}
+    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**fields)).eval()
+    model.save_pretrained(tmp_path)
+    ours = TextEncoder.load(TextEncoderConfig(str(tmp_path), tokenizer="bytes", max_length=12, padding="seen"))
+    wanted = getattr(model, inner)(input_ids=ids_of("a cat")[0])
+    torch.testing.assert_close(ours.encode(["a cat"]).hidden, wanted.last_hidden_state)
+
+
 def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
     monkeypatch.setattr(text_encoder, "_EMBEDDED_BYTES", 100)
     spec, _ = saved(tmp_path, 0)

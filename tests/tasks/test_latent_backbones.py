@@ -342,6 +342,9 @@ def test_embeddings_without_an_encoder_train_only_where_nothing_is_hidden():
     with pytest.raises(ConfigurationError, match="the embedding of the empty caption, and there is no text encoder"):
         built().training_step(batch, 0)
     assert built(label_dropout=0.0, guidance_scale=1.0).training_step(batch, 0)["loss"].isfinite()
+    labelled = built(DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=3))
+    with pytest.raises(ConfigurationError, match="the backbone DiT takes no captions"):
+        labelled.sample(torch.arange(1), captions=["a"])
     with pytest.raises(ConfigurationError, match="images and there is no autoencoder to encode them"):
         built(encoder=text_encoder()).training_step(
             {"images": torch.zeros(1, 1, 32, 32), "labels": torch.arange(1), "captions": ["a"]}, 0
