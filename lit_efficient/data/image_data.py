@@ -191,13 +191,13 @@ class ImageData(ImageModule):
         self.judge = judge
         self.judge_images = judge_images
         self.cache_dir = cache_dir
-        self._stores: dict[str, list[StoredImages]] = {}
+        self._stores: list[StoredImages] = []
         self._judge: ImageJudge | None = None
 
     def prepare_data(self) -> None:
         """Read every image once, unless that was done, and say what was found. Runs in one process a machine."""
         self._open()
-        for store in self._all_stores():
+        for store in self._stores:
             store.say()
         self._say_shapes()
         if self.judge is not None:
@@ -214,7 +214,7 @@ class ImageData(ImageModule):
     def identity(self) -> dict[str, str]:
         """What items depend on, each by a name of its own; ``data`` and ``annotations`` are hashes of the contents."""
         dataset = self._opened()
-        digests = b"".join(store.digests.tobytes() for store in self._all_stores())
+        digests = b"".join(store.digests.tobytes() for store in self._stores)
         annotations = json.dumps([self.class_names, dataset.labels, dataset.captions])
         shapes = self.buckets if isinstance(self.buckets, AspectBuckets) else AspectBuckets()
         return {
@@ -258,46 +258,42 @@ class ImageData(ImageModule):
             part: [StoredImages(n, split, columns, self.skip_unreadable, self.cache_dir) for n in _listed(names)]
             for part, (names, split) in named.items()
         }
-        self._stores = stores
-        _forget_lone_class(self._all_stores())
+        every = [store for listed in stores.values() for store in listed]
+        _forget_lone_class(every)
         labels, self.class_names = _classes(stores)
-        captions = _together(self._all_stores(), "captions")
-        sizes = np.concatenate([store.sizes for store in self._all_stores()])
-        nearest = nearest_shapes(sizes, self._bucket_shapes).tolist()
-        self._sizes = sizes
-        self._shapes = [self._bucket_shapes[number] for number in nearest]
+        captions = _together(every, "captions")
+        sizes = np.concatenate([store.sizes for store in every])
+        shapes = [self._bucket_shapes[number] for number in nearest_shapes(sizes, self._bucket_shapes).tolist()]
         view = View(self.channels, self.crop, self.horizontal_flip, self.resample, self.seed)
-        self.dataset = KeyedImageFiles(self._all_stores(), self._shapes, view, self.variants, labels, captions)
-        self._split()
+        self.dataset = KeyedImageFiles(every, shapes, view, self.variants, labels, captions)
+        self.train_index, self.val_index, self.test_index = self._parts(stores)
+        self._stores = every  # all of it is well
 
-    def _split(self) -> None:
-        counts = {part: sum(len(store) for store in stores) for part, stores in self._stores.items()}
-        digests = [digest.tobytes() for store in self._stores["train"] for digest in store.digests]
+    def _parts(self, stores: dict[str, list[StoredImages]]) -> tuple[list[int], list[int], list[int]]:
+        counts = {part: sum(len(store) for store in listed) for part, listed in stores.items()}
+        digests = [digest.tobytes() for store in stores["train"] for digest in store.digests]
         fractions = [0.0 if self.val else self.val_fraction, 0.0 if self.test else self.test_fraction]
         val, test, train = hold_out(digests, self.seed, fractions)
         given = np.arange(counts["train"], sum(counts.values())).tolist()
-        self.train_index = train
-        self.val_index = given[: counts["val"]] or val
-        self.test_index = given[counts["val"] :] or test or list(self.val_index)
-        for part, index in (("train", self.train_index), ("validate", self.val_index)):
+        val = given[: counts["val"]] or val
+        for part, index in (("train", train), ("validate", val)):
             if not index:
                 raise ConfigurationError(
                     f"ImageData: no image is left to {part} on: {counts['train']} images, of which "
                     f"{len(set(digests))} differ, are too few to hold some out. Name others as val."
                 )
+        return train, val, given[counts["val"] :] or test or list(val)
 
     def _say_shapes(self) -> None:
-        ratios = np.array(self._shapes) / self._sizes
+        shapes, sizes = self._opened().shapes, np.concatenate([store.sizes for store in self._stores])
+        ratios = np.array(shapes) / sizes
         kept, enlarged = (ratios.min(axis=1) / ratios.max(axis=1)).mean(), int((ratios.max(axis=1) > 1).sum())
         rank_zero_info(
             f"ImageData: {len(ratios):,} images, {len(self.train_index):,} to train and {len(self.val_index):,} to "
-            f"validate on, in {len(set(self._shapes))} shapes; crops keep {kept:.1%} of them"
+            f"validate on, in {len(set(shapes))} shapes; crops keep {kept:.1%} of them"
             + (f"; {enlarged:,} are smaller than they are shown, and enlarged" if enlarged else "")
             + (f"; {self.num_classes} classes" if self.num_classes else "")
         )
-
-    def _all_stores(self) -> list[StoredImages]:
-        return [store for stores in self._stores.values() for store in stores]
 
     def _opened(self) -> KeyedImageFiles:
         if not isinstance(self.dataset, KeyedImageFiles):

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.image_source import KeyedImages, collate_images
-from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loader
+from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, data_parallel_part, keyed_loader
 from lit_efficient.data.resumable_sampler import mix_seed
 from lit_efficient.errors import ConfigurationError
 
@@ -78,7 +78,8 @@ class ImageModule(LightningDataModule):
 
     def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
         variants = self.variants if shuffle else 1
-        sampler = KeyedBatchSampler(index, self.batch_size, self.bucket_of, variants, self.seed, shuffle)
+        part = data_parallel_part(self.trainer)
+        sampler = KeyedBatchSampler(index, self.batch_size, self.bucket_of, variants, self.seed, shuffle, **part)
         workers = {"persistent_workers": True} if self.num_workers and shuffle else {}
         return keyed_loader(self.dataset, sampler, collate_images, self.num_workers, **workers)
 

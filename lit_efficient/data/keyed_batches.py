@@ -75,7 +75,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
             their bucket, and so are the batches by their last image.
         drop_last: Leave incomplete batches out. Without, they come with what is left, filled up to equal length on all
             ranks with images of their own.
-        num_replicas: Number of ranks. ``None`` asks the process group, one without it.
+        num_replicas: Number of ranks. ``None`` asks the process group, one without it; see :func:`data_parallel_part`.
         rank: Which of them. ``None`` asks the process group, 0 without it.
 
     Raises:
@@ -136,6 +136,17 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
 
     def __len__(self) -> int:
         return self._length
+
+
+def data_parallel_part(trainer: Any) -> dict[str, Any]:
+    """``num_replicas`` and ``rank`` for a :class:`KeyedBatchSampler`, as the trainer's strategy has them.
+
+    With tensor parallelism several processes share one part, which the process group cannot tell.
+
+    Args:
+        trainer: Lightning's; ``None``, or one of a single device, leaves both to the process group.
+    """
+    return dict(getattr(trainer, "distributed_sampler_kwargs", None) or {})
 
 
 class KeyedBatches(Dataset[list[Any]]):

@@ -13,6 +13,7 @@ from lit_efficient.data.keyed_batches import KeyedBatchSampler, fill_batches, ke
 from lit_efficient.data.resumable import examine, make_resumable
 from lit_efficient.errors import ConfigurationError
 from tests.callbacks.resume_kit import Tiny, count_exact, fit
+from tests.data.image_kit import write
 from tests.support import run_script
 
 SHAPES = [(4, 4), (2, 8), (8, 2)]
@@ -169,20 +170,24 @@ def test_lightning_tells_the_epoch_without_exact_resume_too():
 
 
 def test_two_processes_under_lightning(tmp_path):
+    write(tmp_path / "images", [f"{number}.png" for number in range(20)])
     source = """
     import torch, lightning.pytorch as L, torch.distributed as dist
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
     torch.set_num_threads(1)
-    from lit_efficient import ExactResume
+    from lit_efficient import AspectBuckets, ExactResume, ImageData, KeyedBatchSampler
     from tests.data.test_keyed_batches import loader, sampler, epoch
     from tests.support import trainer
 
     class Seer(L.LightningModule):
         def __init__(self):
             super().__init__()
-            self.weight, self.seen = torch.nn.Parameter(torch.ones(())), []
+            self.weight, self.seen, self.shapes = torch.nn.Parameter(torch.ones(())), [], []
 
         def training_step(self, batch, batch_idx):
             self.seen.append(list(zip(batch["index"].tolist(), batch["variant"].tolist())))
+            self.shapes.append(batch["images"].shape)
             return self.weight * batch["images"].mean()
 
         def predict_step(self, batch, batch_idx):
@@ -197,6 +202,11 @@ def test_two_processes_under_lightning(tmp_path):
         def predict_dataloader(self):
             return loader(batch_size=2, shuffle=False)
 
+    def everyones(value):
+        gathered = [None] * 2
+        dist.all_gather_object(gathered, value)
+        return gathered
+
     for callbacks in ([], [ExactResume(seed=3)]):
         module, given = Seer(), Seer()
         run = trainer(callbacks, devices=2, strategy="ddp", max_epochs=2)
@@ -204,14 +214,37 @@ def test_two_processes_under_lightning(tmp_path):
         rank = run.global_rank
         mine = [batch for number in (0, 1) for batch in epoch(sampler(batch_size=2, num_replicas=2, rank=rank), number)]
         assert module.seen == mine, (module.seen, mine)
-        everyone = [None] * 2
-        dist.all_gather_object(everyone, module.seen)
         whole = [set(batch) for number in (0, 1) for batch in epoch(sampler(num_replicas=1, rank=0), number)]
-        assert [set(a) | set(b) for a, b in zip(*everyone)] == whole
+        assert [set(a) | set(b) for a, b in zip(*everyones(module.seen))] == whole
         trainer(callbacks, devices=2, strategy="ddp", max_epochs=2).fit(given, module.train_dataloader())
         assert given.seen == mine  # a loader from outside of Lightning's hooks
     predicted = trainer(devices=2, strategy="ddp").predict(module)
     assert predicted == [[i for i, _ in batch] for batch in sampler(batch_size=2, shuffle=False)]
+
+    views = dict(resolution=32, buckets=AspectBuckets(8), crop="random", variants=4)
+    data, module = ImageData("images", batch_size=2, **views), Seer()
+    trainer([ExactResume(seed=3)], devices=2, strategy="ddp", max_epochs=2).fit(module, datamodule=data)
+    one = KeyedBatchSampler(data.train_index, 4, data.bucket_of, 4, num_replicas=1, rank=0)
+    whole = [set(batch) for number in (0, 1) for batch in epoch(one, number)]
+    assert [set(a) | set(b) for a, b in zip(*everyones(module.seen))] == whole
+    first, second = everyones(module.shapes)
+    assert first == second and len(set(first)) > 2
+
+    class Sharing(Seer):
+        def configure_model(self):
+            if not isinstance(self.weight, DTensor):
+                mesh = self.device_mesh["tensor_parallel"]
+                self.weight = torch.nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Replicate()]))
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            return self.weight.to_local() * batch["images"].mean()
+
+    module, strategy = Sharing(), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+    trainer(devices=2, strategy=strategy, max_epochs=1).fit(module, datamodule=data)
+    first, second = everyones(module.seen)
+    one = KeyedBatchSampler(data.train_index, 2, data.bucket_of, 4, num_replicas=1, rank=0)
+    assert first == second == epoch(one, 0)
     print("equal")
     """
     assert run_script(source, tmp_path, processes=2).count("equal") == 2

@@ -10,10 +10,12 @@ from lit_efficient.data.image_source import ImageSource
 from lit_efficient.data.photo_crops import block_of, photo_crops
 from lit_efficient.errors import ConfigurationError
 
+JUDGED = {"resolution": 32, "crops": 12, "judge_steps": 80}
+
 
 @pytest.fixture(scope="module")
 def ready(shared_cache) -> PhotoCrops:
-    data = PhotoCrops(resolution=32, judge_steps=80, cache_dir=str(shared_cache))
+    data = PhotoCrops(**JUDGED, cache_dir=str(shared_cache))
     data.prepare_data()
     data.setup("fit")
     return data
@@ -112,7 +114,7 @@ def test_the_judge_tells_crops_from_noise_and_one_photograph_from_the_other(read
     assert real["frechet_distance"] < 0.2 * noise["frechet_distance"]
     same = ready.score_samples(crops(ready.train_index)[0])
     assert same["frechet_distance"] == pytest.approx(0, abs=1e-3)
-    assert same["kernel_distance"] < real["kernel_distance"] < noise["kernel_distance"]
+    assert max(same["kernel_distance"], real["kernel_distance"]) < 0.2 * noise["kernel_distance"]
     larger = ready.score_samples(F.interpolate(images, scale_factor=2, mode="nearest"))
     assert larger == {name: pytest.approx(real[name], rel=1e-2) for name in larger}
 
@@ -123,13 +125,13 @@ def test_the_judge_is_trained_once_and_leaves_the_random_state_alone(ready, shar
 
     monkeypatch.setattr("lit_efficient.data.stage_one.fit_classifier", never)
     before = torch.get_rng_state()
-    again = PhotoCrops(resolution=32, judge_steps=80, cache_dir=str(shared_cache), classes="band", horizontal_flip=True)
+    again = PhotoCrops(**JUDGED, cache_dir=str(shared_cache), classes="band", horizontal_flip=True)
     again.prepare_data()
     again.setup("fit")
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(again.judge.head[1].weight, ready.judge.head[1].weight)
     with pytest.raises(AssertionError, match="trained again"):
-        PhotoCrops(resolution=32, judge_steps=81, cache_dir=str(shared_cache)).prepare_data()
+        PhotoCrops(**JUDGED | {"judge_steps": 81}, cache_dir=str(shared_cache)).prepare_data()
 
 
 @pytest.mark.parametrize(
