@@ -138,6 +138,11 @@ class LatentData(LightningDataModule):
         """Crop and flip variants of each image."""
         return int(self.images.variants)
 
+    @property
+    def judge(self) -> Any:
+        """The source's network that judges images, if it has one: ``HiddenAlignment(teacher="data.judge")``."""
+        return getattr(self.images, "judge", None)
+
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
         """The source's judgement of images [M, C, H, W] in [-1, 1]; nothing of a source without a judge."""
         score = getattr(self.images, "score_samples", None)

@@ -237,11 +237,11 @@ class _Build:
         self, missing: list[int], num_workers: int, bar: Any
     ) -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
         """The encoded batches of each shard that is missing."""
-        owners = [n for n in missing for _ in _chunks(self.plan[n], self.batch_size)]
+        batches = [(n, keys) for n in missing for keys in _even_parts(self.plan[n], self.batch_size)]
         loader = DataLoader(
             KeyedBatches(self.images.dataset),
             batch_size=None,
-            sampler=[keys for n in missing for keys in _chunks(self.plan[n], self.batch_size)],
+            sampler=[keys for _, keys in batches],
             collate_fn=collate_images,
             num_workers=num_workers,
             generator=torch.Generator().manual_seed(0),  # or a loader draws from the global one
@@ -252,8 +252,8 @@ class _Build:
             bar.update(len(batch["index"]))
             return rows
 
-        for number, batches in groupby(zip(owners, loader), key=lambda pair: pair[0]):
-            yield number, (encode(batch) for _, batch in batches)
+        for number, pairs in groupby(zip((n for n, _ in batches), loader), key=lambda pair: pair[0]):
+            yield number, (encode(batch) for _, batch in pairs)
 
     def _write_shard(self, number: int, batches: Iterator[dict[str, Any]]) -> None:
         parts = list(batches)
@@ -401,6 +401,12 @@ def _packed(captions: Sequence[str]) -> dict[str, Tensor]:
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Any]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _even_parts(items: Sequence[Any], size: int) -> Iterator[Any]:
+    """As few parts of at most ``size`` as there can be: one image alone takes other kernels, and rounds otherwise."""
+    count = math.ceil(len(items) / size)
+    return (items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count))
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

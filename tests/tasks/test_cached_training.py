@@ -129,7 +129,7 @@ def test_features_in_the_cache_align_as_those_of_the_teacher(tmp_path):
     assert distance(ours, theirs) < 1e-6
     plain = LatentData(images, live.autoencoder, folder=live.folder, cached=False, features=None, statistics="declared")
     # The technique's own teacher, on the batch's images: declared statistics on both sides, as the caches differ.
-    own = fitted(plain, callbacks=[HiddenAlignment(1, images.judge, **arguments)])
+    own = fitted(plain, callbacks=[HiddenAlignment(1, "data.judge", **arguments)])
     again = LatentData(images, live.autoencoder, folder=live.folder, features=features, statistics="declared")
     assert distance(fitted(again, callbacks=[HiddenAlignment(1, None, **arguments)]), own) < 1e-6
     assert distance(fitted(again), own) > 1e-4  # it does something
