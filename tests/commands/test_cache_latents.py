@@ -7,7 +7,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from lit_efficient import ChannelScaling
+from lit_efficient import ChannelScaling, DiffusersModelConfig, TeacherFeatures
 from lit_efficient.__main__ import main
 from lit_efficient.commands.cache_latents import Bar
 from lit_efficient.commands.preview import build_data
@@ -101,3 +101,19 @@ def test_latents_of_others_by_a_config(tmp_path):
     data.setup("fit")
     assert data.dataset[3, 0]["latents"][:, 0, 0].tolist() == [-0.5, 0.0, 1.0, 3.0]
     assert data.num_classes == 9
+
+
+def test_every_part_of_a_cache_can_be_said_in_a_config(tmp_path):
+    arguments = {
+        "autoencoder": {"config_fields": {"_class_name": "AutoencoderTiny", "in_channels": 1}},
+        "text_encoder": {"config_fields": {"model_type": "clip_text_model", "hidden_size": 8}, "max_length": 16},
+        "features": {"teacher": "data.judge", "layer": "body", "dtype": "bfloat16"},
+        "statistics": "declared",
+    }
+    data = build_data(["-c", config(tmp_path, **arguments)])
+    assert data.autoencoder == DiffusersModelConfig(config_fields=arguments["autoencoder"]["config_fields"])
+    assert data.text_encoder_config.max_length == 16
+    assert data.features == TeacherFeatures("data.judge", "body", dtype="bfloat16")
+    other = build_data(["-c", config(tmp_path, autoencoder="runs/autoencoder/last.ckpt", cached=False)])
+    assert other.autoencoder == "runs/autoencoder/last.ckpt"
+    assert not other.cached
