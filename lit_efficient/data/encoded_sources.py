@@ -2,10 +2,11 @@
 
     source.read(row, ["latents", "labels"]) -> {"latents": array, "labels": 402}
 
-    arrays      .safetensors with tensors of equal length; .npy, a field a folder or file name; .npz, not compressed
-    mds         MosaicML streaming: index.json and .mds files (imagenet.int8)
-    webdataset  .tar files, a sample the files of one name, a field each suffix
-    parquet     columns of numbers, lists or bytes
+    arrays        .safetensors with tensors of equal length; .npy, a field a folder or file name; .npz, not compressed
+    dataset_json  a .npy file a row, listed with its label in dataset.json (EDM2, REPA)
+    mds           MosaicML streaming: index.json and .mds files (imagenet.int8)
+    webdataset    .tar files, a sample the files of one name, a field each suffix
+    parquet       columns of numbers, lists or bytes
 
 Nothing is unpickled. All but parquet are read in place: memory-mapped, or at offsets that were looked up at the start.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import bisect
 import io
 import itertools
+import json
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +32,7 @@ import numpy as np
 
 from lit_efficient.errors import ConfigurationError
 
-Layout = Literal["auto", "arrays", "mds", "webdataset", "parquet"]
+Layout = Literal["auto", "arrays", "dataset_json", "mds", "webdataset", "parquet"]
 Value = np.ndarray | int | float | str | bytes
 """A field of a row: an array, a number, a text, or bytes whose meaning the files do not tell."""
 
@@ -70,6 +72,8 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
     if layout == "auto":
         if (root / "index.json").is_file():
             layout = "mds"
+        elif (root / "dataset.json").is_file():
+            layout = "dataset_json"
         else:
             several = [kind for kind, paths in kinds.items() if paths and kind != "mds"]
             if len(several) != 1:
@@ -82,6 +86,8 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
         from lit_efficient.data.encoded_mds import MosaicShards
 
         return MosaicShards(root)
+    if layout == "dataset_json":
+        return ListedFiles(root)
     if not kinds[layout]:
         raise ConfigurationError(
             f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that match "
@@ -91,7 +97,11 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
         from lit_efficient.data.encoded_tar import TarShards
 
         return TarShards(kinds[layout])
-    return ParquetFiles(kinds[layout]) if layout == "parquet" else ArrayFiles(root, kinds[layout])
+    if layout == "parquet":
+        from lit_efficient.data.encoded_parquet import ParquetFiles
+
+        return ParquetFiles(kinds[layout])
+    return ArrayFiles(root, kinds[layout])
 
 
 _SUFFIXES: dict[str, tuple[str, ...]] = {
@@ -167,6 +177,43 @@ class ArrayFiles:
         """A row of some arrays."""
         number, inside = locate(row, self._ends)
         return {field: plain(self._parts[field][number][2](inside)) for field in fields}
+
+
+class ListedFiles:
+    """Arrays of one row a file, as ``dataset.json`` lists them: {"labels": [["00000/img00000000.npy", 402], ...]}.
+
+    Args:
+        root: The folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, index = root, root / "dataset.json"
+        try:
+            self._listed = [(str(name), label) for name, label in json.loads(index.read_text("utf-8"))["labels"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"EncodedData: {index} lists no files with labels ({error!r}).") from error
+        for name, _ in self._listed:
+            if not name.endswith(".npy") or name.startswith("/") or ".." in name.split("/"):
+                raise ConfigurationError(f"EncodedData: {index} lists {name!r}, which is no .npy file in it.")
+
+    @property
+    def fields(self) -> list[str]:
+        """``latents`` and ``labels``."""
+        return ["latents", "labels"]
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def read(self, row: int, fields: Sequence[str]) -> dict[str, Value]:
+        """A file's array, and its label."""
+        name, label = self._listed[row]
+        found: dict[str, Value] = {"labels": label}
+        if "latents" in fields:
+            try:
+                found["latents"] = np.load(self._root / name, allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise ConfigurationError(f"EncodedData: {self._root / name} cannot be read: {error}.") from error
+        return {field: found[field] for field in fields}
 
 
 def plain(value: Any) -> Value:
@@ -262,67 +309,6 @@ def _npz_parts(root: Path, path: Path) -> list[Part]:
 
 
 _OPENERS = {".safetensors": _safetensors_parts, ".npy": _npy_parts, ".npz": _npz_parts}
-
-
-class ParquetFiles:
-    """Columns of parquet files; those that are asked for are read at first use and stay in memory.
-
-    Args:
-        files: The files, of one schema, in order.
-    """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        try:
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise ConfigurationError(
-                "EncodedData: parquet needs pyarrow: pip install lit-efficient[diffusion]."
-            ) from error
-        self._files = [str(path) for path in files]
-        opened = [pq.ParquetFile(path) for path in self._files]
-        self._names = list(opened[0].schema_arrow.names)
-        self._length = sum(file.metadata.num_rows for file in opened)
-        self._columns: dict[str, Any] = {}
-
-    @property
-    def fields(self) -> list[str]:
-        """Names of the columns."""
-        return list(self._names)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def read(self, row: int, fields: Sequence[str]) -> dict[str, Value]:
-        """A row of some columns."""
-        return {field: _arrow_value(self._column(field)[row]) for field in fields}
-
-    def _column(self, field: str) -> Any:
-        if field not in self._columns:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            tables = [pq.read_table(path, columns=[field], partitioning=None) for path in self._files]
-            self._columns[field] = pa.concat_tables(tables).column(0)
-        return self._columns[field]
-
-
-def _arrow_value(scalar: Any) -> Value:
-    """A list of lists as an array of as many axes, bytes of an array as that, anything else as Python has it."""
-    values, lengths = getattr(scalar, "values", None), []
-    if values is None:
-        found: Value = scalar.as_py()
-        return np_bytes(found) if isinstance(found, bytes) else found
-    while "list" in str(values.type).split("<", maxsplit=1)[0]:
-        lengths.append(len(values))
-        values = values.flatten()
-    array = values.to_numpy(zero_copy_only=False)
-    return array.reshape(_axes(lengths, len(array)))
-
-
-def _axes(lengths: Sequence[int], total: int) -> list[int]:
-    """Axes of nested lists from how many there are at each depth: [4, 128] lists with 4096 numbers: 4 x 32 x 32."""
-    counts = [*lengths, total]
-    return [counts[0], *(after // before for before, after in itertools.pairwise(counts))]
 
 
 def np_bytes(data: bytes) -> Value:

@@ -100,6 +100,16 @@ def npy_a_file_a_row(folder):
     return EncodedFields("imagenet256_features", label="imagenet256_labels")
 
 
+def listed_in_dataset_json(folder):
+    """As EDM2 and REPA lay them out."""
+    names = [f"{row // 10:05d}/img-{row:08d}.npy" for row in range(ROWS)]
+    for row, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        np.save(folder / name, LATENTS[row])
+    (folder / "dataset.json").write_text(json.dumps({"labels": [[n, int(y)] for n, y in zip(names, LABELS)]}))
+    return EncodedFields()
+
+
 def npz(folder):
     for number, part in enumerate(PARTS):
         np.savez(folder / f"{number}.npz", latents=np.asfortranarray(LATENTS[part]), labels=LABELS[part])
@@ -180,6 +190,7 @@ WRITERS = [
     safetensors_bfloat16,
     npy_a_field_a_file,
     npy_a_file_a_row,
+    listed_in_dataset_json,
     npz,
     mds,
     mds_of_any_array,
@@ -353,6 +364,12 @@ def test_nothing_is_unpickled(tmp_path):
     write_mds(tmp_path / "mds", {"z": ("pkl", None)}, {"z": [trap] * ROWS})
     with pytest.raises(ConfigurationError, match="a column encoded as pkl is pickled"):
         open_encoded(tmp_path / "mds").read(0, ["z"])
+    (tmp_path / "npy/dataset.json").write_text(json.dumps({"labels": [["latents.npy", 0], ["../a.npy", 1]]}))
+    with pytest.raises(ConfigurationError, match=r"lists '../a.npy', which is no .npy file in it"):
+        open_encoded(tmp_path / "npy")
+    (tmp_path / "npy/dataset.json").write_text(json.dumps({"labels": [["latents.npy", 0]]}))
+    with pytest.raises(ConfigurationError, match=r"latents.npy cannot be read: .*allow_pickle=False"):
+        open_encoded(tmp_path / "npy").read(0, ["latents"])
     assert not (tmp_path / "sprung").exists()
 
 
