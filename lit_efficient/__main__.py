@@ -8,6 +8,7 @@ from lit_efficient import __version__
 # Files in lit_efficient/commands.
 COMMANDS = {
     "preview": "preview",
+    "cache-latents": "cache_latents",
     "average": "average",
     "ema-sweep": "ema_sweep",
     "export": "export",
@@ -28,6 +29,7 @@ usage: python -m lit_efficient COMMAND ...
   predict     run a checkpoint's predictions
   techniques  list all techniques; `techniques NAME` prints a card, `techniques --matrix` what goes with what
   preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
+  cache-latents  encode the images of a config once, for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
   average     the weighted mean of checkpoints:    CKPT... --output FILE
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
               and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE

@@ -200,11 +200,12 @@ def summary_lines(
             yield paint(text + " turns: the model may never stop", "warning", colour)
 
 
-def build_data(argv: Sequence[str]) -> Any:
+def build_data(argv: Sequence[str], command: str = "preview") -> Any:
     """The datamodule of a config, and nothing else of it.
 
     Args:
         argv: as for ``fit``.
+        command: who asks, for the error.
 
     Raises:
         ConfigurationError: If the config has no data.
@@ -222,7 +223,7 @@ def build_data(argv: Sequence[str]) -> Any:
         def instantiate_classes(self) -> None:
             wanted = self._get(self.config, "data")
             if not wanted:
-                raise ConfigurationError("preview: the config has no `data`.")
+                raise ConfigurationError(f"{command}: the config has no `data`.")
             parser = Parser(parser_mode=PARSER_MODE, exit_on_error=False)
             parser.add_subclass_arguments(LightningDataModule, "data")
             try:

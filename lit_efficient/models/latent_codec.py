@@ -114,7 +114,8 @@ class LatentCodec:
         check_images(images, self.autoencoder, "LatentCodec")
         with torch.autocast(images.device.type, enabled=False):
             mean, logvar = self.autoencoder.to(images.device).encode(images.float())
-        return mean.float(), None if logvar is None else logvar.float()
+        # In the usual order in memory: noise that is drawn "like" channels-last latents would fall on other places.
+        return mean.float().contiguous(), None if logvar is None else logvar.float().contiguous()
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Images [B, C, H, W] in [-1, 1] to mean and logvar (or None) of the normalised latents, float32.

@@ -1,0 +1,129 @@
+"""``python -m lit_efficient cache-latents --config X``: encode the images of a config once, for all runs to come.
+
+X is the very config that ``fit`` runs, with ``data: LatentData``. A run that was killed is gone on with by the same
+command; a cache that is there already is checked from end to end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_efficient.errors import ConfigurationError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write a cache.
+
+    Args:
+        argv: The arguments after ``cache-latents``.
+
+    Returns:
+        Exit code: 0, or 2 for what the user can mend, with a sentence that says what.
+    """
+    parser = argparse.ArgumentParser(
+        "lit_efficient cache-latents",
+        description="Encode the images, captions and teacher's features of a config's LatentData into its cache. Takes "
+        "the options of fit as well: -c CONFIG.yaml [-c OVERLAY.yaml ...] [--data.folder DIR ...].",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        help="images that are encoded at once (default: as training on images does, the data's up to 32)",
+    )
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that read images (default: 0)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, mps, ...; auto: the accelerator, if there is one")
+    parser.add_argument("--shard_rows", type=int, default=1024, help="images a file (default: 1024)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a cache that is there, and what was begun")
+    options, rest = parser.parse_known_args(argv)
+    for name, least in (("batch_size", 1), ("num_workers", 0), ("shard_rows", 1)):
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            raise ConfigurationError(f"cache-latents: --{name} must be at least {least}, got {getattr(options, name)}.")
+    from lit_efficient.cli.errors import explain
+    from lit_efficient.commands.preview import build_data
+    from lit_efficient.data.latent_data import LatentData
+
+    try:
+        data = build_data(rest, "cache-latents")
+        if not isinstance(data, LatentData):
+            raise ConfigurationError(
+                f"cache-latents: the config's data must be LatentData, it is {type(data).__name__}."
+            )
+        data.images.prepare_data()
+        data.images.setup("fit")
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        message = explain(error, rest)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    bar = Bar()
+    given = {"batch_size": options.batch_size} if options.batch_size else {}
+    manifest = data.write_cache(
+        **given,
+        num_workers=options.num_workers,
+        device=options.device,
+        shard_rows=options.shard_rows,
+        overwrite=options.overwrite,
+        progress=bar,
+    )
+    for line in summary(data.cache_folder(), manifest, bar):
+        print(line)
+    return 0
+
+
+class Bar:
+    """A progress bar of images on a terminal, and what it measured."""
+
+    def __init__(self) -> None:
+        self.encoded = 0
+        self.seconds = 0.0
+        self._bar: Any = None
+        self._last = 0.0
+
+    def __call__(self, total: int, done: int) -> Bar:
+        """Begin.
+
+        Args:
+            total: Images in all.
+            done: How many an earlier run has encoded.
+        """
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, initial=done, desc="encoding", unit="img", disable=None)  # terminals only
+        self._last = time.monotonic()
+        return self
+
+    def update(self, count: int) -> None:
+        """So many images more are encoded."""
+        self.encoded += count
+        now = time.monotonic()
+        self.seconds, self._last = self.seconds + now - self._last, now
+        self._bar.update(count)
+        if self._bar.n >= self._bar.total:
+            self._bar.close()
+
+
+def summary(folder: Path, manifest: Mapping[str, Any], bar: Bar) -> Iterator[str]:
+    """Yield the lines that tell what is in a cache."""
+    rows, size = manifest["rows"], manifest["rows"] * manifest["bytes_per_row"]
+    yield f"cache        {folder}"
+    if not bar.encoded:
+        yield "             nothing to encode: it was there, and every file is what was written"
+    shapes = ", ".join(f"{count} of {shape}" for shape, count in manifest["latents"].items())
+    yield f"latents      {rows} of {manifest['count']} images and their variants: {shapes}"
+    if manifest["texts"]:
+        yield f"captions     {manifest['texts']} different ones"
+    yield f"size         {size / 1e6:.1f} MB, {manifest['bytes_per_row']:.0f} bytes an image"
+    for name in ("mean", "std"):
+        yield f"channel {name:<4} " + " ".join(f"{value:.4f}" for value in manifest["statistics"][name])
+    yield f"PSNR         {manifest['reconstruction_psnr_db']:.1f} dB, of a few images decoded again"
+    if bar.seconds > 0:
+        yield f"speed        {bar.encoded / bar.seconds:.1f} images/s"

@@ -1,0 +1,308 @@
+"""Latents that somebody else has encoded, as batches: imagenet.int8, cosmos-imagenet, fast-DiT's and REPA's features.
+
+    latents = (zero + scale * stored - mean) / std
+
+Whatever the files are, a batch is that of `LatentData`'s cache, its keys (row, 0) in the order of the same sampler; a
+row's label is read with its latents, by one number.
+
+    imagenet.int8     fields {latents: vae_output, label: label, caption: label_as_text},
+                      numbers {scale: 24/255, zero: -12, shape: [4, 32, 32]}                 (SDXL's VAE, not scaled)
+    cosmos-imagenet   files imagenet_ci8x8.safetensors, val_files imagenet_ci8x8_val.safetensors,
+                      numbers {scale: 16/255}                                                  (Cosmos-Tokenizer CI8x8)
+    EDM2, REPA        numbers {content: mean_std}: the standard deviation behind the mean, as further channels
+    fast-DiT          fields {latents: imagenet256_features, label: imagenet256_labels}
+
+Saves: downloading the images, and encoding them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_efficient.data.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
+from lit_efficient.data.encoded_sources import EncodedSource, Layout, Value, check_fields, open_encoded
+from lit_efficient.data.image_source import collate_images
+from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loader
+from lit_efficient.data.latent_format import Moments, normalize_item
+from lit_efficient.data.stage_one import forked_rng
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.autoencoder import AutoencoderConfig
+from lit_efficient.models.autoencoders import build_autoencoder
+from lit_efficient.models.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.latent_codec import LatentCodec
+
+MEASURED_ROWS = 4096
+
+
+class EncodedData(LightningDataModule):
+    """A local folder of latents, as the data module of ``LatentDiffusion``.
+
+    Args:
+        folder: Where the files are.
+        layout: ``arrays`` (.safetensors, .npy, .npz), ``dataset_json``, ``mds``, ``webdataset`` or ``parquet``;
+            ``auto`` by the files' names.
+        files: Pattern for the names of the training files.
+        val_files: Pattern for those of validation, or the path of another folder; None: ``held_out`` rows.
+        fields: Names of the fields.
+        numbers: What the stored numbers mean.
+        statistics: By which latents are normalised: ``measured`` on up to 4096 rows, ``declared`` by the autoencoder's
+            configuration, ``none`` if they are of mean 0 and variance 1 already, or given.
+        autoencoder: What decodes the latents, as in ``LatentData``; None: nothing does, so no samples are shown.
+        num_classes: Number of classes; None: one more than the largest label, for which all rows are read once.
+        held_out: Rows that are kept for validation where there are no ``val_files``.
+        batch_size: Rows a batch.
+        num_workers: Worker processes a loader.
+        seed: Seed of the order, and of which rows are held out.
+
+    Raises:
+        ConfigurationError: For a folder, field or number that cannot be.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        layout: Layout = "auto",
+        files: str = "*",
+        val_files: str | None = None,
+        fields: EncodedFields = EncodedFields(),  # noqa: B008 (frozen)
+        numbers: EncodedNumbers = EncodedNumbers(),  # noqa: B008 (frozen)
+        statistics: Literal["measured", "declared", "none"] | ChannelScaling = "measured",
+        autoencoder: AutoencoderConfig | DiffusersModelConfig | str | None = None,
+        num_classes: int | None = None,
+        held_out: int = 256,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        given = {"held_out": (held_out, 0), "batch_size": (batch_size, 1), "num_workers": (num_workers, 0)}
+        for name, (value, least) in {**given, "seed": (seed, 0), "num_classes": (num_classes or 0, 0)}.items():
+            if value < least:
+                raise ConfigurationError(f"EncodedData: {name} must be an integer >= {least}, not {value!r}.")
+        if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
+            raise ConfigurationError(
+                f"EncodedData: statistics must be measured, declared, none, or a mean and std; got {statistics!r}."
+            )
+        if statistics == "declared" and autoencoder is None:
+            raise ConfigurationError("EncodedData: statistics: declared needs the autoencoder that declares them.")
+        self.folder = folder
+        self.layout: Layout = layout
+        self.files = files
+        self.val_files = val_files
+        self.fields = fields
+        self.numbers = numbers
+        self.statistics = statistics
+        self.autoencoder = autoencoder
+        self.classes = num_classes
+        self.held_out = held_out
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.codec: LatentCodec | None = None
+        self.class_names: list[str] = []
+        self.text_encoder = None
+        self.dataset: EncodedRows
+        self.train_index: list[int]
+        self.val_index: list[int]
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a latent."""
+        channels, height, width = self.dataset.shape
+        return channels, height, width
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 without labels."""
+        return self.classes or 0
+
+    @property
+    def test_index(self) -> list[int]:
+        """Those for validation: there are no others."""
+        return self.val_index
+
+    def setup(self, stage: str) -> None:
+        """Open the files, choose what is held out, measure; the same in every process, no random number is drawn."""
+        if hasattr(self, "dataset"):
+            return
+        root = Path(self.folder).expanduser()
+        sources = [open_encoded(root, self.layout, self.files)]
+        if self.val_files is not None:
+            other = Path(self.val_files).expanduser()
+            sources.append(open_encoded(other) if other.is_dir() else open_encoded(root, self.layout, self.val_files))
+        for source in sources:
+            check_fields(source, self.fields.asked(), root)
+        rows = EncodedRows(sources, self.fields, self.numbers)
+        self.train_index, self.val_index = self._split([len(source) for source in sources])
+        if self.classes is None and self.fields.label is not None:
+            labels = rows.labels(range(len(rows)))
+            self.classes = max(labels) + 1
+            rank_zero_info(f"EncodedData: {self.classes} classes; num_classes: {self.classes} saves looking for it.")
+        rows.num_classes = self.num_classes
+        autoencoder = None
+        if self.autoencoder is not None:
+            with forked_rng(0):
+                autoencoder = build_autoencoder(self.autoencoder)
+        mean, std = self._statistics(rows, autoencoder)
+        if autoencoder is not None:
+            self.codec = LatentCodec(autoencoder, mean, std)
+        rows.mean, rows.std = mean, std
+        self.dataset = rows
+
+    def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
+        """Nothing: there are no images to compare with."""
+        return {}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled: a pure function of (seed, epoch)."""
+        return self._loader(self.train_index, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """In order."""
+        return self._loader(self.val_index, shuffle=False)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Those for validation."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Those for validation."""
+        return self.val_dataloader()
+
+    def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
+        sampler = KeyedBatchSampler(index, self.batch_size, seed=self.seed, shuffle=shuffle)
+        return keyed_loader(self.dataset, sampler, collate_images, self.num_workers)
+
+    def _split(self, lengths: list[int]) -> tuple[list[int], list[int]]:
+        if len(lengths) == 2:
+            return list(range(lengths[0])), list(range(lengths[0], sum(lengths)))
+        if not 1 <= self.held_out < lengths[0]:
+            raise ConfigurationError(
+                f"EncodedData: held_out must be in [1, {lengths[0]}), the number of rows, not {self.held_out}, unless "
+                "there are val_files."
+            )
+        order = torch.randperm(lengths[0], generator=torch.Generator().manual_seed(self.seed)).tolist()
+        return sorted(order[self.held_out :]), sorted(order[: self.held_out])
+
+    def _statistics(self, rows: EncodedRows, autoencoder: Any) -> tuple[Tensor, Tensor]:
+        channels = rows.shape[0]
+        if autoencoder is not None and autoencoder.latent_channels != channels:
+            raise ConfigurationError(
+                f"EncodedData: the latents have {channels} channels, those of the autoencoder "
+                f"{autoencoder.latent_channels}."
+            )
+        if self.statistics == "none":
+            return torch.zeros(channels), torch.ones(channels)
+        if self.statistics == "declared":
+            codec = LatentCodec.declared(autoencoder)
+            return codec.mean, codec.std
+        if isinstance(self.statistics, ChannelScaling):
+            mean, std = torch.tensor(self.statistics.mean), torch.tensor(self.statistics.std)
+        else:
+            mean, std = rows.measured(self.train_index)
+        if mean.shape != (channels,) or std.shape != (channels,) or not bool((std > 0).all()):
+            raise ConfigurationError(
+                f"EncodedData: statistics must be {channels} means and {channels} deviations above 0, as many as "
+                f"channels; got {mean.tolist()} and {std.tolist()}."
+            )
+        return mean, std
+
+
+class EncodedRows:
+    """Rows of one or several sources, as items of a batch, by (row, 0).
+
+    Args:
+        sources: One after the other.
+        names: Their fields.
+        numbers: What their numbers mean.
+    """
+
+    def __init__(self, sources: Sequence[EncodedSource], names: EncodedFields, numbers: EncodedNumbers) -> None:
+        self.sources = list(sources)
+        self.names = names
+        self.numbers = numbers
+        self.num_classes = 0  # 0: labels are not checked
+        self.shape: tuple[int, ...] = tuple(next(iter(self._latents(self._row(0))[0].values())).shape)
+        self.mean = torch.zeros(self.shape[0])
+        self.std = torch.ones(self.shape[0])
+
+    def __len__(self) -> int:
+        return sum(len(source) for source in self.sources)
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        row, variant = key
+        latents, rest = self._latents(self._row(row))
+        for name, values in latents.items():
+            if values.shape != self.shape:
+                raise ConfigurationError(
+                    f"EncodedData: {name} of row {row} has the shape {list(values.shape)}, those of row 0 "
+                    f"{list(self.shape)}; a data set has one shape."
+                )
+        return {
+            **normalize_item(latents, self.mean, self.std),
+            **self._rest(row, rest),
+            "index": row,
+            "variant": variant,
+        }
+
+    def labels(self, rows: Sequence[int]) -> list[int]:
+        """Labels of some rows."""
+        assert self.names.label is not None
+        return [_label(self._row(row, [self.names.label])[self.names.label], row) for row in rows]
+
+    def measured(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, of up to 4096 of the rows, evenly spaced."""
+        count = min(len(rows), MEASURED_ROWS)
+        parts = []
+        for i in range(count):
+            latents, _ = self._latents(self._row(rows[i * len(rows) // count]))
+            mean = latents["mean"] if "mean" in latents else latents["latents"]
+            logvar = latents.get("logvar")
+            parts.append(Moments.of(mean[None], None if logvar is None else logvar[None]))
+        mean_std = Moments.join(parts).mean_and_std()
+        return torch.tensor(mean_std[0]), torch.tensor(mean_std[1])
+
+    def _row(self, row: int, asked: Sequence[str] | None = None) -> dict[str, Value]:
+        start = 0
+        for source in self.sources:
+            if row - start < len(source):
+                return source.read(row - start, list(self.names.asked().values()) if asked is None else asked)
+            start += len(source)
+        raise IndexError(row)
+
+    def _latents(self, row: Mapping[str, Value]) -> tuple[dict[str, Tensor], Mapping[str, Value]]:
+        logvar = None if self.names.logvar is None else row[self.names.logvar]
+        return self.numbers.read(row[self.names.latents], logvar), row
+
+    def _rest(self, row: int, stored: Mapping[str, Value]) -> dict[str, Any]:
+        names = self.names
+        item: dict[str, Any] = {}
+        if names.label is not None:
+            item["labels"] = label = _label(stored[names.label], row)
+            if self.num_classes and not 0 <= label < self.num_classes:
+                raise ConfigurationError(
+                    f"EncodedData: the label of row {row} is {label}, num_classes {self.num_classes}."
+                )
+        if names.caption is not None:
+            item["captions"] = str(stored[names.caption])
+        for name in ("text", "pooled", "features"):
+            if (field := getattr(names, name)) is not None:
+                item[name] = self.numbers.array(stored[field])
+        if names.text_mask is not None:
+            item["text_mask"] = self.numbers.array(stored[names.text_mask]).bool()
+        return item
+
+
+def _label(value: Value, row: int) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"EncodedData: the label of row {row} is {value!r:.60}, no number.") from error

@@ -1,0 +1,439 @@
+"""Data sets that others have encoded: every reader on files that are written here, as those who publish them do."""
+
+import io
+import json
+import pickle
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from lit_efficient import (
+    AutoencoderConfig,
+    ChannelScaling,
+    ConfigurationError,
+    DiffusersModelConfig,
+    EncodedData,
+    EncodedFields,
+    EncodedNumbers,
+)
+from lit_efficient.data.encoded_sources import open_encoded
+from lit_efficient.data.resumable import make_resumable
+
+ROWS, SHAPE = 23, (4, 3, 2)
+LATENTS = np.random.default_rng(0).normal(2.0, 3.0, (ROWS, *SHAPE)).astype(np.float32)
+LABELS = np.random.default_rng(1).integers(0, 7, ROWS)
+LABELS[3] = 6
+CAPTIONS = [f"ein Bild, Nr. {i}: gräßlich" for i in range(ROWS)]
+PARTS = [slice(0, 9), slice(9, 10), slice(10, ROWS)]
+
+
+def write_mds(folder, columns, rows, compression=None) -> None:
+    """Shards as MosaicML's writer lays them out. ``columns``: name -> (encoding, fixed size or None)."""
+    shards = []
+    for number, part in enumerate(PARTS):
+        samples = []
+        for row in range(ROWS)[part]:
+            values = [rows[name][row] for name in columns]
+            sizes = [np.uint32(len(v)).tobytes() for v, (_, size) in zip(values, columns.values()) if not size]
+            samples.append(b"".join([*sizes, *values]))
+        header = json.dumps({"format": "mds"}).encode()
+        begin = 4 + 4 * (len(samples) + 1) + len(header)
+        offsets = np.cumsum([begin, *map(len, samples)], dtype=np.uint32)
+        data = b"".join([np.uint32(len(samples)).tobytes(), offsets.tobytes(), header, *samples])
+        name = f"shard.{number:05d}.mds"
+        (folder / name).write_bytes(data)
+        shards.append(
+            {
+                "column_names": list(columns),
+                "column_encodings": [encoding for encoding, _ in columns.values()],
+                "column_sizes": [size for _, size in columns.values()],
+                "compression": compression,
+                "format": "mds",
+                "raw_data": {"basename": name, "bytes": len(data), "hashes": {}},
+                "samples": len(samples),
+                "version": 2,
+                "zip_data": None,
+            }
+        )
+    (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def safetensors(folder):
+    for number, part in enumerate(PARTS):
+        save_file({"latents": LATENTS[part], "labels": LABELS[part]}, folder / f"part-{number}.safetensors")
+    return EncodedFields()
+
+
+def safetensors_bfloat16(folder):
+    from safetensors.torch import save_file as save
+
+    save(
+        {"latents": torch.from_numpy(LATENTS).bfloat16(), "labels": torch.from_numpy(LABELS)}, folder / "a.safetensors"
+    )
+    return EncodedFields()
+
+
+def npy_a_field_a_file(folder):
+    for number, part in enumerate(PARTS):
+        np.save(folder / f"latents_{number}.npy", LATENTS[part])
+        np.save(folder / f"classes_{number}.npy", LABELS[part])
+    return EncodedFields(label="classes")
+
+
+def npy_a_file_a_row(folder):
+    """As fast-DiT lays them out: 0.npy, 1.npy, ... [1, c, h, w] in one folder and [1] in another."""
+    for name, values in (("imagenet256_features", LATENTS), ("imagenet256_labels", LABELS)):
+        (folder / name).mkdir()
+        for row in range(ROWS):
+            np.save(folder / name / f"{row}.npy", values[row : row + 1])
+    return EncodedFields("imagenet256_features", label="imagenet256_labels")
+
+
+def listed_in_dataset_json(folder):
+    """As EDM2 and REPA lay them out."""
+    names = [f"{row // 10:05d}/img-{row:08d}.npy" for row in range(ROWS)]
+    for row, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        np.save(folder / name, LATENTS[row])
+    (folder / "dataset.json").write_text(json.dumps({"labels": [[n, int(y)] for n, y in zip(names, LABELS)]}))
+    return EncodedFields()
+
+
+def npz(folder):
+    for number, part in enumerate(PARTS):
+        np.savez(folder / f"{number}.npz", latents=np.asfortranarray(LATENTS[part]), labels=LABELS[part])
+    return EncodedFields()
+
+
+def mds(folder):
+    columns = {"cap": ("str", None), "z": ("ndarray:float32", None), "y": ("int", 8)}
+    rows = {"cap": [c.encode() for c in CAPTIONS], "y": [np.int64(y).tobytes() for y in LABELS]}
+    lengths = bytes([len(SHAPE) << 2, *SHAPE])  # three axes, lengths in a byte each
+    rows["z"] = [lengths + z.tobytes() for z in LATENTS]
+    write_mds(folder, columns, rows)
+    return EncodedFields("z", label="y", caption="cap")
+
+
+def mds_of_any_array(folder):
+    columns = {"z": ("ndarray", None), "fixed": ("ndarray:float32:4,3,2", LATENTS[0].nbytes), "y": ("str", None)}
+    rows = {"y": [str(y).encode() for y in LABELS], "fixed": [z.tobytes() for z in LATENTS]}
+    lengths = bytes([(len(SHAPE) << 2) | 1]) + np.array(SHAPE, np.uint16).tobytes()
+    rows["z"] = [bytes([34]) + lengths + z.tobytes() for z in LATENTS]
+    write_mds(folder, columns, rows)
+    for name in ("z", "fixed"):
+        assert np.array_equal(open_encoded(folder).read(11, [name])[name], LATENTS[11])
+    return EncodedFields("z", label="y")
+
+
+def mds_compressed(folder):
+    fields = mds(folder)
+    index = json.loads((folder / "index.json").read_text())
+    for shard in index["shards"][1:]:
+        path = folder / shard["raw_data"]["basename"]
+        packed = pa.compress(path.read_bytes(), codec="zstd", asbytes=True)
+        (folder / f"{path.name}.zstd").write_bytes(packed)
+        path.unlink()
+        shard |= {"compression": "zstd:3", "zip_data": {"basename": f"{path.name}.zstd", "bytes": len(packed)}}
+    (folder / "index.json").write_text(json.dumps(index))
+    return fields
+
+
+def webdataset(folder):
+    for number, part in enumerate(PARTS):
+        with tarfile.open(folder / f"{number:05d}.tar", "w") as archive:
+            for row in range(ROWS)[part]:
+                about = json.dumps({"label": int(LABELS[row])}).encode()
+                files = {"latents.npy": npy(LATENTS[row]), "json": about, "txt": CAPTIONS[row].encode()}
+                for suffix, data in files.items():
+                    member = tarfile.TarInfo(f"train/{row:06d}.{suffix}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+    return EncodedFields("latents.npy", label="json.label", caption="txt")
+
+
+def parquet(folder):
+    for number, part in enumerate(PARTS):
+        columns = {
+            "z": LATENTS[part].tolist(),
+            "y": LABELS[part],
+            "cap": CAPTIONS[part],
+            "raw": [b"?"] * len(LABELS[part]),
+        }
+        pq.write_table(pa.table(columns), folder / f"{number}.parquet", row_group_size=4)
+    return EncodedFields("z", label="y", caption="cap")
+
+
+def parquet_flat(folder):
+    flat = pa.FixedSizeListArray.from_arrays(pa.array(LATENTS.reshape(-1)), LATENTS[0].size)
+    pq.write_table(pa.table({"z": flat, "y": LABELS}), folder / "a.parquet")
+    return EncodedFields("z", label="y"), EncodedNumbers(shape=list(SHAPE))
+
+
+def parquet_bytes(folder):
+    pq.write_table(pa.table({"z": [z.tobytes() for z in LATENTS], "y": LABELS}), folder / "a.parquet")
+    return EncodedFields("z", label="y"), EncodedNumbers(shape=list(SHAPE), raw="float32")
+
+
+WRITERS = [
+    safetensors,
+    safetensors_bfloat16,
+    npy_a_field_a_file,
+    npy_a_file_a_row,
+    listed_in_dataset_json,
+    npz,
+    mds,
+    mds_of_any_array,
+    mds_compressed,
+    webdataset,
+    parquet,
+    parquet_flat,
+    parquet_bytes,
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_each_layout_gives_each_row_with_its_own_label(tmp_path, writer):
+    fields = writer(tmp_path)
+    fields, numbers = fields if isinstance(fields, tuple) else (fields, EncodedNumbers())
+    data = EncodedData(str(tmp_path), fields=fields, numbers=numbers, statistics="none", held_out=5, batch_size=4)
+    data.setup("fit")
+    assert data.latent_shape == SHAPE
+    assert data.num_classes == 7
+    copy = pickle.loads(pickle.dumps(data.dataset))  # as a worker that was spawned gets it
+    rounding = 2**-8 if writer is safetensors_bfloat16 else 0.0
+    seen = []
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        for batch in loader:
+            index = batch["index"].tolist()
+            torch.testing.assert_close(batch["latents"], torch.from_numpy(LATENTS[index]), rtol=rounding, atol=0)
+            assert batch["labels"].tolist() == LABELS[index].tolist()
+            assert batch.get("captions", CAPTIONS) == ([CAPTIONS[i] for i in index] if fields.caption else CAPTIONS)
+            assert torch.equal(copy[index[0], 0]["latents"], batch["latents"][0])
+            seen += index
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_imagenet_int8_as_it_is_published(tmp_path):
+    """Flat bytes in a column whose encoding is called uint8, labels as text, values (x / 255 - 1/2) * 24."""
+    codes = np.random.default_rng(2).integers(0, 256, (ROWS, 4 * 8 * 8), dtype=np.uint8)
+    columns = {"label": ("str", None), "label_as_text": ("str", None), "vae_output": ("uint8", None)}
+    rows = {"label": [str(y).encode() for y in LABELS], "label_as_text": [c.encode() for c in CAPTIONS]}
+    write_mds(tmp_path, columns, {**rows, "vae_output": [c.tobytes() for c in codes]})
+    data = EncodedData(
+        str(tmp_path),
+        fields=EncodedFields("vae_output", label="label", caption="label_as_text"),
+        numbers=EncodedNumbers(scale=24 / 255, zero=-12.0, shape=[4, 8, 8]),
+        statistics="none",
+        num_classes=7,
+    )
+    data.held_out = 5
+    data.setup("fit")
+    for row in range(ROWS):
+        expected = (codes[row].astype(np.float32) / 255.0 - 0.5) * 24.0
+        np.testing.assert_allclose(data.dataset[row, 0]["latents"].numpy().reshape(-1), expected, atol=2e-6)
+        assert data.dataset[row, 0]["captions"] == CAPTIONS[row]
+
+
+def test_cosmos_imagenet_as_it_is_published(tmp_path):
+    """int8 codes in one file for training and one for validation, values x * 16 / 255."""
+    codes = np.random.default_rng(3).integers(-128, 128, (ROWS, 16, 2, 2)).astype(np.int8)
+    save_file({"latents": codes, "labels": LABELS}, tmp_path / "imagenet_ci8x8.safetensors")
+    save_file({"latents": codes[:4], "labels": LABELS[:4]}, tmp_path / "imagenet_ci8x8_val.safetensors")
+    save_file({"indices": codes}, tmp_path / "imagenet_di8x8.safetensors")
+    data = EncodedData(
+        str(tmp_path),
+        files="imagenet_ci8x8.safetensors",
+        val_files="imagenet_ci8x8_val.safetensors",
+        numbers=EncodedNumbers(scale=16 / 255),
+    )
+    data.setup("fit")
+    assert data.train_index == list(range(ROWS))
+    assert data.val_index == list(range(ROWS, ROWS + 4))
+    batch = next(iter(data.val_dataloader()))
+    values = torch.from_numpy(codes.astype(np.float32)) * 16 / 255
+    mean, std = values.mean((0, 2, 3)), values.std((0, 2, 3), correction=0)
+    torch.testing.assert_close(batch["latents"], (values[:4] - mean.view(-1, 1, 1)) / std.view(-1, 1, 1))
+    assert batch["labels"].tolist() == LABELS[:4].tolist()
+
+
+@pytest.mark.parametrize("content", ["mean_logvar", "mean_std"])
+def test_a_posterior_in_one_field_or_in_two(tmp_path, content):
+    logvar = np.random.default_rng(4).normal(-3.0, 1.0, LATENTS.shape).astype(np.float32)
+    width = logvar if content == "mean_logvar" else np.exp(logvar / 2)
+    moments = np.concatenate([LATENTS, width], axis=1)
+    save_file({"moments": moments, "mean": LATENTS, "logvar": logvar}, tmp_path / "a.safetensors")
+    scale = 0.18215
+    read = []
+    for fields, numbers in (
+        (EncodedFields("moments", label=None), EncodedNumbers(scale, content=content)),
+        (EncodedFields("mean", "logvar", label=None), EncodedNumbers(scale)),
+    ):
+        data = EncodedData(str(tmp_path), fields=fields, numbers=numbers, statistics="none", held_out=5)
+        data.setup("fit")
+        read.append(next(iter(data.val_dataloader())))
+        assert data.num_classes == 0
+        assert data.latent_shape == SHAPE
+    assert read[0].keys() == {"mean", "logvar", "index", "variant"}
+    index = read[0]["index"]
+    for batch in read:
+        torch.testing.assert_close(batch["mean"], torch.from_numpy(LATENTS)[index] * scale)
+        deviation = torch.from_numpy(np.exp(logvar / 2))[index] * scale
+        torch.testing.assert_close((batch["logvar"] / 2).exp(), deviation, rtol=1e-4, atol=0)
+
+
+def test_statistics_are_measured_declared_or_given(tmp_path):
+    safetensors(tmp_path)
+    vae = DiffusersModelConfig(
+        config_fields={"_class_name": "AutoencoderKL", "block_out_channels": [32], "scaling_factor": 0.5}
+    )
+    for statistics, mean, std in (
+        ("measured", LATENTS.mean((0, 2, 3)), LATENTS.std((0, 2, 3))),
+        ("declared", np.zeros(4), np.full(4, 2.0)),
+        (ChannelScaling([1.0] * 4, [4.0] * 4), np.ones(4), np.full(4, 4.0)),
+    ):
+        autoencoder = vae if statistics == "declared" else AutoencoderConfig(1, 4, 8)
+        data = EncodedData(str(tmp_path), statistics=statistics, autoencoder=autoencoder, held_out=1)
+        data.setup("fit")
+        np.testing.assert_allclose(data.codec.mean, mean, atol=0.5 if statistics == "measured" else 0)
+        np.testing.assert_allclose(data.codec.std, std, rtol=0.1 if statistics == "measured" else 0)
+        item = data.dataset[4, 0]["latents"]
+        torch.testing.assert_close(data.codec.denormalize(item[None])[0], torch.from_numpy(LATENTS[4]))
+    for statistics in (ChannelScaling([0.0] * 3, [1.0] * 3), ChannelScaling([0.0] * 4, [0.0] * 4)):
+        with pytest.raises(ConfigurationError, match="statistics must be 4 means and 4 deviations above 0"):
+            EncodedData(str(tmp_path), statistics=statistics, held_out=5).setup("fit")
+    with pytest.raises(ConfigurationError, match=r"the latents have 4 channels, those of the autoencoder 8"):
+        EncodedData(str(tmp_path), autoencoder=AutoencoderConfig(1, 8, 8), held_out=5).setup("fit")
+
+
+def test_an_epoch_goes_on_where_it_stopped(tmp_path):
+    data = EncodedData(str(tmp_path), fields=webdataset(tmp_path), held_out=5, batch_size=4, num_workers=2)
+    data.setup("fit")
+    whole = [batch["index"].tolist() for batch in make_resumable(data.train_dataloader(), seed=1)]
+    first = make_resumable(data.train_dataloader(), seed=1)
+    begun, iterator = [], iter(first)
+    for _ in range(2):
+        begun.append(next(iterator)["index"].tolist())
+    second = make_resumable(data.train_dataloader(), seed=1)
+    second.load_state_dict(first.state_dict())
+    assert begun + [batch["index"].tolist() for batch in second] == whole
+    assert sorted(i for batch in whole for i in batch) == data.train_index
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Would write a file if it were unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_nothing_is_unpickled(tmp_path):
+    trap = pickle.dumps(Trap(tmp_path / "sprung"))
+    (tmp_path / "pth").mkdir()
+    (tmp_path / "pth/000.pth").write_bytes(trap)
+    with pytest.raises(ConfigurationError, match=r"000.pth is pickled: reading it would run"):
+        open_encoded(tmp_path / "pth")
+    (tmp_path / "npy").mkdir()
+    np.save(tmp_path / "npy/latents.npy", np.array([Trap(tmp_path / "sprung")], dtype=object), allow_pickle=True)
+    with pytest.raises(ConfigurationError, match=r"latents.npy is pickled"):
+        open_encoded(tmp_path / "npy")
+    (tmp_path / "tar").mkdir()
+    with tarfile.open(tmp_path / "tar/0.tar", "w") as archive:
+        member = tarfile.TarInfo("0.latents.pyd")
+        member.size = len(trap)
+        archive.addfile(member, io.BytesIO(trap))
+    with pytest.raises(ConfigurationError, match=r"a file .latents.pyd is pickled"):
+        open_encoded(tmp_path / "tar").read(0, ["latents.pyd"])
+    (tmp_path / "mds").mkdir()
+    write_mds(tmp_path / "mds", {"z": ("pkl", None)}, {"z": [trap] * ROWS})
+    with pytest.raises(ConfigurationError, match="a column encoded as pkl is pickled"):
+        open_encoded(tmp_path / "mds").read(0, ["z"])
+    (tmp_path / "npy/dataset.json").write_text(json.dumps({"labels": [["latents.npy", 0], ["../a.npy", 1]]}))
+    with pytest.raises(ConfigurationError, match=r"lists '../a.npy', which is no .npy file in it"):
+        open_encoded(tmp_path / "npy")
+    (tmp_path / "npy/dataset.json").write_text(json.dumps({"labels": [["latents.npy", 0]]}))
+    with pytest.raises(ConfigurationError, match=r"latents.npy cannot be read: .*allow_pickle=False"):
+        open_encoded(tmp_path / "npy").read(0, ["latents"])
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_what_cannot_be_read_row_by_row_says_why(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", latents=LATENTS)
+    with pytest.raises(ConfigurationError, match=r"a.npz is compressed.*np.savez"):
+        open_encoded(tmp_path)
+    (tmp_path / "tar").mkdir()
+    with tarfile.open(tmp_path / "tar/0.tar", "w:gz") as archive:
+        archive.add(tmp_path / "a.npz")
+    with pytest.raises(ConfigurationError, match=r"0.tar is no plain tar.*unpack it once"):
+        open_encoded(tmp_path / "tar")
+    (tmp_path / "mds").mkdir()
+    write_mds(tmp_path / "mds", {"y": ("int", 8)}, {"y": [np.int64(0).tobytes()] * ROWS}, compression="brotli")
+    (tmp_path / "mds/shard.00001.mds").rename(tmp_path / "mds/shard.00001.mds.br")
+    with pytest.raises(ConfigurationError, match=r"shard.00001.mds is missing"):
+        open_encoded(tmp_path / "mds")
+    index = json.loads((tmp_path / "mds/index.json").read_text())
+    index["shards"][1] |= {"compression": "bz2:9", "zip_data": {"basename": "shard.00001.mds.br"}}
+    (tmp_path / "mds/index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigurationError, match=r"compressed by bz2:9 cannot be read .zstd, br"):
+        open_encoded(tmp_path / "mds").read(9, ["y"])
+    index["shards"][0]["raw_data"]["bytes"] += 1
+    (tmp_path / "mds/index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigurationError, match=r"shard.00000.mds is not whole"):
+        open_encoded(tmp_path / "mds")
+
+
+def test_fields_that_do_not_belong_together_are_refused(tmp_path):
+    fields = npy_a_file_a_row(tmp_path)
+    (tmp_path / "imagenet256_labels/4.npy").rename(tmp_path / "imagenet256_labels/99.npy")
+    with pytest.raises(ConfigurationError, match=r"do not belong together row by row: file '4' has 1 rows"):
+        EncodedData(str(tmp_path), fields=fields, held_out=5).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"fields": EncodedFields("vae")},
+            r"fields.latents is 'vae', but .* has 'labels', 'latents'|'latents', 'labels'",
+        ),
+        ({"num_classes": 3}, r"the label of row \d+ is \d, num_classes 3"),
+        ({"numbers": EncodedNumbers(shape=[24, 1, 1], content="mean_std"), "num_classes": 3}, "the label of row"),
+        ({"held_out": ROWS}, f"held_out must be in \\[1, {ROWS}\\)"),
+        ({"layout": "parquet"}, "no files of the layout parquet"),
+        ({"files": "*.tar"}, "no known layout"),
+        ({"folder": "/nowhere"}, "there is no folder /nowhere"),
+        ({"batch_size": 0}, "batch_size must be an integer >= 1, not 0"),
+        ({"statistics": "guessed"}, "statistics must be measured, declared, none"),
+        ({"statistics": "declared"}, "declared needs the autoencoder"),
+    ],
+)
+def test_mistakes_are_told(tmp_path, arguments, message):
+    safetensors(tmp_path)
+
+    def use() -> None:
+        data = EncodedData(**{"folder": str(tmp_path), "held_out": 5, "statistics": "none", **arguments})
+        data.setup("fit")
+        list(data.train_dataloader())
+
+    with pytest.raises(ConfigurationError, match=message):
+        use()
+    with pytest.raises(ConfigurationError, match=r"scale must be above 0"):
+        EncodedNumbers(scale=[1.0, 0.0])
+    with pytest.raises(ConfigurationError, match="raw must be one of"):
+        EncodedNumbers(raw="float64")
