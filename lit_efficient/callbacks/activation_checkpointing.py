@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -67,15 +67,25 @@ def recompute(
 
     def contexts() -> tuple[Any, Any]:
         first, second = selective() if selective is not None else (nullcontext(), nullcontext())
-        return _both(counter or nullcontext(), first), _both(_still_statistics(block), second)
+        again = functools.partial(_still_statistics, block)
+        return _Within(lambda: counter or nullcontext(), lambda: first), _Within(again, lambda: second)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-@contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Within:
+    """Contexts one in the other, entered as often as gradients are asked for."""
+
+    def __init__(self, *contexts: Callable[[], Any]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        for context in self._contexts:
+            self._entered.enter_context(context())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 @contextmanager
@@ -208,13 +218,13 @@ class ActivationCheckpointing(Technique):
                 "ActivationCheckpointing: this strategy recomputes activations by itself: build it without "
                 "activation_checkpointing_policy"
             )
-        names = {type(callback).__name__: callback for callback in trainer.callbacks}
-        if self.save and "LatentAlignment" in names:
+        retains = [type(callback).__name__ for callback in trainer.callbacks if getattr(callback, "retains_graph", 0)]
+        if self.save and retains:
             raise ConflictError(
-                "ActivationCheckpointing(save=...) cannot be combined with LatentAlignment: it measures gradients "
+                f"ActivationCheckpointing(save=...) cannot be combined with {retains[0]}: it measures gradients "
                 "before the backward pass, and what was kept by operator can be used once: leave save out"
             )
-        if self.memory_budget is not None and "MaxBatchSize" in names:
+        if self.memory_budget is not None and any(type(c).__name__ == "MaxBatchSize" for c in trainer.callbacks):
             raise ConflictError(
                 "ActivationCheckpointing(memory_budget=...) cannot be combined with MaxBatchSize: which blocks are "
                 "recomputed is decided by the first batch, after the size is found: use every or save"
@@ -323,6 +333,6 @@ def _refuse_twice(module: nn.Module, names: Sequence[str]) -> None:
         if near:
             raise ConfigurationError(
                 f"ActivationCheckpointing: {name or type(module).__name__!r} recomputes activations by itself, so that "
-                f"{near[0]!r} would run three times: switch that off (gradient_checkpointing_disable() in transformers, "
+                f"{near[0]!r} would run three times: switch that off (activation_checkpointing_disable() in transformers, "
                 "disable_gradient_checkpointing() in diffusers, set_grad_checkpointing(False) in timm)"
             )

@@ -6,8 +6,8 @@ Saves: time: fewer kernels and Python steps; with the inductor backend also acti
 Costs: seconds to minutes in the first step; once more for each new shape, and for evaluation
 Source: Ansel et al. (2024), https://doi.org/10.1145/3620665.3640366; regional: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 
-``torch.compile(block)`` puts ``_orig_mod.`` into every name, and gives up after eight versions of one function: a
-network of twelve blocks that differ in a number runs four of them uncompiled, with one line in a log.
+``torch.compile(block)`` puts ``_orig_mod.`` into every name, and gives up after eight versions of one function: of
+twelve blocks that differ in a number it runs four uncompiled, with one line in a log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 from lit_efficient.application import reports_of
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.surgery import find_blocks, match_modules, unmixed
+from lit_efficient.surgery import find_blocks, match_modules, mix_in, unmixed
 from lit_efficient.technique import Phase, Report, Technique
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
@@ -32,7 +32,8 @@ _VERSIONS = 16  # of one block: training and evaluation, a fixed and a free batc
 def compile_in_place(modules: Iterable[nn.Module], **arguments: Any) -> None:
     """Compile each module's call, with its hooks, when it is first made; names, classes and parameters stay.
 
-    Copies and pickles of a module are not compiled.
+    Copies and pickles of a module are not compiled. Torch skips what it has written itself: to compile an
+    ``nn.Sequential`` or an ``nn.TransformerEncoderLayer`` as it stands does nothing, and says nothing.
 
     Args:
         modules: Any modules; the limit on versions grows with their number, since alike ones share them.
@@ -40,7 +41,16 @@ def compile_in_place(modules: Iterable[nn.Module], **arguments: Any) -> None:
     """
     chosen = list(modules)
     for module in chosen:
+        if type(module).forward.__module__.startswith("torch.nn."):
+            mix_in(module, _Traced)
         module.compile(recompile_limit=_VERSIONS * len(chosen), **arguments)
+
+
+class _Traced(nn.Module):
+    """Mix-in that gives a module a forward of its own, for the compiler to start from."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 class Compile(Technique):
@@ -85,9 +95,7 @@ class Compile(Technique):
         if backend not in backends:
             near = difflib.get_close_matches(backend, backends, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ConfigurationError(
-                f"Compile: backend must be one of {', '.join(backends)}, got {backend!r}{hint}"
-            )
+            raise ConfigurationError(f"Compile: backend must be one of {', '.join(backends)}, got {backend!r}{hint}")
         if mode not in _MODES:
             raise ConfigurationError(f"Compile: mode must be one of {', '.join(_MODES)}, got {mode!r}")
         if mode != "default" and backend != "inductor":
@@ -100,6 +108,12 @@ class Compile(Technique):
         self.fullgraph = fullgraph
         self.dynamic = dynamic
         self._counted: tuple[int, int, int] | None = None
+        self._retains = False
+        self._donated_before: bool | None = None
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Learn whether another technique takes gradients before the backward pass."""
+        self._retains = any(getattr(callback, "retains_graph", False) for callback in trainer.callbacks)
 
     def transform(self, module: nn.Module) -> Report:
         """Mark what is to be compiled, and compile it when it is first called."""
@@ -107,6 +121,8 @@ class Compile(Technique):
         for name, part in found:
             if any(True for child in part.modules() if _is_compiled(child)):
                 raise ConfigurationError(f"Compile: {name!r}, or a part of it, is compiled already: do one of the two")
+        for _, part in found if self._retains else ():
+            mix_in(part, _Traced)  # so that no graph of an earlier fit fits, which can be run backwards once
         compile_in_place([part for _, part in found], **self._options())
         kinds = ", ".join(sorted({unmixed(part).__name__ for _, part in found}))
         how = self.backend + (f" in mode {self.mode}" if self.mode != "default" else "")
@@ -118,6 +134,10 @@ class Compile(Technique):
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Compile what a copy of a compiled module has lost, and begin to count."""
         super().on_fit_start(trainer, pl_module)
+        if self._retains:  # a backward graph that may overwrite what it was given can be run once
+            from torch._functorch import config
+
+            self._donated_before, config.donated_buffer = config.donated_buffer, False
         names = reports_of(pl_module)["Compile"].modules
         lost = [part for part in map(pl_module.get_submodule, names) if not _is_compiled(part)]
         compile_in_place(lost, **self._options())
@@ -125,6 +145,7 @@ class Compile(Technique):
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Say what was compiled, and what was not."""
+        self._restore()
         graphs, tried, done = (now - before for now, before in zip(_counts(), self._counted or _counts(), strict=True))
         rank_zero_info(f"Compile: {graphs} new graphs of {done} functions in this fit")
         if done < tried:
@@ -132,6 +153,17 @@ class Compile(Technique):
                 f"Compile: {tried - done} functions or versions of them were given up and ran uncompiled; "
                 'TORCH_LOGS="recompiles,graph_breaks" says why'
             )
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Leave torch's settings as they were."""
+        self._restore()
+        super().on_exception(trainer, pl_module, exception)
+
+    def _restore(self) -> None:
+        if self._donated_before is not None:
+            from torch._functorch import config
+
+            config.donated_buffer, self._donated_before = self._donated_before, None
 
     def _options(self) -> dict[str, Any]:
         mode = {"mode": self.mode} if self.backend == "inductor" else {}
