@@ -165,7 +165,7 @@ class SavedTensors(saved_tensors_hooks):
     def _unpack(self, packed: Any) -> Any:
         return packed if self._inner is None else self._inner[1](packed)
 
-    def __enter__(self) -> SavedTensors:
+    def __enter__(self) -> SavedTensors:  # type: ignore[override]
         self._inner = torch._C._autograd._top_saved_tensors_default_hooks(True)
         super().__enter__()
         return self

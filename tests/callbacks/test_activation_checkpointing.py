@@ -1,4 +1,4 @@
-"""Activation checkpointing: fewer bytes kept, the gradients of the plain network bit by bit, every name in its place."""
+"""Activation checkpointing: fewer bytes kept, the plain network's gradients bit by bit, every name in its place."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lit_efficient import (
     StochasticDepth,
 )
 from lit_efficient.application import apply
-from lit_efficient.callbacks.activation_checkpointing import choose_kept
 from lit_efficient.memory import AllocationMeter, SavedTensors
+from lit_efficient.recomputation import choose_kept
 from tests.callbacks.test_stochastic_depth_families import FAMILIES, IDS, Family, _diffusers, built
 from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
 

@@ -182,5 +182,5 @@ def test_a_network_without_convolutions_is_refused() -> None:
 def test_sharding_is_refused() -> None:
     run = trainer([ChannelsLast()])
     run._accelerator_connector.strategy = L.strategies.ModelParallelStrategy()
-    with pytest.raises(ConflictError, match="cannot be combined with ModelParallelStrategy.*strategy='ddp'"):
+    with pytest.raises(ConflictError, match=r"cannot be combined with ModelParallelStrategy.*strategy='ddp'"):
         ChannelsLast().check(run, None)
