@@ -8,7 +8,17 @@ process's own on one thread, so that a busy machine slows all alike; read the ra
 
 Seen with the defaults on two vCPUs of a Xeon at 2.5 GHz that were busy with other work, torch 2.13.0:
 
-RESULT
+    6 layers of width 128, 4 rows of 128 tokens: 8 steps
+    plain                          kept   40.4 MiB 100.0%   peak   41.7 MiB 100.0%   time 100.0%   gradients equal
+    transformers' own              kept    2.8 MiB   6.9%   peak   14.2 MiB  34.0%   time 147.5%   gradients equal
+    torch's checkpoint             kept    2.8 MiB   6.9%   peak   14.2 MiB  34.0%   time 142.6%   gradients equal
+    ours                           kept    2.8 MiB   6.9%   peak   14.2 MiB  34.0%   time 148.7%   gradients equal
+    ours, every=2                  kept   21.6 MiB  53.5%   peak   23.7 MiB  56.8%   time 124.6%   gradients equal
+    ours, save=matmul, attention   kept   23.8 MiB  59.1%   peak   28.2 MiB  67.6%   time 198.3%   gradients equal
+    ours, save=attention           kept    4.3 MiB  10.7%   peak   14.2 MiB  34.0%   time 187.1%   gradients equal
+
+Saving by operator costs more here than it saves: in eager mode torch sees each operator through a mode in Python, which
+on layers this small takes longer than the operators. It is for large layers, or for the compiler, which pays it once.
 """
 
 from __future__ import annotations

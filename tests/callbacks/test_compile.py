@@ -231,7 +231,7 @@ def test_inductor_compiles_blocks_that_train_alike() -> None:
     assert report.summary == "2 modules (Sequential) are compiled in place by inductor"
     first = graphs()
     for net in nets:
-        net(torch.ones(2, 4)).square().sum().backward()
+        net(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
     assert graphs() - first == 1
     for ours, plain in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad)
