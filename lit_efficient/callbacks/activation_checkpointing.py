@@ -174,8 +174,8 @@ class ActivationCheckpointing(Technique):
         if self.memory_budget is None or all(block._recompute_bytes is None for block in blocks.values()):
             return
         sizes = trainer.strategy.broadcast([block._recompute_bytes or 0 for block in blocks.values()])  # ranks agree
-        for block, kept in zip(blocks.values(), choose_kept(sizes, self.memory_budget), strict=True):
-            block._recomputes, block._recompute_bytes = not kept, None
+        for block, keeps in zip(blocks.values(), choose_kept(sizes, self.memory_budget), strict=True):
+            block._recomputes, block._recompute_bytes = not keeps, None
         kept = [name for name, block in blocks.items() if not block._recomputes]
         if sum(sizes):  # else all of them are compiled
             bytes_kept = sum(size for size, block in zip(sizes, blocks.values(), strict=True) if not block._recomputes)
