@@ -25,8 +25,11 @@ PUBLIC: dict[str, str] = {
     "split_groups": "optimizers.rates",
     "thawed": "callbacks.gradual_unfreezing",
     # techniques: slot trainer.callbacks
+    "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "ChannelsLast": "callbacks.channels_last",
     "CheckpointAverage": "callbacks.checkpoint_average",
     "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",
+    "Compile": "callbacks.compile",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "FeatureMatching": "callbacks.feature_matching",

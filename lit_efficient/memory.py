@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -130,6 +131,48 @@ class AllocationMeter(TorchDispatchMode):
             self.add_all(result)
         self._refuse_excess()
         return result
+
+
+class SavedTensors(saved_tensors_hooks):
+    """Count the bytes that operators save for the backward pass while active, each storage once.
+
+    What stood there before, hooks that offload or a checkpoint's that discard, goes on inside.
+
+    Args:
+        without: Tensors whose storages do not count, such as parameters, which exist anyway.
+
+    Example:
+        >>> x = torch.ones(64, requires_grad=True)
+        >>> with SavedTensors() as saved:
+        ...     y = x.exp()
+        >>> saved.bytes
+        256
+    """
+
+    def __init__(self, without: Iterable[Tensor] = ()) -> None:
+        super().__init__(self._pack, self._unpack)
+        self.bytes = 0
+        self._storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in without)}
+        self._inner: tuple[Any, Any] | None = None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage  # alive, lest another one gets its address
+            self.bytes += storage.nbytes()
+        return tensor.detach() if self._inner is None else self._inner[0](tensor)
+
+    def _unpack(self, packed: Any) -> Any:
+        return packed if self._inner is None else self._inner[1](packed)
+
+    def __enter__(self) -> SavedTensors:  # type: ignore[override]
+        self._inner = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._storages.clear()
 
 
 def available_cpu_memory() -> int:

@@ -110,7 +110,7 @@ def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:
         mixins.append(mixin)
     if not mixins:  # a class made on top of ours, by FSDP2 for one
         return object.__reduce_ex__(self, protocol)
-    return _new_mixed, (base, *reversed(mixins)), self.__dict__
+    return _new_mixed, (base, *reversed(mixins)), self.__getstate__()  # which leaves out what was compiled
 
 
 def _new_mixed(base: Any, *mixins: type) -> nn.Module:

@@ -84,6 +84,7 @@ class Technique(Callback):
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
+    retains_graph: ClassVar[bool] = False  # takes gradients before the backward pass: what it needs is read twice
     repeatable: ClassVar[bool] = False  # may stand in the list more than once
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import subprocess
 import sys
@@ -87,6 +89,24 @@ class TokenAttentionNet(AttentionNet):
             return super().forward(x)
         tokens = (2 * x + 4).long().clamp(0, 7)
         return self.gpt(tokens, labels=tokens.flip(-1)).mean(-1)
+
+
+@functools.cache
+def convolved(network: type[nn.Module]) -> type[nn.Module]:
+    """The network behind a convolution over each row, as an image of four by four pixels."""
+
+    class Convolved(network):  # type: ignore[valid-type, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.filters = nn.Conv2d(1, 3, 3, padding=1)
+            self.mix = nn.Conv2d(3, 1, 3, padding=1)
+
+        def forward(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            image = x.unflatten(-1, (1, 4, WIDTH // 4))
+            return super().forward(x + self.mix(self.filters(image).tanh()).flatten(1), **arguments)
+
+    Convolved.forward.__signature__ = inspect.signature(network.forward)  # type: ignore[attr-defined]
+    return Convolved
 
 
 class ToyMethods:

@@ -59,6 +59,7 @@ class LatentAlignment(Alignment):
         "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
     }
     heads_name = "latent_alignment_heads"
+    retains_graph = True
 
     def __init__(
         self,

@@ -15,8 +15,11 @@ import lit_efficient
 from lit_efficient import (
     EMA,
     IA3,
+    ActivationCheckpointing,
+    ChannelsLast,
     CheckpointAverage,
     ChunkedCrossEntropy,
+    Compile,
     ConflictError,
     ExactResume,
     FeatureMatching,
@@ -38,7 +41,7 @@ from lit_efficient import (
     TokenWeightedAccumulation,
 )
 from lit_efficient.technique import check_conflicts
-from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet
+from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet, convolved
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -61,6 +64,8 @@ class Case:
         repacks: Whether a weight has another shape afterwards, under its old name.
         trainer: Arguments that its trainer needs.
         network: What the toy is made of; another one than the usual takes its place in all sets with the technique.
+        beside: How to build it beside another technique that excludes the setting of ``make``.
+        convolution: Whether the network needs a convolution, whatever else it is made of.
     """
 
     make: Callable[[], Technique]
@@ -70,6 +75,8 @@ class Case:
     repacks: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     network: type[nn.Module] = Net
+    beside: dict[str, Callable[[], Technique]] = field(default_factory=dict)
+    convolution: bool = False
 
 
 def _power_ema() -> PowerEMA:
@@ -88,6 +95,16 @@ def _teacher(width: int = 12) -> nn.Module:
 
 
 CASES: dict[str, Case] = {
+    "ActivationCheckpointing": Case(
+        lambda: ActivationCheckpointing(every=2), neutral=ActivationCheckpointing, changes=False
+    ),
+    "ChannelsLast": Case(ChannelsLast, neutral=None, convolution=True),  # the same values, rounded in another order
+    "Compile": Case(
+        lambda: Compile(backend="eager"),
+        neutral=lambda: Compile(backend="aot_eager"),
+        changes=False,
+        beside={"ActivationCheckpointing": lambda: Compile(backend="aot_eager")},  # see test_compile.py
+    ),
     "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
     "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
     "LRFinder": Case(_lr_finder, neutral=lambda: _lr_finder(apply=False)),
@@ -130,10 +147,19 @@ CASES: dict[str, Case] = {
 }
 
 
+def make_all(*names: str) -> list[Technique]:
+    """The named techniques, each at a setting that goes with the others."""
+    return [
+        next((CASES[name].beside[other] for other in names if other in CASES[name].beside), CASES[name].make)()
+        for name in names
+    ]
+
+
 def network_of(*names: str) -> type[nn.Module]:
     """The network that all the named techniques can act on."""
     needed = {CASES[name].network for name in names} - {Net}
-    return TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
+    network = TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
+    return convolved(network) if any(CASES[name].convolution for name in names) else network
 
 
 def _together() -> tuple[str, ...]:
@@ -141,7 +167,7 @@ def _together() -> tuple[str, ...]:
     chosen: list[str] = []
     for name in sorted(CASES):
         try:
-            check_conflicts([CASES[other].make() for other in (*chosen, name)])
+            check_conflicts(make_all(*chosen, name))
         except ConflictError:
             continue
         chosen.append(name)

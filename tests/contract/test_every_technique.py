@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 import lit_efficient
 from lit_efficient import ConflictError, Technique
 from lit_efficient.technique import check_conflicts, in_order
-from tests.contract.table import CASES, TOGETHER, network_of
+from tests.contract.table import CASES, TOGETHER, make_all, network_of
 from tests.support import Toy, ToyMethods, assert_equal, data, run_script, trainer, weights
 
 NAMES = sorted(CASES)
@@ -28,8 +28,7 @@ class StandaloneToy(ToyMethods, pytorch_lightning.LightningModule):
     """The toy of the standalone namespace."""
 
 
-def _make(*names: str) -> list[Technique]:
-    return [CASES[name].make() for name in names]
+_make = make_all
 
 
 def _toy(names: tuple[str, ...], where: str = "configure_model", scheduler: str = "none", kind: Any = Toy) -> Any:
