@@ -43,6 +43,8 @@ class ConstantRate(LatentDiffusion):
     def configure_optimizers(self) -> Any:
         """The task's optimizer with another schedule."""
         optimizer = super().configure_optimizers()["optimizer"]
+        for group in optimizer.param_groups:  # the task's schedule has begun its warm-up
+            group["lr"] = group["initial_lr"]
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=100)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -175,3 +175,5 @@ def _together() -> tuple[str, ...]:
 
 
 TOGETHER = _together()
+# Compiling takes seconds in each run: tests of many runs do it in few of them.
+UNCOMPILED = tuple(name for name in TOGETHER if name != "Compile")

@@ -33,6 +33,7 @@ FAMILIES["mixtral"] = {"model_type": "mixtral", **SMALL, "num_local_experts": 4,
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
+    torch.manual_seed(1)
     build(CausalLMConfig(config_fields=FAMILIES["llama"])).save_pretrained(tmp_path / "llama")
     return str(tmp_path / "llama")
 
