@@ -11,6 +11,24 @@ share that this classifier reads as the class asked for. Mean and sample standar
 batches.
 
 Each finished run is a line of the output, and is not run again.
+
+Seen without options (800 steps, 3 seeds, 500 samples; torch 2.13.0, one thread of a CPU):
+
+    target  Min-SNR            Fréchet, raw          Fréchet, EMA    read as meant, raw    read as meant, EMA
+    flow    no                  1.25 ± 0.11           1.31 ± 0.12          77.7 ± 1.5 %          76.6 ± 1.2 %
+    flow    yes                 2.04 ± 0.14           2.09 ± 0.17          38.1 ± 1.8 %          37.1 ± 1.6 %
+    eps     no                  4.85 ± 0.34           4.88 ± 0.35          15.2 ± 1.9 %          14.7 ± 1.4 %
+    eps     yes                 4.18 ± 0.31           4.25 ± 0.31          23.9 ± 4.8 %          22.9 ± 4.5 %
+    v       no                  1.02 ± 0.14           1.06 ± 0.14          80.3 ± 1.4 %          79.5 ± 1.4 %
+    v       yes                 1.82 ± 0.02           1.88 ± 0.02          39.1 ± 4.1 %          38.2 ± 3.6 %
+    x0      no                  0.51 ± 0.02           0.53 ± 0.01          92.7 ± 0.8 %          92.5 ± 1.0 %
+    x0      yes                 1.97 ± 0.22           2.01 ± 0.21          33.7 ± 5.3 %          32.3 ± 4.8 %
+
+    held-out real images: Fréchet 0.13, read 99.4 %
+
+Negative results: Min-SNR helps eps only, and costs v, x0 and flow most of their classes: it takes the weight from the
+noisy times, in which so small a network learns what to draw. Averaging brings nothing at the end of a cosine to zero.
+eps learns the classes many times slower than the others; x0 does best on images as simple as these.
 """
 
 from __future__ import annotations
