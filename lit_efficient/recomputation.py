@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_efficient.errors import ConfigurationError
@@ -41,7 +42,7 @@ def recompute(
     """``forward(*args, **kwargs)`` of ``block``, whose activations are computed again when a gradient needs them.
 
     Args:
-        block: The module whose forward it is; its normalisation layers keep their statistics in the second one.
+        block: The module whose forward it is; what its normalisation layers keep is in the second one as in the first.
         forward: The forward itself: ``block.forward``, or what stands behind a changed one.
         *args: Its arguments.
         save: Kinds of operators whose results are kept: ``matmul``, ``attention``, ``convolution``.
@@ -56,7 +57,7 @@ def recompute(
 
     def contexts() -> tuple[Any, Any]:
         first, second = selective() if selective is not None else (nullcontext(), nullcontext())
-        again = functools.partial(_still_statistics, block)
+        again = functools.partial(_as_before, [(buffer, buffer.clone()) for buffer in _moving_buffers(block)])
         return _Within(lambda: counter or nullcontext(), lambda: first), _Within(again, lambda: second)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -77,16 +78,25 @@ class _Within:
         self._entered.__exit__(*error)
 
 
+def _moving_buffers(block: nn.Module) -> list[torch.Tensor]:
+    """What a training forward changes: running statistics, and the vectors of spectral normalisation."""
+    keepers = [
+        part for part in block.modules() if isinstance(part, _NormBase | _SpectralNorm) or hasattr(part, "weight_u")
+    ]
+    return [buffer for part in keepers for buffer in part.buffers(recurse=False)]
+
+
 @contextmanager
-def _still_statistics(block: nn.Module) -> Iterator[None]:
-    """Put running statistics back after a forward that is not the first with its batch."""
-    layers = [part for part in block.modules() if isinstance(part, _BatchNorm)]
-    kept = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
+def _as_before(start: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Compute from where the first forward began, and leave behind what it left."""
+    left = [buffer.clone() for buffer, _ in start]
+    for buffer, before in start:
+        buffer.copy_(before)
     try:
         yield
     finally:
-        for buffer, before in kept:
-            buffer.copy_(before)
+        for (buffer, _), after in zip(start, left, strict=True):
+            buffer.copy_(after)
 
 
 def choose_kept(sizes: Sequence[int], budget: float) -> list[bool]:

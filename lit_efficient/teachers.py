@@ -105,7 +105,8 @@ class Teacher:
     def to(self, device: torch.device) -> None:
         """Move the network."""
         if _placed(self.network)[0] != device:
-            self.network.to(device)
+            with torch.inference_mode(False):  # a validation's move makes weights that training could not use
+                self.network.to(device)
 
     def width(self, layer: str) -> int | None:
         """Width of a layer's features, where the network says it."""

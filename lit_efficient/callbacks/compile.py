@@ -114,6 +114,11 @@ class Compile(Technique):
     def check(self, trainer: Any, module: Any) -> None:
         """Learn whether another technique takes gradients before the backward pass."""
         self._retains = any(getattr(callback, "retains_graph", False) for callback in trainer.callbacks)
+        if self.modules == "network" and any(type(one).__name__ == "StochasticDepth" for one in trainer.callbacks):
+            raise ConflictError(
+                "Compile: modules must be blocks (or patterns) beside StochasticDepth, not 'network': each combination "
+                "of dropped blocks would be a graph of its own"
+            )
 
     def transform(self, module: nn.Module) -> Report:
         """Mark what is to be compiled, and compile it when it is first called."""

@@ -157,10 +157,6 @@ class EncodedData(LightningDataModule):
         rows.mean, rows.std = mean, std
         self.dataset = rows
 
-    def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
-        """Nothing: there are no images to compare with."""
-        return {}
-
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled: a pure function of (seed, epoch)."""
         return self._loader(self.train_index, shuffle=True)

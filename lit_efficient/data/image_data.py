@@ -228,6 +228,11 @@ class ImageData(ImageModule):
             "seed": str(self.seed) if self.crop == "random" else "not used",
         }
 
+    @property
+    def judges_samples(self) -> bool:
+        """Whether there is a judge."""
+        return self.judge is not None
+
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
         """Distances to training images in the judge's features.
 

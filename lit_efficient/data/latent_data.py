@@ -143,6 +143,11 @@ class LatentData(LightningDataModule):
         """The source's network that judges images, if it has one: ``HiddenAlignment(teacher="data.judge")``."""
         return getattr(self.images, "judge", None)
 
+    @property
+    def judges_samples(self) -> bool:
+        """Whether the source has a judge."""
+        return hasattr(self.images, "score_samples") and getattr(self.images, "judges_samples", True)
+
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
         """The source's judgement of images [M, C, H, W] in [-1, 1]; nothing of a source without a judge."""
         score = getattr(self.images, "score_samples", None)

@@ -227,6 +227,11 @@ class PhotoCrops(ImageModule):
             "variants": f"{self.variants}: {'as it is, mirrored' if self.horizontal_flip else 'as it is'}",
         }
 
+    @property
+    def judges_samples(self) -> bool:
+        """Whether there is a judge."""
+        return self.judge_steps > 0
+
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
         """Distances to the training crops in the features of a small network trained on them; not the FID.
 

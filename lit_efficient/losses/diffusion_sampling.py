@@ -88,9 +88,13 @@ def sampling_times(
     """
     process = as_process(process)
     if process.schedule == "edm":
-        return torch.cat([shift_times(torch.linspace(1.0, AFTER_ZERO, steps), shift), torch.zeros(1)])
+        return torch.cat([shift_times(_even(1.0, AFTER_ZERO, steps), shift), torch.zeros(1, dtype=torch.float32)])
     first = _FIRST_EPS_TIME if prediction == "eps" and process.ends_in_noise else 1.0
-    return shift_times(torch.linspace(first, 0.0, steps + 1), shift).clamp(max=first)
+    return shift_times(_even(first, 0.0, steps + 1), shift).clamp(max=first)
+
+
+def _even(first: float, last: float, count: int) -> Tensor:
+    return torch.linspace(first, last, count, dtype=torch.float32)  # whatever the default is
 
 
 def ddim_sample(

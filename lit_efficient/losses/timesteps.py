@@ -16,7 +16,7 @@ Source: Esser et al. (2024), https://arxiv.org/abs/2403.03206; Karras et al. (20
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,16 +112,18 @@ def sample_timesteps(
         sampling = TimestepSampling(sampling)
     process = as_process(process)
     check_sampling("sample_timesteps", sampling, process)
-    source = device if generator is None else generator.device
+    # float32 whatever the default is: half the precision would miss most of a table's timesteps.
+    drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32}
+    drawn["device"] = device if generator is None else generator.device
     location, scale = sampling.location_or_default, sampling.scale_or_default
     match sampling.distribution:
         case "uniform":
-            t = torch.rand(count, generator=generator, device=source)
+            t = torch.rand(count, **drawn)
         case "mode":
-            u = torch.rand(count, generator=generator, device=source)
+            u = torch.rand(count, **drawn)
             t = 1.0 - u - scale * ((math.pi * u / 2).cos().square() - 1.0 + u)
         case _:
-            normal = location + scale * torch.randn(count, generator=generator, device=source)
+            normal = location + scale * torch.randn(count, **drawn)
             t = karras_time(normal.exp()) if sampling.distribution == "log_normal" else normal.sigmoid()
     return process.on_grid(shift_times(t.clamp(0.0, 1.0), sampling.shift).clamp(*process.t_range)).to(device)
 

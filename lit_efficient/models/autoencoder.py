@@ -72,6 +72,20 @@ def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
     return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
 
 
+def check_images(images: Tensor, autoencoder: Any, who: str) -> None:
+    """Refuse images of other channels than an autoencoder's, or whose sides do not divide.
+
+    Raises:
+        ConfigurationError: Naming what is allowed and the shape given.
+    """
+    channels, factor = autoencoder.image_channels, autoencoder.factor
+    if images.ndim != 4 or images.shape[1] != channels or images.shape[2] % factor or images.shape[3] % factor:
+        raise ConfigurationError(
+            f"{who}: images must be [B, {channels}, H, W] with height and width multiples of {factor}, "
+            f"not {tuple(images.shape)}."
+        )
+
+
 class _Residual(nn.Module):
     """Two 3x3 convolutions around a skip connection: [B, C, H, W] -> [B, C, H, W]."""
 
@@ -125,10 +139,7 @@ class Autoencoder(nn.Module):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Images [B, C, H, W], sides multiples of 4, to the posterior's mean and logvar [B, c, H / 4, W / 4]."""
-        if x.shape[-1] % FACTOR or x.shape[-2] % FACTOR:
-            raise ConfigurationError(
-                f"Autoencoder: height and width must be multiples of {FACTOR}, not {tuple(x.shape)}."
-            )
+        check_images(x, self, "Autoencoder")
         mean, logvar = self.encoder(x).chunk(2, dim=1)
         return mean, logvar.clamp(*_LOGVAR_RANGE)
 

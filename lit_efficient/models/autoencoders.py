@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, sample_posterior
+from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, check_images, sample_posterior
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, build, from_fields, model_class, resolve
 
 AutoencoderSpec = AutoencoderConfig | DiffusersModelConfig | str
@@ -146,20 +146,6 @@ def is_deterministic(spec: AutoencoderConfig | DiffusersModelConfig) -> bool:
 def as_spec(stored: Mapping[str, Any]) -> AutoencoderConfig | DiffusersModelConfig:
     """The specification that a checkpoint keeps as a dictionary."""
     return AutoencoderConfig(**stored) if "latent_channels" in stored else DiffusersModelConfig(**stored)
-
-
-def check_images(images: Tensor, autoencoder: ImageAutoencoder, who: str) -> None:
-    """Refuse images of other channels, or whose sides do not divide.
-
-    Raises:
-        ConfigurationError: Naming what is allowed and the shape given.
-    """
-    channels, factor = autoencoder.image_channels, autoencoder.factor
-    if images.ndim != 4 or images.shape[1] != channels or images.shape[2] % factor or images.shape[3] % factor:
-        raise ConfigurationError(
-            f"{who}: images must be [B, {channels}, H, W] with height and width multiples of {factor}, "
-            f"not {tuple(images.shape)}."
-        )
 
 
 # Configurations ------------------------------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ class Condition:
         """One sample's condition for ``count`` samples."""
         return self.map(lambda part: part.expand(count, *part.shape[1:]))
 
-    def to(self, device: torch.device | str) -> "Condition":
-        """The parts on a device."""
-        return self.map(lambda part: part.to(device))
+    def rows(self, rows: slice) -> "Condition":
+        """The conditions of some samples."""
+        return self.map(lambda part: part[rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Condition":
         """``function`` of every part that there is."""

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.models.autoencoder import sample_posterior
+from lit_efficient.models.autoencoder import check_images, sample_posterior
 from lit_efficient.models.autoencoders import (
     DiffusersAutoencoder,
     ImageAutoencoder,
     build_autoencoder,
-    check_images,
     declared_statistics,
     description,
     empty_autoencoder,

@@ -212,6 +212,15 @@ class TextNetwork:
         if positions is not None:
             allowed = f"at most {positions}, the positions of {type(self.network).__name__}"
             _check("max_length", self.spec.max_length, allowed, self.spec.max_length <= positions)
+            try:  # some count their positions from behind the padding's: RoBERTa has two fewer than it says
+                real = next(i for i in range(3) if i not in (self.tokens.pad, getattr(text, "pad_token_id", None)))
+                with torch.no_grad():
+                    self.network(input_ids=torch.full((1, self.spec.max_length), real))
+            except (IndexError, RuntimeError) as error:
+                allowed = f"less than {positions}: {type(self.network).__name__} keeps some of its positions"
+                raise ConfigurationError(
+                    f"{_OWNER}: max_length must be {allowed}, got {self.spec.max_length}."
+                ) from error
         layers = getattr(text, "num_hidden_layers", None)
         if layers is not None:
             allowed = f"-1 to {-1 - layers}, as {type(self.network).__name__} has {layers} layers"

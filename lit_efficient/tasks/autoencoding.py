@@ -180,7 +180,8 @@ class Autoencoding(LightningModule):
             with torch.random.fork_rng(devices=[]):  # the weights that this draws are replaced
                 network: Any = from_fields(stored)
             dtype = getattr(torch, self.config.dtype) if isinstance(self.config, DiffusersModelConfig) else None
-            self.autoencoder = DiffusersAutoencoder(network.to(dtype))
+            # diffusers' own method warns of formats, whatever the format.
+            self.autoencoder = DiffusersAutoencoder(torch.nn.Module.to(network, dtype))
         ours = stored_config(self.autoencoder)
         if description(ours) != description(stored):
             raise CheckpointError(

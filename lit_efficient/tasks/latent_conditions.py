@@ -135,11 +135,16 @@ class Prompts:
         if "labels" in batch:
             self.labels += batch["labels"][:missing].tolist()
 
-    def settle(self, broadcast: Callable[[Any], Any]) -> None:
-        """After a validation, on all processes: the first one's captions for all, from now on."""
+    def begin(self) -> None:
+        """Before a validation: forget what a sanity check, which sees less of the data, has gathered."""
+        if self._gathering:
+            self.captions, self.labels = [], []
+
+    def settle(self, broadcast: Callable[[Any], Any], final: bool) -> None:
+        """After a validation, on all processes: the first one's captions for all; from now on, if ``final``."""
         if self._gathering:
             self.captions, self.labels = broadcast((self.captions, self.labels))
-            self._gathering = not self.captions
+            self._gathering = not (self.captions and final)
 
     def first(self, count: int) -> list[str]:
         """``count`` captions, in turn."""

@@ -110,6 +110,13 @@ class LatentDiffusion(LatentGenerator):
         self._by_noise = LossByNoise()
         self._judged = True
 
+    def setup(self, stage: str) -> None:
+        """Take the encoders from the data module, and check that all agree with the backbone."""
+        super().setup(stage)
+        if stage == "fit" and self.codec is not None and self.text_encoder is None and self.shape.takes_text:
+            allowed = "0 without a text encoder, of which the empty caption is needed: give the data one (text_encoder)"
+            check("label_dropout", self.label_dropout, allowed, self.label_dropout == 0.0)
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Loss, and per sample the loss, the time and the log-SNR, for techniques that reweight."""
         count = latent_source.batch_size(batch)
@@ -132,12 +139,14 @@ class LatentDiffusion(LatentGenerator):
         self._evaluate("test", batch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the averages by noise level."""
+        """Begin the averages by noise level, and the captions to make samples for."""
         self._by_noise.reset()
+        self._prompts.begin()
 
     def on_test_epoch_start(self) -> None:
         """Likewise."""
         self._by_noise.reset()
+        self._prompts.begin()
 
     def on_validation_epoch_end(self) -> None:
         """Log the averages; sample and judge, a handful in the sanity check."""
@@ -193,7 +202,7 @@ class LatentDiffusion(LatentGenerator):
 
     def _conclude(self, stage: str) -> None:
         if self.shape.takes_text:
-            self._prompts.settle(self.trainer.strategy.broadcast)
+            self._prompts.settle(self.trainer.strategy.broadcast, final=not self.trainer.sanity_checking)
         averages = self._by_noise.averages(lambda totals: self.trainer.strategy.reduce(totals, reduce_op="sum"))
         for name, value in averages.items():
             self.log(f"{stage}/loss_{name}", value, sync_dist=True)
@@ -204,18 +213,19 @@ class LatentDiffusion(LatentGenerator):
         data = self._source()
         if data is None or self.validation_samples == 0 or not self._judged:
             return
-        scores: dict[str, float] = {}
         score = getattr(data, "score_samples", None)
-        if score is not None:
-            count = self.validation_samples
-            if self.trainer.sanity_checking:
-                count = min(count, max(2, self.shape.num_classes))
-            told = self._in_turn(count)
-            labels = told["labels"] if "labels" in told else self._prompts.labels_of(count)
-            latents = self.sample(**told, generator=torch.Generator().manual_seed(FIXED_SEED))
-            scores = score(self._decoder().decode(latents), labels)
-        if not scores:
+        if self.codec is None or score is None or not getattr(data, "judges_samples", True):
             self._judged = False
-            rank_zero_info(f"LatentDiffusion: {type(data).__name__} has no judge of samples: there will be no scores.")
-        for name, value in scores.items():
+            rank_zero_info(
+                f"LatentDiffusion: {type(data).__name__} has no judge of samples, or no autoencoder to decode them: "
+                "there will be no scores."
+            )
+            return
+        count = self.validation_samples
+        if self.trainer.sanity_checking:
+            count = min(count, max(2, self.shape.num_classes or 2))
+        told = self._in_turn(count)
+        labels = told.get("labels", self._prompts.labels_of(count) if "captions" in told else None)
+        latents = self.sample(**told, generator=torch.Generator().manual_seed(FIXED_SEED))
+        for name, value in score(self._decode(latents), labels).items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "sample_accuracy", sync_dist=True)

@@ -37,6 +37,7 @@ from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
 from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
 from lit_efficient.tasks.latent_source import LatentSource
 
+_SAMPLED_AT_ONCE, _DECODED_AT_ONCE = 64, 32
 FIXED_SEED = 1_000_003  # of draws that are the same each time: validation's, prediction's
 _CODEC_KEY, _TEXT_KEY, _OWN_KEY = "latent_codec", "text_encoder", "latent_diffusion"
 _T = TypeVar("_T")
@@ -112,15 +113,15 @@ class LatentGenerator(LightningModule):
             raise ConfigurationError(
                 f"LatentDiffusion: backbone.size must be {height}, as the data's latents are, not {self.backbone.size}."
             )
-        encoder = latent_source.text_encoder_of(data)
-        Conditioning(self.shape, encoder).check(data.num_classes)
-        if encoder is None and self.shape.takes_text and self.guidance_scale != 1.0:
-            raise ConfigurationError(
-                f"LatentDiffusion: the backbone {self.shape.name} takes text, and the data module has no text_encoder: "
-                "guidance away from the empty caption needs one."
-            )
-        self.codec, self.text_encoder, self.latent_size = data.codec, encoder, (height, width)
-        self._preview = None if self.preview is None or stage != "fit" else PreviewDecoder(self.codec, self.preview)
+        self.codec = self.codec if data.codec is None else data.codec
+        self.text_encoder = latent_source.text_encoder_of(data) or self.text_encoder
+        self.latent_size = (height, width)
+        self.conditioning.check(data.num_classes)
+        self._check_nothing()
+        if self.preview is not None and stage == "fit":
+            allowed = "null for data without an autoencoder (codec), which it would imitate"
+            check("preview", self.preview, allowed, self.codec is not None)
+            self._preview = PreviewDecoder(self._decoder(), self.preview)
 
     def configure_model(self) -> None:
         """Build the network, once."""
@@ -155,11 +156,12 @@ class LatentGenerator(LightningModule):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """One new image for each sample's label and caption: uint8 [B, C, H, W]."""
-        generator = torch.Generator().manual_seed(FIXED_SEED + batch_idx)
+        seed = FIXED_SEED + batch_idx * self.trainer.world_size + self.global_rank  # no noise twice
+        generator = torch.Generator().manual_seed(seed)
         condition = self.conditioning.of_batch(batch, self.device)
         size = latent_source.latent_size(batch, self.codec)
         latents = self._sample(condition, latent_source.batch_size(batch), generator, size=size)
-        return to_uint8(self._decoder().decode(latents))
+        return to_uint8(self._decode(latents))
 
     @torch.no_grad()
     def sample(
@@ -186,15 +188,17 @@ class LatentGenerator(LightningModule):
 
         Returns:
             Normalised latents [B, c, h, w], float32.
+
+        Raises:
+            ConfigurationError: For what the backbone does not take, and an argument out of range.
         """
         given = {"labels": labels, "captions": captions}
         told = {name: value for name, value in given.items() if value is not None}
-        if "captions" in told and not self.shape.takes_text:
-            raise ConfigurationError(f"LatentDiffusion: sample: the backbone {self.shape.name} takes no captions.")
+        counted = self._check_request(labels, captions, count)
+        allowed = "null or a finite number >= 0"
+        check("guidance_scale", guidance_scale, allowed, guidance_scale is None or 0 <= guidance_scale < math.inf)
+        check("steps", steps, "null or >= 1", steps is None or steps >= 1)
         condition = self.conditioning.of_batch(told, self.device)
-        counted = latent_source.batch_size(told) if told else count
-        if counted is None:
-            raise ConfigurationError("LatentDiffusion: sample needs count, the number of samples.")
         return self._sample(condition, counted, generator, guidance_scale, steps, size)
 
     def sample_images(self, num: int, seed: int) -> Tensor:
@@ -203,9 +207,8 @@ class LatentGenerator(LightningModule):
         Classes and prompts in turn; by ``preview`` while fitting.
         """
         latents = self.sample(**self._in_turn(num), generator=torch.Generator().manual_seed(seed))
-        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
-        viewer = self._preview if fitting and self._preview is not None else self._decoder()
-        return to_uint8(viewer.decode(latents))
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit" and not self._trainer.state.finished
+        return to_uint8(self._decode(latents, self._preview if fitting else None))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the encoders, the size and the prompts beside the weights: the checkpoint alone samples images."""
@@ -268,9 +271,41 @@ class LatentGenerator(LightningModule):
             )
         noise = draw_noise((count, self.shape.channels, *size), generator, self.device)
         nothing = partial(self.conditioning.null, self.device)
-        predict = guided(self, condition, nothing, scale, self.sampler.guidance_rescale)
         steps = self.sampling_steps if steps is None else steps
-        return sample_latents(predict, noise, steps, self.process, self.prediction, self.sampler)
+        drawn = []
+        for start in range(0, count, _SAMPLED_AT_ONCE):
+            rows = slice(start, start + _SAMPLED_AT_ONCE)
+            predict = guided(self, condition.rows(rows), nothing, scale, self.sampler.guidance_rescale)
+            drawn.append(sample_latents(predict, noise[rows], steps, self.process, self.prediction, self.sampler))
+        return torch.cat(drawn)
+
+    def _check_nothing(self) -> None:
+        """Refuse guidance without the empty caption's embedding, of which a text encoder is needed."""
+        if self.text_encoder is None and self.shape.takes_text:
+            where = "without a text encoder: give the data or the module one (text_encoder)"
+            check("guidance_scale", self.guidance_scale, f"1 {where}", self.guidance_scale == 1.0)
+
+    def _check_request(self, labels: Tensor | None, captions: list[str] | None, count: int | None) -> int:
+        """How many samples are asked for; refuses what the backbone does not take."""
+        name, classes = self.shape.name, self.shape.num_classes
+        check("captions", captions, f"null for {name}, which takes no text", captions is None or self.shape.takes_text)
+        check("labels", labels, f"null for {name}, which takes none", labels is None or classes > 0)
+        if labels is not None:
+            known = bool(((labels >= 0) & (labels <= classes)).all())
+            check("labels", labels.tolist(), f"in [0, {classes}], the last of which is no label", known)
+        numbers = {len(given) for given in (labels, captions) if given is not None}
+        numbers |= set() if count is None else {count}
+        if len(numbers) != 1:
+            raise ConfigurationError(
+                "LatentDiffusion: sample: labels, captions and count must agree on how many samples, and one of them "
+                f"must tell it; got {sorted(numbers) or 'none of them'}."
+            )
+        return next(iter(numbers))
+
+    def _decode(self, latents: Tensor, viewer: PreviewDecoder | None = None) -> Tensor:
+        """Latents to images, some at a time."""
+        decoder = viewer or self._decoder()
+        return torch.cat([decoder.decode(part) for part in latents.split(_DECODED_AT_ONCE)])
 
     def _decoder(self) -> LatentCodec:
         if self.codec is None:

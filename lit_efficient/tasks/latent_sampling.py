@@ -39,9 +39,9 @@ def guided(
 
 
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Standard normal; a CPU generator serves every device, and None is torch's global one."""
+    """Standard normal, float32; a CPU generator serves every device, and None is torch's global one."""
     source = "cpu" if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=source).to(device)
+    return torch.randn(shape, generator=generator, device=source, dtype=torch.float32).to(device)
 
 
 def sample_latents(

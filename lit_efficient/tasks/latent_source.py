@@ -26,10 +26,11 @@ class LatentSource(Protocol):
     """What a data module offers so that samples can be decoded. ``LatentDigits`` and ``LatentData`` do.
 
     It may have more: ``text_encoder``, a `TextEncoder` for its captions, and ``score_samples(images, labels) ->
-    dict[str, float]``, metrics of images [M, C, H, W] in [-1, 1] that were meant to be ``labels`` [M] or None.
+    dict[str, float]``, metrics of images [M, C, H, W] in [-1, 1] that were meant to be ``labels`` [M] or None; with
+    ``judges_samples`` false it has no judge, and no samples are made for it. Without ``codec`` the module's stays.
     """
 
-    codec: LatentCodec
+    codec: LatentCodec | None
     num_classes: int
 
     @property

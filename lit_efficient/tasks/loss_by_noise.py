@@ -21,16 +21,16 @@ class LossByNoise:
     """Sums of losses and counts of samples per range of log SNR, over the batches of one evaluation."""
 
     def __init__(self) -> None:
-        self._totals = torch.zeros(2, len(NAMES))
+        self._totals = torch.zeros(2, len(NAMES), dtype=torch.float32)
 
     def reset(self) -> None:
         """Start anew."""
-        self._totals = torch.zeros(2, len(NAMES))
+        self._totals = torch.zeros(2, len(NAMES), dtype=torch.float32)
 
     def add(self, sample_loss: Tensor, log_snr: Tensor) -> None:
         """Losses [B] at log SNRs [B]."""
         bucket = torch.bucketize(log_snr, torch.tensor(EDGES, device=log_snr.device), right=True)
-        totals = torch.zeros(2, len(NAMES), device=log_snr.device)
+        totals = torch.zeros(2, len(NAMES), dtype=torch.float32, device=log_snr.device)
         totals[0].index_add_(0, bucket, sample_loss.detach().float())
         totals[1].index_add_(0, bucket, torch.ones_like(log_snr, dtype=torch.float32))
         self._totals = self._totals.to(totals.device) + totals

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_efficient import (
@@ -70,6 +71,15 @@ class Dropping(Net):
             block.down = nn.Sequential(block.down, nn.Dropout(0.4))
 
 
+class Spectral(Net):
+    """The toy with weights whose norm is estimated anew in each forward, from where the last one left off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            spectral_norm(block.down)
+
+
 def trained(net: nn.Module, call: Callable[[nn.Module], Any]) -> tuple[int, dict[str, Any]]:
     """Bytes that one forward saves; gradients, buffers and the state of the random numbers after the backward."""
     torch.manual_seed(1)
@@ -113,6 +123,10 @@ def test_gradients_are_those_of_the_plain_network_and_most_bytes_are_gone(name: 
 @pytest.mark.parametrize("options", [{}, {"every": 2}, {"save": ["matmul"]}])
 def test_dropout_and_batch_statistics_are_computed_as_once(options: dict[str, Any]) -> None:
     assert compare(Dropping, lambda net: net(X), ActivationCheckpointing(**options)) < 0.8
+
+
+def test_a_second_forward_begins_where_the_first_one_did() -> None:
+    assert compare(Spectral, lambda net: net(X), ActivationCheckpointing()) < 0.8
 
 
 def test_every_second_block_keeps_half() -> None:

@@ -290,3 +290,8 @@ def test_what_is_compiled_already_is_refused() -> None:
         apply(net, [Compile(backend="eager")])
     with pytest.raises(ConfigurationError, match="found no repeated blocks"):
         apply(nn.Sequential(nn.Linear(4, 4)), [Compile()])
+
+
+def test_a_whole_network_is_refused_beside_stochastic_depth() -> None:
+    with pytest.raises(ConflictError, match="modules must be blocks"):
+        trainer([StochasticDepth(0.5), Compile("network", backend="eager")]).fit(Toy(), data(), data())

@@ -14,6 +14,7 @@ PROJECTED = {**CLIP, "architectures": ["CLIPTextModelWithProjection"]}
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
 BERT = {"model_type": "bert", **SMALL}
 QWEN = {"model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 1, **SMALL}
+ROBERTA = {"model_type": "roberta", "pad_token_id": 1, **SMALL}
 BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1} | {
     f"{half}_{what}": value
     for half in ("encoder", "decoder")
@@ -193,6 +194,10 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
         (
             {"config_fields": CLIP, "max_length": 9, "layer": -4},
             "layer must be -1 to -3, as CLIPTextModel has 2",
+        ),
+        (
+            {"config_fields": {**ROBERTA, "max_position_embeddings": 16}, "max_length": 16},
+            "max_length must be less than 16: RobertaModel keeps some",
         ),
         ({"config_fields": CLIP, "layer": 0}, "layer must be -1 .* or less, got 0"),
         (

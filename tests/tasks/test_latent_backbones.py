@@ -177,7 +177,7 @@ def test_unconditional_models_need_guidance_of_one(tmp_path):
     assert module.eval().sample_images(3, seed=0).shape == (3, 1, 32, 32)
     predicted = trainer(tmp_path).predict(module, data)
     assert sum(len(part) for part in predicted) == 12
-    with pytest.raises(ConfigurationError, match="sample needs count"):
+    with pytest.raises(ConfigurationError, match=r"must agree on how many samples.* got none"):
         module.sample()
 
 
@@ -303,7 +303,7 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
         (model({**CONDITIONED, "cross_attention_dim": 24}), {}, "takes text of width 24; the text encoder's is 16"),
         (model({**SD3, "pooled_projection_dim": 9}), {}, "text of pooled_width 9; the text encoder's is 8"),
         (model({**UNET, "num_class_embeds": 4}), {}, "has a text encoder, and the backbone UNet2DModel takes no text"),
-        (model(CONDITIONED), {"encoder": None}, "takes text, and the data module has no text_encoder"),
+        (model(CONDITIONED), {"encoder": None}, "guidance_scale must be 1 without a text encoder"),
         (model({**CONDITIONED, "num_class_embeds": 3}), {}, "num_classes must be 3, .*, not 2 .num_class_embeds has"),
         (
             model({**PIXART, "in_channels": 3, "out_channels": 3}),
@@ -343,9 +343,77 @@ def test_embeddings_without_an_encoder_train_only_where_nothing_is_hidden():
         built().training_step(batch, 0)
     assert built(label_dropout=0.0, guidance_scale=1.0).training_step(batch, 0)["loss"].isfinite()
     labelled = built(DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=3))
-    with pytest.raises(ConfigurationError, match="the backbone DiT takes no captions"):
+    with pytest.raises(ConfigurationError, match="captions must be null for DiT, which takes no text"):
         labelled.sample(torch.arange(1), captions=["a"])
     with pytest.raises(ConfigurationError, match="images and there is no autoencoder to encode them"):
         built(encoder=text_encoder()).training_step(
             {"images": torch.zeros(1, 1, 32, 32), "labels": torch.arange(1), "captions": ["a"]}, 0
         )
+
+
+SMALL_DIT = DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=3)
+
+
+def test_data_without_an_autoencoder_or_a_text_encoder_leaves_the_modules_own(tmp_path):
+    data = JudgedLatents(cached=("latents",))
+    codec, data.codec = data.codec, None
+    module = task(SMALL_DIT, validation_samples=2)
+    trainer(tmp_path).fit(module, data)  # and no samples are made for a judge that could not see them
+    assert not data.__dict__.get("judged")
+    with pytest.raises(ConfigurationError, match="preview must be null for data without an autoencoder"):
+        trainer(tmp_path).fit(task(SMALL_DIT, preview=DiffusersModelConfig("madebyollin/taesd")), data)
+    module = task(SMALL_DIT, validation_samples=2)
+    module.codec = codec
+    trainer(tmp_path).fit(module, data)
+    assert module.codec is codec
+    assert data.judged
+
+    data = JudgedLatents(text_encoder(), cached=("latents", "text"))
+    encoder, data.text_encoder = data.text_encoder, None
+    with pytest.raises(ConfigurationError, match="label_dropout must be 0 without a text encoder"):
+        trainer(tmp_path).fit(task(guidance_scale=1.0), data)
+    module = task()
+    module.text_encoder = encoder
+    trainer(tmp_path).fit(module, data)
+    assert module.text_encoder is encoder
+
+
+def test_pure_bf16_draws_its_times_in_float32(tmp_path):
+    module = task(SMALL_DIT, schedule="linear", prediction="v", timestep_sampling="uniform")
+    times = []
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, *_):
+            times.append(outputs["timesteps"])
+
+    runner = trainer(tmp_path, precision="bf16-true", callbacks=[Seen()])
+    runner.fit(module, JudgedLatents())
+    assert runner.callback_metrics["val/loss"].isfinite()
+    assert {time.dtype for time in times} == {torch.float32}
+    assert any((time != time.bfloat16().float()).any() for time in times)
+
+
+def test_prompts_are_of_a_whole_validation_not_of_the_sanity_check(tmp_path):
+    kept = []
+    for sanity in (0, 1):
+        module = task(guidance_scale=1.0)
+        trainer(tmp_path, num_sanity_val_steps=sanity).fit(module, CaptionedLatents(text_encoder()))
+        kept.append(module._prompts.state())
+    assert kept[0] == kept[1]
+    assert len(kept[0]["captions"]) == 12
+
+
+def test_samples_in_parts_are_those_of_one_batch_and_requests_are_checked(monkeypatch):
+    module = built(SMALL_DIT).eval()
+    labels = torch.arange(5) % 3
+    whole = module.sample(labels, torch.Generator().manual_seed(0))
+    monkeypatch.setattr("lit_efficient.tasks.latent_generator._SAMPLED_AT_ONCE", 2)
+    torch.testing.assert_close(module.sample(labels, torch.Generator().manual_seed(0)), whole)
+    for arguments, message in (
+        ({"steps": 0}, "steps must be null or >= 1, not 0"),
+        ({"guidance_scale": float("nan")}, "guidance_scale must be null or a finite number"),
+        ({"labels": torch.tensor([7])}, r"labels must be in .0, 3., .* not .7."),
+        ({"count": 2}, r"must agree on how many samples, .* got .2, 5."),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            module.sample(**{"labels": labels, **arguments})
