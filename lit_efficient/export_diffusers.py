@@ -50,7 +50,8 @@ def export_pipeline(
         lora: ``merged``: adapters are added to the weights. ``diffusers``: the pipeline has the weights without them,
             and ``pytorch_lora_weights.safetensors`` beside it is for ``pipeline.load_lora_weights(folder)``.
         base: A checkpoint or safetensors file with the frozen weights that adapters stand beside, where the checkpoint
-            does not hold them (``save_base=True``) and its backbone does not name them.
+            does not hold them (``save_base=True``) and its backbone does not name them, or names what is gone. The
+            file of a model's folder (``diffusion_pytorch_model.safetensors``) is one.
 
     Returns:
         The folder.
@@ -93,11 +94,15 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     from lit_efficient.restore import restore
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
+    arguments = checkpoint["hyper_parameters"]
+    described = checkpoint.get("latent_diffusion", {}).get("backbone")
+    if base is not None and described is not None:  # what the backbone names need not be there: base has its weights
+        arguments = {**arguments, "backbone": described}
     with torch.random.fork_rng(devices=[]):
-        module = LatentDiffusion(**checkpoint["hyper_parameters"])
+        module = LatentDiffusion(**arguments)
         module.configure_model()
-    if base is not None and len(module.load_state_dict(base, strict=False).missing_keys) == len(module.state_dict()):
-        raise ConfigurationError("export: base has no weight of this network, whose names begin with 'network.'")
+    if base is not None:
+        _load_base(module, base)
     module.on_load_checkpoint(checkpoint)
     wanted: Any = {None: "auto", "ema": "average", "raw": "raw"}[weights]
     try:
@@ -105,6 +110,18 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     except CheckpointError as error:
         raise CheckpointError(f"export: {error}") from error
     return _Run(module, checkpoint, held)
+
+
+def _load_base(module: nn.Module, base: Mapping[str, Tensor]) -> None:
+    """Load the weights of a checkpoint, or of the network alone as diffusers writes them."""
+    if not any(name.startswith(_NETWORK) for name in base):
+        base = {f"{_NETWORK}{name}": tensor for name, tensor in base.items()}
+    try:
+        missing = module.load_state_dict(base, strict=False).missing_keys
+    except RuntimeError as error:
+        raise ConfigurationError(f"export: base does not fit this network: {' '.join(str(error).split())}") from error
+    if len(missing) == len(module.state_dict()):
+        raise ConfigurationError("export: base has no weight of this network")
 
 
 def _network(module: Any, keep_adapters: bool) -> Any:

@@ -11,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_efficient import EMA, AutoencoderConfig, LatentDiffusion, LoRA, QuantizeBase, StochasticDepth, merge_adapters
+from lit_efficient import (
+    EMA,
+    AutoencoderConfig,
+    DiffusersModelConfig,
+    LatentDiffusion,
+    LoRA,
+    QuantizeBase,
+    StochasticDepth,
+    merge_adapters,
+)
 from lit_efficient.commands.export import run as export
 from lit_efficient.models.autoencoder import Autoencoder
 from lit_efficient.models.dit_to_diffusers import to_diffusers
@@ -68,6 +77,35 @@ def test_adapters_beside_a_base_of_another_file(tmp_path: Path, capsys: pytest.C
     empty = tmp_path / "empty.ckpt"
     torch.save({"state_dict": {"other.weight": torch.zeros(1)}}, empty)
     refuse(adapted, capsys, r"base has no weight of this network", "--base", str(empty))
+
+
+@pytest.mark.parametrize("kind", ["unet", "free"])
+def test_adapters_beside_a_folder_of_diffusers_are_exported_with_its_weights(kind: str, tmp_path: Path) -> None:
+    """By the name in the checkpoint, or by the file that the folder's weights are in."""
+    of_text = kind == "unet"
+    arguments = {"text": CLIP} if of_text else {"guidance_scale": 1.0}
+    source = made(**V, **arguments, backbone=of(CONDITIONED if of_text else FREE))
+    source.network.save_pretrained(tmp_path / "base")
+    module = LatentDiffusion(
+        DiffusersModelConfig(str(tmp_path / "base")), **V, validation_samples=0, sampling_steps=5,
+        guidance_scale=source.guidance_scale,
+    )  # fmt: skip
+    module.codec, module.text_encoder = source.codec, source.text_encoder
+    adapters = LoRA(rank=2, alpha=8, targets=["to_q", "to_v"] if of_text else ["conv1"])
+    path = trained(tmp_path / "run.ckpt", module, adapters)
+    kept = torch.load(path, weights_only=True)
+    assert "network.conv_in.weight" not in kept["state_dict"]
+    assert kept["hyper_parameters"]["backbone"]["name_or_path"] == str(tmp_path / "base")
+    found = weights(exported(path, "merged"), "unet")
+    merge_adapters(module)
+    assert same(module.network.state_dict(), found)
+    base = load_file(tmp_path / "base" / "diffusion_pytorch_model.safetensors")
+    assert torch.equal(found["conv_in.weight"], base["conv_in.weight"])
+    assert not same(found, base)
+    if of_text:
+        assert same(base, weights(exported(path, "beside", "--lora", "diffusers"), "unet"))
+    moved = (tmp_path / "base").rename(tmp_path / "moved") / "diffusion_pytorch_model.safetensors"
+    assert same(found, weights(exported(path, "moved run", "--base", str(moved)), "unet"))
 
 
 @pytest.mark.parametrize("beside", [False, True])
