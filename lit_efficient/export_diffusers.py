@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,9 @@ def export_pipeline(
     run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
     made = _pipeline(run.module, _network(run.module, keep_adapters=lora == "merged"))
     adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
+
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)
 
     def write(folder: Path) -> None:
         made.pipeline.save_pretrained(folder)
@@ -145,7 +149,7 @@ def _network(module: Any, keep_adapters: bool) -> Any:
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
     size = module.latent_size
     if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet is of no size, and pipelines ask it
-        fresh.register_to_config(sample_size=size[0] if size[0] == size[1] else size)
+        fresh.register_to_config(sample_size=size[0])  # those that are not square are refused later
     return fresh.eval()
 
 
@@ -181,6 +185,7 @@ def _pipeline(module: Any, network: Any) -> Any:
         sampler=module.sampler,
         guidance_scale=module.guidance_scale,
         steps=module.sampling_steps,
+        size=module.latent_size,
     )
     return pipeline_for(parts)
 
@@ -226,6 +231,7 @@ def _write_lora(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def _readme(made: Any, held: str, lora: bool) -> str:
+    notes = "".join(f"\nNote: {note}.\n" for note in made.notes)
     loads = '\npipeline.load_lora_weights("FOLDER")' if lora else ""
     return f"""A pipeline of [diffusers](https://github.com/huggingface/diffusers), with the {held} weights of training.
 
@@ -235,4 +241,4 @@ from diffusers import DiffusionPipeline
 pipeline = DiffusionPipeline.from_pretrained("FOLDER"){loads}
 images = pipeline({made.call}).images
 ```
-"""
+{notes}"""

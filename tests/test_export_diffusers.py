@@ -274,6 +274,12 @@ def _pixart(samples: Samples, folder: Path) -> None:
     fixed = {"clean_caption": False, "use_resolution_binning": False, "max_sequence_length": 24}
     expected = images_of(module, captions=["photograph 1", "cat"])
     samples.add("PixArt", exported(path, "pixart"), expected, height=16, width=16, **call, **fixed)
+    assert "height" not in (folder / "pixart" / "README.md").read_text()
+    module.latent_size = (2 * SIDE, 2 * SIDE)  # its configuration goes on naming the size that positions are scaled by
+    larger = exported(written(module, folder / "larger.ckpt"), "larger")
+    assert "height=32, width=32" in (larger / "README.md").read_text()
+    expected = images_of(module, captions=["photograph 1", "cat"])
+    samples.add("PixArt of another size", larger, expected, height=32, width=32, **call, **fixed)
 
 
 SDXL = {
@@ -335,7 +341,7 @@ CASES: dict[str, Callable[[Samples, Path], None]] = {
 NAMES = [
     "raw", "ema", "ema by default", "without guidance", "cosine", "x0", "flow", "LoRA", "UNet, LoRA merged",
     "UNet, LoRA of diffusers", "UNet without LoRA", "UNet of nothing", "UNet of EDM", "their DiT", "PixArt",
-    "SDXL", "SD3",
+    "PixArt of another size", "SDXL", "SD3",
 ]  # fmt: skip
 
 
