@@ -315,6 +315,13 @@ def _sd3(samples: Samples, folder: Path) -> None:
     sizes = {"height": 16, "width": 16}
     expected = images_of(module, captions=["cat"])
     samples.add("SD3", exported(path, "sd3", "--lora", "diffusers"), expected, lora=True, **call, **sizes)
+    kept = torch.load(path, weights_only=True)
+    kept["latent_diffusion"]["latent_size"] = [2 * SIDE, 2 * SIDE]
+    torch.save(kept, folder / "larger.ckpt")
+    larger = exported(folder / "larger.ckpt", "larger")
+    assert "height=32, width=32, sigmas=" in (larger / "README.md").read_text()
+    expected = images_of(module, captions=["cat"], size=(2 * SIDE, 2 * SIDE))
+    samples.add("SD3 of another size", larger, expected, **call, height=32, width=32)
 
 
 def _merged_lora(samples: Samples, folder: Path) -> None:
@@ -341,7 +348,7 @@ CASES: dict[str, Callable[[Samples, Path], None]] = {
 NAMES = [
     "raw", "ema", "ema by default", "without guidance", "cosine", "x0", "flow", "LoRA", "UNet, LoRA merged",
     "UNet, LoRA of diffusers", "UNet without LoRA", "UNet of nothing", "UNet of EDM", "their DiT", "PixArt",
-    "PixArt of another size", "SDXL", "SD3",
+    "PixArt of another size", "SDXL", "SD3", "SD3 of another size",
 ]  # fmt: skip
 
 
