@@ -29,6 +29,7 @@ class Parts:
         sampler: Of the run.
         guidance_scale: Likewise.
         steps: Likewise.
+        size: Height and width of the latents that it trained on, if it trained.
     """
 
     network: Any
@@ -39,20 +40,44 @@ class Parts:
     sampler: Sampler
     guidance_scale: float
     steps: int
+    size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline of diffusers, and how it is called to sample as the run did."""
+    """A pipeline of diffusers, how it is called to sample as the run did, and what it does otherwise all the same."""
 
     pipeline: Any
     call: str
+    notes: tuple[str, ...] = ()
 
 
 def call_of(parts: Parts, condition: str, *further: str) -> str:
     """Arguments that make a pipeline sample as the run did; empty ones are left out."""
     settings = f"guidance_scale={parts.guidance_scale}, num_inference_steps={parts.steps}"
     return ", ".join(part for part in (condition, settings, *further) if part)
+
+
+def size_of(parts: Parts, factor: int) -> str:
+    """Arguments that make a pipeline draw latents of the run's size where it is not the network's ``sample_size``.
+
+    Args:
+        parts: The run.
+        factor: Pixels of a latent's side, as the pipeline has it.
+    """
+    if parts.size is None or parts.size == (parts.network.config.sample_size,) * 2:
+        return ""
+    return f"height={factor * parts.size[0]}, width={factor * parts.size[1]}"
+
+
+def refuse_rescale(parts: Parts, pipeline: str) -> None:
+    """Refuse a run that rescaled its guidance, for a pipeline that cannot."""
+    if parts.sampler.guidance_rescale and parts.guidance_scale != 1.0:
+        raise ConfigurationError(
+            f"export: {pipeline} cannot rescale its guidance, as the run did with Sampler("
+            f"guidance_rescale={parts.sampler.guidance_rescale}): its images would have another contrast. Sample with "
+            "guidance_rescale=0"
+        )
 
 
 def scheduler_of(
@@ -69,6 +94,11 @@ def scheduler_of(
         ConfigurationError: If there is none for what the network predicts.
     """
     process, name = parts.process, parts.sampler.name
+    if parts.sampler.shift != 1.0 and process.schedule != "flow":
+        raise ConfigurationError(
+            f"export: diffusers' schedulers of {process.schedule!r} have no shift, and the run sampled with Sampler("
+            f"shift={parts.sampler.shift}): sample with shift=1"
+        )
     if process.schedule == "flow":
         name = name if name in of_flow else of_flow[0]
     elif name not in allowed:  # the built-in sampler is DDIM, as Euler's steps in sigma are
@@ -84,3 +114,16 @@ def scheduler_of(
     if "steps_offset" in scheduler.config:  # trailing timesteps have none, and a pipeline warns of any other number
         scheduler.register_to_config(steps_offset=1)
     return scheduler
+
+
+def notes_of(parts: Parts, pipeline: Any) -> tuple[str, ...]:
+    """What a pipeline does in another way than the run did."""
+    name = parts.sampler.name
+    own = scheduler_for(parts.process, "ddim" if name == "builtin" else name)  # of flow and EDM these are Euler's steps
+    wanted, taken = type(own).__name__, type(pipeline.scheduler).__name__
+    if wanted == taken:
+        return ()
+    return (
+        f"the run's sampler {name!r} ({wanted}) is replaced by {taken}, as {type(pipeline).__name__} cannot drive it: "
+        "from the same noise its images are others, the more so the fewer the steps",
+    )

@@ -13,9 +13,10 @@ Source: the pipelines of diffusers, version 0.42.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from lit_efficient.diffusers_parts import EVERY, Parts, Pipeline, call_of, scheduler_of
+from lit_efficient.diffusers_parts import EVERY, Parts, Pipeline, call_of, notes_of, refuse_rescale, scheduler_of
 from lit_efficient.diffusers_text_pipelines import of_pixart, of_sd3, of_unet
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.dit_to_diffusers import NULL_CLASS
@@ -39,11 +40,21 @@ def pipeline_for(parts: Parts) -> Pipeline:
         raise ConfigurationError(
             f"export: sample_size of {name} must be one number, as pipelines make square latents of it, not {size!r}"
         )
+    if parts.size is not None and parts.size[0] != parts.size[1]:
+        raise ConfigurationError(
+            f"export: pipelines make square latents by themselves, and {name} was trained on latents of {parts.size}"
+        )
+    if 0.0 <= parts.guidance_scale < 1.0:
+        raise ConfigurationError(
+            f"export: pipelines guide above 1 only, and take guidance_scale={parts.guidance_scale} for 1: sample with "
+            "guidance_scale >= 1"
+        )
     if parts.network.config.out_channels is None:  # which models fill in and pipelines do not
         parts.network.register_to_config(out_channels=parts.network.config.in_channels)
     if parts.process.schedule == "cosine":  # k of our scheduler is time (k + 1) / 1000, of which it was told all
         fold_timesteps(parts.network, 1.0)
-    return _MAKERS[name](parts)
+    made = _MAKERS[name](parts)
+    return replace(made, notes=notes_of(parts, made.pipeline))
 
 
 def _dit(parts: Parts) -> Pipeline:
@@ -52,6 +63,12 @@ def _dit(parts: Parts) -> Pipeline:
     network = parts.network
     if parts.process.schedule == "edm":
         raise ConfigurationError("export: DiTPipeline does not scale its first noise, as schedule 'edm' needs it")
+    if parts.size not in (None, (network.config.sample_size,) * 2):
+        raise ConfigurationError(
+            f"export: DiTPipeline makes latents of the network's sample_size, {network.config.sample_size}, by "
+            f"which the network's positions go, too, and training had latents of {parts.size}"
+        )
+    refuse_rescale(parts, "DiTPipeline")
     if network.config.num_embeds_ada_norm != NULL_CLASS:
         network = fold_labels(network, NULL_CLASS)
     scheduler = scheduler_of(parts, ("ddim", "dpmsolver++"))

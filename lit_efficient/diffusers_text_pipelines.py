@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.diffusers_parts import EVERY, Parts, Pipeline, call_of, scheduler_of
+from lit_efficient.diffusers_parts import EVERY, Parts, Pipeline, call_of, refuse_rescale, scheduler_of, size_of
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.text_network import TextEmbedding
 
@@ -74,6 +74,7 @@ def of_pixart(parts: Parts) -> Pipeline:
     """PixArt-alpha."""
     from diffusers import PixArtAlphaPipeline
 
+    refuse_rescale(parts, "PixArtAlphaPipeline")
     encoders = _encoders(parts, "PixArtAlphaPipeline", 1)
     network, length = parts.network, parts.text_encoder.max_length
     pipeline: Any = PixArtAlphaPipeline(
@@ -93,13 +94,14 @@ def of_pixart(parts: Parts) -> Pipeline:
 
     _check_text(parts, pipeline, encode)
     fixed = f"clean_caption=False, use_resolution_binning=False, max_sequence_length={length}"
-    return Pipeline(pipeline, call_of(parts, _CAPTION, fixed))
+    return Pipeline(pipeline, call_of(parts, _CAPTION, size_of(parts, pipeline.vae_scale_factor), fixed))
 
 
 def of_sd3(parts: Parts) -> Pipeline:
     """Stable Diffusion 3."""
     from diffusers import StableDiffusion3Pipeline
 
+    refuse_rescale(parts, "StableDiffusion3Pipeline")
     encoders = _encoders(parts, "StableDiffusion3Pipeline", 3)
     scheduler = scheduler_of(parts, ("ddim", "dpmsolver++"), of_flow=("euler", "dpmsolver++"))
     pipeline: Any = StableDiffusion3Pipeline(**encoders, vae=parts.vae, transformer=parts.network, scheduler=scheduler)
@@ -115,7 +117,8 @@ def of_sd3(parts: Parts) -> Pipeline:
     steps = ""
     if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # whose own steps end at 1/1000, not evenly
         steps = f"sigmas=[1 - i / {parts.steps} for i in range({parts.steps})]"
-    return Pipeline(pipeline, call_of(parts, _CAPTION, steps, f"max_sequence_length={length}"))
+    size = size_of(parts, pipeline.vae_scale_factor)
+    return Pipeline(pipeline, call_of(parts, _CAPTION, size, steps, f"max_sequence_length={length}"))
 
 
 def _rescale(parts: Parts) -> str:

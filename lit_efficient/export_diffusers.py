@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ def export_pipeline(
         lora: ``merged``: adapters are added to the weights. ``diffusers``: the pipeline has the weights without them,
             and ``pytorch_lora_weights.safetensors`` beside it is for ``pipeline.load_lora_weights(folder)``.
         base: A checkpoint or safetensors file with the frozen weights that adapters stand beside, where the checkpoint
-            does not hold them (``save_base=True``) and its backbone does not name them.
+            does not hold them (``save_base=True``) and its backbone does not name them, or names what is gone. The
+            file of a model's folder (``diffusion_pytorch_model.safetensors``) is one.
 
     Returns:
         The folder.
@@ -70,6 +72,9 @@ def export_pipeline(
     run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
     made = _pipeline(run.module, _network(run.module, keep_adapters=lora == "merged"))
     adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
+
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)
 
     def write(folder: Path) -> None:
         made.pipeline.save_pretrained(folder)
@@ -93,11 +98,15 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     from lit_efficient.restore import restore
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
+    arguments = checkpoint["hyper_parameters"]
+    described = checkpoint.get("latent_diffusion", {}).get("backbone")
+    if base is not None and described is not None:  # what the backbone names need not be there: base has its weights
+        arguments = {**arguments, "backbone": described}
     with torch.random.fork_rng(devices=[]):
-        module = LatentDiffusion(**checkpoint["hyper_parameters"])
+        module = LatentDiffusion(**arguments)
         module.configure_model()
-    if base is not None and len(module.load_state_dict(base, strict=False).missing_keys) == len(module.state_dict()):
-        raise ConfigurationError("export: base has no weight of this network, whose names begin with 'network.'")
+    if base is not None:
+        _load_base(module, base)
     module.on_load_checkpoint(checkpoint)
     wanted: Any = {None: "auto", "ema": "average", "raw": "raw"}[weights]
     try:
@@ -105,6 +114,18 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     except CheckpointError as error:
         raise CheckpointError(f"export: {error}") from error
     return _Run(module, checkpoint, held)
+
+
+def _load_base(module: nn.Module, base: Mapping[str, Tensor]) -> None:
+    """Load the weights of a checkpoint, or of the network alone as diffusers writes them."""
+    if not any(name.startswith(_NETWORK) for name in base):
+        base = {f"{_NETWORK}{name}": tensor for name, tensor in base.items()}
+    try:
+        missing = module.load_state_dict(base, strict=False).missing_keys
+    except RuntimeError as error:
+        raise ConfigurationError(f"export: base does not fit this network: {' '.join(str(error).split())}") from error
+    if len(missing) == len(module.state_dict()):
+        raise ConfigurationError("export: base has no weight of this network")
 
 
 def _network(module: Any, keep_adapters: bool) -> Any:
@@ -128,7 +149,7 @@ def _network(module: Any, keep_adapters: bool) -> Any:
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
     size = module.latent_size
     if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet is of no size, and pipelines ask it
-        fresh.register_to_config(sample_size=size[0] if size[0] == size[1] else size)
+        fresh.register_to_config(sample_size=size[0])  # those that are not square are refused later
     return fresh.eval()
 
 
@@ -164,6 +185,7 @@ def _pipeline(module: Any, network: Any) -> Any:
         sampler=module.sampler,
         guidance_scale=module.guidance_scale,
         steps=module.sampling_steps,
+        size=module.latent_size,
     )
     return pipeline_for(parts)
 
@@ -209,6 +231,7 @@ def _write_lora(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def _readme(made: Any, held: str, lora: bool) -> str:
+    notes = "".join(f"\nNote: {note}.\n" for note in made.notes)
     loads = '\npipeline.load_lora_weights("FOLDER")' if lora else ""
     return f"""A pipeline of [diffusers](https://github.com/huggingface/diffusers), with the {held} weights of training.
 
@@ -218,4 +241,4 @@ from diffusers import DiffusionPipeline
 pipeline = DiffusionPipeline.from_pretrained("FOLDER"){loads}
 images = pipeline({made.call}).images
 ```
-"""
+{notes}"""

@@ -274,6 +274,12 @@ def _pixart(samples: Samples, folder: Path) -> None:
     fixed = {"clean_caption": False, "use_resolution_binning": False, "max_sequence_length": 24}
     expected = images_of(module, captions=["photograph 1", "cat"])
     samples.add("PixArt", exported(path, "pixart"), expected, height=16, width=16, **call, **fixed)
+    assert "height" not in (folder / "pixart" / "README.md").read_text()
+    module.latent_size = (2 * SIDE, 2 * SIDE)  # its configuration goes on naming the size that positions are scaled by
+    larger = exported(written(module, folder / "larger.ckpt"), "larger")
+    assert "height=32, width=32" in (larger / "README.md").read_text()
+    expected = images_of(module, captions=["photograph 1", "cat"])
+    samples.add("PixArt of another size", larger, expected, height=32, width=32, **call, **fixed)
 
 
 SDXL = {
@@ -309,6 +315,13 @@ def _sd3(samples: Samples, folder: Path) -> None:
     sizes = {"height": 16, "width": 16}
     expected = images_of(module, captions=["cat"])
     samples.add("SD3", exported(path, "sd3", "--lora", "diffusers"), expected, lora=True, **call, **sizes)
+    kept = torch.load(path, weights_only=True)
+    kept["latent_diffusion"]["latent_size"] = [2 * SIDE, 2 * SIDE]
+    torch.save(kept, folder / "larger.ckpt")
+    larger = exported(folder / "larger.ckpt", "larger")
+    assert "height=32, width=32, sigmas=" in (larger / "README.md").read_text()
+    expected = images_of(module, captions=["cat"], size=(2 * SIDE, 2 * SIDE))
+    samples.add("SD3 of another size", larger, expected, **call, height=32, width=32)
 
 
 def _merged_lora(samples: Samples, folder: Path) -> None:
@@ -335,7 +348,7 @@ CASES: dict[str, Callable[[Samples, Path], None]] = {
 NAMES = [
     "raw", "ema", "ema by default", "without guidance", "cosine", "x0", "flow", "LoRA", "UNet, LoRA merged",
     "UNet, LoRA of diffusers", "UNet without LoRA", "UNet of nothing", "UNet of EDM", "their DiT", "PixArt",
-    "SDXL", "SD3",
+    "PixArt of another size", "SDXL", "SD3", "SD3 of another size",
 ]  # fmt: skip
 
 

@@ -11,14 +11,40 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_efficient import EMA, AutoencoderConfig, LatentDiffusion, LoRA, QuantizeBase, StochasticDepth, merge_adapters
+from lit_efficient import (
+    EMA,
+    AutoencoderConfig,
+    DiffusersModelConfig,
+    LatentDiffusion,
+    LoRA,
+    QuantizeBase,
+    StochasticDepth,
+    merge_adapters,
+)
 from lit_efficient.commands.export import run as export
+from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.models.autoencoder import Autoencoder
 from lit_efficient.models.dit_to_diffusers import to_diffusers
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 from tests.models.diffusers_autoencoders import DC, TINY, small
-from tests.test_export_diffusers import CLIP, CONDITIONED, DIT, FREE, STD, T5, VP, exported, made, of, trained, written
+from tests.test_export_diffusers import (
+    CLIP,
+    CONDITIONED,
+    DIT,
+    FREE,
+    PIXART,
+    SD3,
+    STD,
+    T5,
+    THEIR_DIT,
+    VP,
+    exported,
+    made,
+    of,
+    trained,
+    written,
+)
 
 V: dict[str, Any] = {"prediction": "v", "schedule": VP}
 
@@ -68,6 +94,35 @@ def test_adapters_beside_a_base_of_another_file(tmp_path: Path, capsys: pytest.C
     empty = tmp_path / "empty.ckpt"
     torch.save({"state_dict": {"other.weight": torch.zeros(1)}}, empty)
     refuse(adapted, capsys, r"base has no weight of this network", "--base", str(empty))
+
+
+@pytest.mark.parametrize("kind", ["unet", "free"])
+def test_adapters_beside_a_folder_of_diffusers_are_exported_with_its_weights(kind: str, tmp_path: Path) -> None:
+    """By the name in the checkpoint, or by the file that the folder's weights are in."""
+    of_text = kind == "unet"
+    arguments = {"text": CLIP} if of_text else {"guidance_scale": 1.0}
+    source = made(**V, **arguments, backbone=of(CONDITIONED if of_text else FREE))
+    source.network.save_pretrained(tmp_path / "base")
+    module = LatentDiffusion(
+        DiffusersModelConfig(str(tmp_path / "base")), **V, validation_samples=0, sampling_steps=5,
+        guidance_scale=source.guidance_scale,
+    )  # fmt: skip
+    module.codec, module.text_encoder = source.codec, source.text_encoder
+    adapters = LoRA(rank=2, alpha=8, targets=["to_q", "to_v"] if of_text else ["conv1"])
+    path = trained(tmp_path / "run.ckpt", module, adapters)
+    kept = torch.load(path, weights_only=True)
+    assert "network.conv_in.weight" not in kept["state_dict"]
+    assert kept["hyper_parameters"]["backbone"]["name_or_path"] == str(tmp_path / "base")
+    found = weights(exported(path, "merged"), "unet")
+    merge_adapters(module)
+    assert same(module.network.state_dict(), found)
+    base = load_file(tmp_path / "base" / "diffusion_pytorch_model.safetensors")
+    assert torch.equal(found["conv_in.weight"], base["conv_in.weight"])
+    assert not same(found, base)
+    if of_text:
+        assert same(base, weights(exported(path, "beside", "--lora", "diffusers"), "unet"))
+    moved = (tmp_path / "base").rename(tmp_path / "moved") / "diffusion_pytorch_model.safetensors"
+    assert same(found, weights(exported(path, "moved run", "--base", str(moved)), "unet"))
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -132,6 +187,10 @@ def _wide(module: LatentDiffusion) -> None:
     module.latent_size = (4, 8)
 
 
+def _half(module: LatentDiffusion) -> None:
+    module.latent_size = (2, 2)
+
+
 SANA = {
     "_class_name": "SanaTransformer2DModel", "in_channels": 3, "out_channels": 3, "num_attention_heads": 2,
     "attention_head_dim": 8, "num_layers": 1, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8,
@@ -144,6 +203,7 @@ SDXL = {
     "projection_class_embeddings_input_dim": 6 * 4 + 16,
 }  # fmt: skip
 UNGUIDED = {**V, "guidance_scale": 1.0}
+RESCALED = Sampler(guidance_rescale=0.7)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +219,16 @@ UNGUIDED = {**V, "guidance_scale": 1.0}
         ({"schedule": "flow", "prediction": "v"}, None, r"no scheduler of diffusers .* 'flow'"),
         ({**V, "sampling_steps": 7}, None, r"sampling_steps must be a divisor of 1000"),
         ({**V, "backbone": of({**FREE, "num_class_embeds": 5})}, None, r"gives labels to a UNet2DModel"),
-        ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*not \(4, 8\)"),
+        ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*UNet2DModel .* latents of \(4, 8\)"),
+        (OF_TEXT, _wide, r"square latents.*UNet2DConditionModel .* latents of \(4, 8\)"),
+        (V, _wide, r"square latents.*DiTTransformer2DModel .* latents of \(4, 8\)"),
+        ({**V, "backbone": of(THEIR_DIT)}, _half, r"of the network's sample_size, 4, .* latents of \(2, 2\)"),
+        ({**V, "sampler": RESCALED}, None, r"DiTPipeline cannot rescale its guidance.*Sampler\(guidance_rescale=0.7"),
+        ({**V, "text": T5, "backbone": of(PIXART), "sampler": RESCALED}, None, r"PixArtAlphaPipeline cannot rescale"),
+        ({"text": T5, "backbone": of(SD3), "sampler": RESCALED}, None, r"StableDiffusion3Pipeline cannot rescale"),
+        ({**V, "guidance_scale": 0.5}, None, r"guide above 1 only, and take guidance_scale=0.5 for 1"),
+        ({**OF_TEXT, "guidance_scale": 0.0}, None, r"guide above 1 only, and take guidance_scale=0.0 for 1"),
+        ({**V, "sampler": Sampler(shift=3.0)}, None, r"of 'scaled_linear' have no shift, .*shift=3.0"),
         ({**OF_TEXT, "backbone": of({**CONDITIONED, "num_class_embeds": 5})}, None, r"text and no label"),
         (OF_TEXT, _no_text, r"StableDiffusionPipeline encodes its prompts"),
         (OF_TEXT, _earlier_layer, r"in another way than training did .*layer=-2.* see all tokens"),
@@ -177,6 +246,27 @@ def test_what_no_pipeline_can_hold_is_refused_with_the_reason(
     if change is not None:
         change(module)
     refuse(written(module, tmp_path / "run.ckpt"), capsys, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replaced"),
+    [
+        ({"sampler": Sampler(shift=2.0)}, r"'builtin' \(FlowMatchEulerDiscreteScheduler\) .* DPMSolverMultistepSch"),
+        ({"sampler": "heun"}, r"'heun' \(FlowMatchHeunDiscreteScheduler\) is replaced by DPMSolverMultistepScheduler"),
+        ({**V, "sampler": "euler"}, r"'euler' \(EulerDiscreteScheduler\) is replaced by DDIMScheduler"),
+        ({"sampler": "dpmsolver++"}, None),
+        ({**V, "sampler": "builtin", "guidance_scale": 1.0}, None),
+    ],
+)
+def test_a_sampler_that_is_replaced_is_named(
+    arguments: dict[str, Any], replaced: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported(written(made(**arguments), tmp_path / "run.ckpt"), "out")
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    noted = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith("Note: ")]
+    assert len(told) == len(noted) == (replaced is not None)
+    for line in told + noted:
+        assert re.search(f"{replaced}.* as DiTPipeline cannot drive it", line)
 
 
 def test_arguments_are_checked_before_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

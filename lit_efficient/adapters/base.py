@@ -60,6 +60,11 @@ def has_frozen_base(module: nn.Module) -> bool:
     return _MARK in module.__dict__
 
 
+def leaves_base_out(module: nn.Module) -> bool:
+    """Whether the checkpoints of ``module`` go without its frozen weights."""
+    return has_frozen_base(module) and not module.__dict__[_MARK]["save"]
+
+
 def digests(module: nn.Module) -> dict[str, str]:
     """A digest of each frozen parameter by name, of up to 1024 of its values.
 

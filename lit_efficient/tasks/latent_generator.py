@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lit_efficient.adapters.base import leaves_base_out
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
@@ -217,9 +218,10 @@ class LatentGenerator(LightningModule):
         if self.text_encoder is not None:
             checkpoint[_TEXT_KEY] = self.text_encoder.state_dict()
         size = None if self.latent_size is None else list(self.latent_size)
-        checkpoint[_OWN_KEY] = {"latent_size": size, "prompts": self._prompts.state()}
+        checkpoint[_OWN_KEY] = {"latent_size": size, "prompts": self._prompts.state(), "backbone": self._described}
         held = checkpoint.get("state_dict", {})
-        if self._described and all(f"network.{name}" in held for name, _ in self.network.named_parameters()):  # type: ignore[union-attr]
+        whole = self._described and all(f"network.{name}" in held for name, _ in self.network.named_parameters())  # type: ignore[union-attr]
+        if whole and not leaves_base_out(self):  # which techniques take out of the checkpoint later
             # All weights are here: where they came from need not be there when this is loaded.
             arguments = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {"backbone": self._described}
