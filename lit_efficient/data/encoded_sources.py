@@ -26,7 +26,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -141,29 +141,37 @@ class ArrayFiles:
     """Arrays whose first axis is the row, in any number of files.
 
     A safetensors or .npz file holds a part of every field. A .npy file holds a part of the one that its folder is named
-    after, or, right in the root, its own name up to a trailing number (``latents_003.npy``); the parts of all fields
-    must have the same numbers and lengths. One file a row ([1, c, h, w]) is a part like any other.
+    after, or, right in the root, its own name up to a trailing number (``latents_003.npy``). Parts of the fields belong
+    together by their files' paths in the fields' folders (by what follows in a name if all of a field begin with the
+    same: ``latents/x/latents_3.npy``, ``labels/x/3.npy``). One file a row ([1, c, h, w]) is a part like any other.
 
     Args:
         root: The folder.
         files: Those in it, in order.
+
+    Raises:
+        ConfigurationError: If fields have parts of other names or lengths, or which belong together cannot be told.
     """
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
-        self._parts: dict[str, list[tuple[str, int, Callable[[int], Value]]]] = {}
+        found: dict[str, list[_Part]] = {}
         for path in files:
             for field, part in _OPENERS[path.suffix](root, path):
-                self._parts.setdefault(field, []).append(part)
-        lengths = {field: {part[:2] for part in parts} for field, parts in self._parts.items()}
-        first, *others = lengths
+                found.setdefault(field, []).append(part)
+        if not found:
+            raise ConfigurationError(f"EncodedData: the files of {root} hold no arrays.")
+        named = {field: _by_name(root, field, parts) for field, parts in found.items()}
+        first, *others = named
         for other in others:
-            if differing := sorted(lengths[first] ^ lengths[other]):
+            rows = [{name: part.rows for name, part in named[field].items()} for field in (first, other)]
+            if differing := sorted(rows[0].items() ^ rows[1].items()):
                 raise ConfigurationError(
                     f"EncodedData: the fields {first!r} and {other!r} of {root} do not belong together row by row: "
                     f"file {differing[0][0]!r} has {differing[0][1]} rows of only one of them. `files` leaves others "
                     "out."
                 )
-        self._ends = rows_in([part[1] for part in self._parts[first]])
+        self._parts = {field: [parts[name].read for name in named[first]] for field, parts in named.items()}
+        self._ends = rows_in([part.rows for part in named[first].values()])
 
     @property
     def fields(self) -> list[str]:
@@ -176,7 +184,7 @@ class ArrayFiles:
     def read(self, row: int, fields: Sequence[str]) -> dict[str, Value]:
         """A row of some arrays."""
         number, inside = locate(row, self._ends)
-        return {field: plain(self._parts[field][number][2](inside)) for field in fields}
+        return {field: plain(self._parts[field][number](inside)) for field in fields}
 
 
 class ListedFiles:
@@ -272,27 +280,54 @@ def _header(path: Path, start: int) -> tuple[tuple[int, ...], bool, np.dtype, in
         return shape, order, dtype, file.tell()
 
 
-Part = tuple[str, tuple[str, int, Callable[[int], Value]]]
+class _Part(NamedTuple):
+    """Rows of a field in a file, whose path in the field's folder is ``folder / (prefix + number)``."""
+
+    folder: str
+    prefix: str
+    number: str
+    rows: int
+    read: Callable[[int], Value]
 
 
-def _safetensors_parts(root: Path, path: Path) -> list[Part]:
+def _by_name(root: Path, field: str, parts: Sequence[_Part]) -> dict[str, _Part]:
+    """Parts of a field by the name that those of other fields have, too."""
+    several = len({part.prefix for part in parts}) > 1
+    named: dict[str, _Part] = {}
+    for part in parts:
+        name = f"{part.folder}/{part.prefix if several else ''}{part.number}".removeprefix("./")
+        if name in named:
+            raise ConfigurationError(
+                f"EncodedData: several files of {root} hold a part {name!r} of the field {field!r}, so which labels "
+                "are theirs cannot be told. `files` leaves others out."
+            )
+        named[name] = part
+    return named
+
+
+def _safetensors_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    return [(n, (path.stem, shape[0], _Safetensors(path, n))) for n, shape in shapes.items() if shape]
+    folder = path.parent.relative_to(root).as_posix()
+    return [(n, _Part(folder, "", path.stem, shape[0], _Safetensors(path, n))) for n, shape in shapes.items() if shape]
 
 
-def _npy_parts(root: Path, path: Path) -> list[Part]:
+def _npy_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
     mapped = _Mapped(path)
     inside = path.relative_to(root)
-    field = inside.parts[0] if len(inside.parts) > 1 else re.sub(r"[-_.]?\d+$", "", path.stem) or path.stem
-    number = re.search(r"\d+$", path.stem)
-    return [(field, (number[0] if number else "", mapped.shape[0], mapped))]
+    prefix, number = re.fullmatch(r"(.*?)(\d*)", path.stem, re.DOTALL).groups()  # type: ignore[union-attr]
+    if len(inside.parts) == 1:
+        field = re.sub(r"[-_.]$", "", prefix) if number else prefix
+        return [(field or path.stem, _Part(".", "", number, mapped.shape[0], mapped))]
+    folder = inside.parent.relative_to(inside.parts[0]).as_posix()
+    return [(inside.parts[0], _Part(folder, prefix, number, mapped.shape[0], mapped))]
 
 
-def _npz_parts(root: Path, path: Path) -> list[Part]:
-    parts: list[Part] = []
+def _npz_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
+    parts: list[tuple[str, _Part]] = []
+    folder = path.parent.relative_to(root).as_posix()
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
@@ -304,7 +339,7 @@ def _npz_parts(root: Path, path: Path) -> list[Part]:
             )  # lengths of the name and of the extra field, then those, then the data
             name, extra = np.frombuffer(file.read(4), "<u2").tolist()
             mapped = _Mapped(path, member.header_offset + 30 + name + extra)
-            parts.append((Path(member.filename).stem, (path.stem, mapped.shape[0], mapped)))
+            parts.append((Path(member.filename).stem, _Part(folder, "", path.stem, mapped.shape[0], mapped)))
     return parts
 
 

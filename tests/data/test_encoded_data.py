@@ -405,6 +405,49 @@ def test_fields_that_do_not_belong_together_are_refused(tmp_path):
         EncodedData(str(tmp_path), fields=fields, held_out=5).setup("fit")
 
 
+def save_parts(folder, parts) -> None:
+    """{file: the rows in it}; labels are the rows' numbers, latents their multiples."""
+    for name, rows in parts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        numbers = np.array(rows)
+        np.save(folder / name, numbers if "labels" in name else numbers[:, None, None, None] * np.ones((1, 4, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"latents/x/1.npy": [0, 1], "latents/y/1.npy": [2, 3], "labels/x/1.npy": [0, 1], "labels/y/1.npy": [2, 3]},
+        {"latents/z_9.npy": [0, 1], "latents/z_10.npy": [2, 3], "labels/9.npy": [0, 1], "labels/10.npy": [2, 3]},
+        {"latents/b1.npy": [2, 3], "latents/a2.npy": [0, 1], "labels/b1.npy": [2, 3], "labels/a2.npy": [0, 1]},
+        {"latents.npy": [0, 1, 2, 3], "labels/all.npy": [0, 1, 2, 3]},
+    ],
+)
+def test_parts_are_paired_by_their_names(tmp_path, parts):
+    save_parts(tmp_path, parts)
+    source = open_encoded(tmp_path)
+    read = [source.read(row, ["latents", "labels"]) for row in range(len(source))]
+    assert [row["latents"][0, 0, 0] for row in read] == [row["labels"] for row in read]
+    assert sorted(row["labels"] for row in read) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"latents/x/1.npy": [0], "latents/y/0.npy": [1], "labels/x/0.npy": [1], "labels/y/1.npy": [0]},
+            "do not belong together row by row: file 'x/0' has 1 rows",
+        ),
+        ({"latents/a1.npy": [0], "latents/b2.npy": [1], "labels/b1.npy": [1], "labels/a2.npy": [0]}, "'a1' has 1 rows"),
+        ({"latents/x/0.npy": [0], "latents/y/0.npy": [1], "labels/0.npy": [0]}, "do not belong together"),
+        ({"latents_0.npy": [0], "latents-0.npy": [1], "labels_0.npy": [0]}, "several files of .* part '0' of the field"),
+    ],
+)
+def test_parts_whose_names_do_not_pair_them_are_refused(tmp_path, parts, message):
+    save_parts(tmp_path, parts)
+    with pytest.raises(ConfigurationError, match=message):
+        open_encoded(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
