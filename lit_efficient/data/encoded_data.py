@@ -49,8 +49,10 @@ class EncodedData(LightningDataModule):
         folder: Where the files are.
         layout: ``arrays`` (.safetensors, .npy, .npz), ``dataset_json``, ``mds``, ``webdataset`` or ``parquet``;
             ``auto`` by the files' names.
-        files: Pattern for the names of the training files.
-        val_files: Pattern for those of validation, or the path of another folder; None: ``held_out`` rows.
+        files: Pattern for the names of the training files (``arrays``, ``webdataset``, ``parquet``), of the listed ones
+            (``dataset_json``) or of shards (``mds``).
+        val_files: Pattern for those of validation, or another folder of the same layout, relative to ``folder``; they
+            are not trained on. None: ``held_out`` rows.
         fields: Names of the fields.
         numbers: What the stored numbers mean.
         statistics: By which latents are normalised: ``measured`` on up to 4096 rows, ``declared`` by the autoencoder's
@@ -134,10 +136,11 @@ class EncodedData(LightningDataModule):
         if hasattr(self, "dataset"):
             return
         root = Path(self.folder).expanduser()
-        sources = [open_encoded(root, self.layout, self.files)]
+        sources = [open_encoded(root, self.layout, self.files, self.val_files)]
         if self.val_files is not None:
-            other = Path(self.val_files).expanduser()
-            sources.append(open_encoded(other) if other.is_dir() else open_encoded(root, self.layout, self.val_files))
+            other = root / Path(self.val_files).expanduser()
+            chosen = (other, self.layout) if other.is_dir() else (root, self.layout, self.val_files)
+            sources.append(open_encoded(*chosen))
         for source in sources:
             check_fields(source, self.fields.asked(), root)
         rows = EncodedRows(sources, self.fields, self.numbers)

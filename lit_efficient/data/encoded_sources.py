@@ -22,6 +22,7 @@ import bisect
 import io
 import itertools
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -51,13 +52,17 @@ class EncodedSource(Protocol):
         """Some fields of a row, 0 <= row < len(self)."""
 
 
-def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") -> EncodedSource:
+def open_encoded(
+    folder: str | Path, layout: Layout = "auto", files: str = "*", without: str | None = None
+) -> EncodedSource:
     """Open a folder of encoded data.
 
     Args:
         folder: Where it is.
         layout: How it is stored; ``auto`` is told by the files' names.
-        files: Pattern for the names of the files that belong to it, such as ``imagenet_ci8x8.*``.
+        files: Pattern for the names of the files that belong to it, such as ``imagenet_ci8x8.*``; of dataset_json, for
+            those that are listed, of mds, for shards.
+        without: Pattern for names of those that do not, or a folder whose files do not, relative to ``folder``.
 
     Raises:
         ConfigurationError: If there is nothing of the kind, or it cannot be read safely row by row.
@@ -65,7 +70,9 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigurationError(f"EncodedData: there is no folder {root}.")
-    found = sorted((path for path in root.rglob("*") if path.is_file() and path.match(files)), key=natural_order)
+    belongs = _belonging(root, files, without)
+    found = sorted((path for path in root.rglob("*") if path.is_file() and belongs(path)), key=natural_order)
+    chosen = f"match {files!r}" + ("" if without is None else f" and are not those of {without!r}")
     kinds = {kind: [path for path in found if path.suffix in suffixes] for kind, suffixes in _SUFFIXES.items()}
     if not any(kinds.values()) and (unsafe := [path for path in found if path.suffix in UNSAFE]):
         raise ConfigurationError(refusal(unsafe[0].name))
@@ -79,19 +86,19 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
             if len(several) != 1:
                 raise ConfigurationError(
                     f"EncodedData: {root} has files of {' and '.join(several) or 'no known layout'} (of those that "
-                    f"match {files!r}): give layout ({', '.join(_SUFFIXES)}) or another pattern for files."
+                    f"{chosen}): give layout ({', '.join(_SUFFIXES)}) or another pattern for files."
                 )
             layout = several[0]  # type: ignore[assignment]
     if layout == "mds":
         from lit_efficient.data.encoded_mds import MosaicShards
 
-        return MosaicShards(root)
+        return MosaicShards(root, belongs)
     if layout == "dataset_json":
-        return ListedFiles(root)
+        return ListedFiles(root, belongs)
     if not kinds[layout]:
         raise ConfigurationError(
-            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that match "
-            f"{files!r}."
+            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that "
+            f"{chosen}."
         )
     if layout == "webdataset":
         from lit_efficient.data.encoded_tar import TarShards
@@ -102,6 +109,16 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
 
         return ParquetFiles(kinds[layout])
     return ArrayFiles(root, kinds[layout])
+
+
+def _belonging(root: Path, files: str, without: str | None) -> Callable[[Path], bool]:
+    """Which paths below a folder match ``files``, and neither match ``without`` nor lie in it."""
+    if without is None:
+        return lambda path: path.match(files)
+    other = Path(os.path.abspath(root / Path(without).expanduser()))
+    if other.is_dir():
+        return lambda path: path.match(files) and not Path(os.path.abspath(path)).is_relative_to(other)
+    return lambda path: path.match(files) and not path.match(without)
 
 
 _SUFFIXES: dict[str, tuple[str, ...]] = {
@@ -192,9 +209,10 @@ class ListedFiles:
 
     Args:
         root: The folder.
+        belongs: Which of them are its rows.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, belongs: Callable[[Path], bool]) -> None:
         self._root, index = root, root / "dataset.json"
         try:
             self._listed = [(str(name), label) for name, label in json.loads(index.read_text("utf-8"))["labels"]]
@@ -203,6 +221,9 @@ class ListedFiles:
         for name, _ in self._listed:
             if not name.endswith(".npy") or name.startswith("/") or ".." in name.split("/"):
                 raise ConfigurationError(f"EncodedData: {index} lists {name!r}, which is no .npy file in it.")
+        self._listed = [row for row in self._listed if belongs(root / row[0])]
+        if not self._listed:
+            raise ConfigurationError(f"EncodedData: {index} lists none of the files that are asked for.")
 
     @property
     def fields(self) -> list[str]:

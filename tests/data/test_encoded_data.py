@@ -267,6 +267,57 @@ def test_cosmos_imagenet_as_it_is_published(tmp_path):
     assert batch["labels"].tolist() == LABELS[:4].tolist()
 
 
+def held_in_files(folder, **arguments):
+    """Labels that are trained on and those of validation, whose files are ``val_files``."""
+    data = EncodedData(str(folder), statistics="none", **{"num_classes": 7, **arguments})
+    data.setup("fit")
+    return [data.dataset.labels(index) for index in (data.train_index, data.val_index)]
+
+
+def in_tars(folder):
+    return {"fields": webdataset(folder), "val_files": "00001.tar"}
+
+
+def in_shards(folder):
+    return {"fields": mds(folder), "val_files": "shard.00001.mds"}
+
+
+def in_safetensors(folder):
+    return {"fields": safetensors(folder), "val_files": "part-1.safetensors"}
+
+
+def in_a_folder(folder):
+    fields = safetensors(folder)
+    (folder / "val").mkdir()
+    (folder / "part-1.safetensors").rename(folder / "val/a.safetensors")
+    (folder / "val/read.parquet").write_bytes(b"another layout")
+    return {"fields": fields, "val_files": "val", "layout": "arrays"}
+
+
+def in_listed_files(folder):
+    return {"fields": listed_in_dataset_json(folder), "val_files": "img-00000009.npy"}
+
+
+@pytest.mark.parametrize("writer", [in_tars, in_shards, in_safetensors, in_a_folder, in_listed_files])
+def test_what_is_for_validation_is_not_trained_on(tmp_path, writer):
+    trained, held = held_in_files(tmp_path, **writer(tmp_path))
+    assert held == LABELS[9:10].tolist()
+    assert trained == LABELS[:9].tolist() + LABELS[10:].tolist()
+
+
+def test_patterns_choose_among_listed_files_and_shards(tmp_path):
+    for writer, files in ((listed_in_dataset_json, "00000/*"), (mds, "shard.00000.mds")):
+        folder = tmp_path / writer.__name__
+        folder.mkdir()
+        fields = writer(folder)
+        first = 10 if writer is listed_in_dataset_json else 9
+        assert len(open_encoded(folder, files=files)) == first
+        with pytest.raises(ConfigurationError, match="asked for"):
+            held_in_files(folder, fields=fields, val_files="*")
+    with pytest.raises(ConfigurationError, match=r"no known layout .*are not those of '\*'"):
+        held_in_files(tmp_path, val_files="*")
+
+
 @pytest.mark.parametrize("content", ["mean_logvar", "mean_std"])
 def test_a_posterior_in_one_field_or_in_two(tmp_path, content):
     logvar = np.random.default_rng(4).normal(-3.0, 1.0, LATENTS.shape).astype(np.float32)
