@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from lit_efficient.data.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.encoded_sources import EncodedSource, Layout, Value, check_fields, open_encoded
 from lit_efficient.data.image_source import collate_images
-from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loader
+from lit_efficient.data.keyed_batches import Key, module_loader
 from lit_efficient.data.latent_format import Moments, normalize_item
 from lit_efficient.data.stage_one import forked_rng
 from lit_efficient.errors import ConfigurationError
@@ -181,8 +181,16 @@ class EncodedData(LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
-        sampler = KeyedBatchSampler(index, self.batch_size, seed=self.seed, shuffle=shuffle)
-        return keyed_loader(self.dataset, sampler, collate_images, self.num_workers)
+        return module_loader(
+            self.trainer,
+            self.dataset,
+            index,
+            collate_images,
+            self.batch_size,
+            training=shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+        )
 
     def _split(self, lengths: list[int]) -> tuple[list[int], list[int]]:
         if len(lengths) == 2:
