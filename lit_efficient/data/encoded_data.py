@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient.data.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.encoded_sources import EncodedSource, Layout, Value, check_fields, open_encoded
+from lit_efficient.data.image_module import check_choice, check_integer
 from lit_efficient.data.image_source import collate_images
 from lit_efficient.data.keyed_batches import Key, module_loader
 from lit_efficient.data.latent_format import Moments, normalize_item
@@ -86,9 +87,13 @@ class EncodedData(LightningDataModule):
     ) -> None:
         super().__init__()
         given = {"held_out": (held_out, 0), "batch_size": (batch_size, 1), "num_workers": (num_workers, 0)}
-        for name, (value, least) in {**given, "seed": (seed, 0), "num_classes": (num_classes or 0, 0)}.items():
-            if value < least:
-                raise ConfigurationError(f"EncodedData: {name} must be an integer >= {least}, not {value!r}.")
+        for name, (value, least) in {
+            **given,
+            "seed": (seed, 0),
+            "num_classes": (0 if num_classes is None else num_classes, 0),
+        }.items():
+            check_integer("EncodedData", name, value, least)
+        check_choice("EncodedData", "layout", layout, get_args(Layout))
         if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
             raise ConfigurationError(
                 f"EncodedData: statistics must be measured, declared, none, or a mean and std; got {statistics!r}."

@@ -97,8 +97,7 @@ def open_encoded(
         return ListedFiles(root, belongs)
     if not kinds[layout]:
         raise ConfigurationError(
-            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that "
-            f"{chosen}."
+            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that {chosen}."
         )
     if layout == "webdataset":
         from lit_efficient.data.encoded_tar import TarShards

@@ -224,6 +224,15 @@ def test_each_layout_gives_each_row_with_its_own_label(tmp_path, writer):
     assert sorted(seen) == list(range(ROWS))
 
 
+def test_columns_of_parquet_are_not_pickled(tmp_path):
+    fields = parquet(tmp_path)
+    source = open_encoded(tmp_path)
+    small = len(pickle.dumps(source))
+    row = source.read(11, [fields.latents])
+    assert len(pickle.dumps(source)) == small < 2000
+    assert np.array_equal(pickle.loads(pickle.dumps(source)).read(11, [fields.latents])["z"], row["z"])
+
+
 def test_imagenet_int8_as_it_is_published(tmp_path):
     """Flat bytes in a column whose encoding is called uint8, labels as text, values (x / 255 - 1/2) * 24."""
     codes = np.random.default_rng(2).integers(0, 256, (ROWS, 4 * 8 * 8), dtype=np.uint8)
@@ -490,7 +499,10 @@ def test_parts_are_paired_by_their_names(tmp_path, parts):
         ),
         ({"latents/a1.npy": [0], "latents/b2.npy": [1], "labels/b1.npy": [1], "labels/a2.npy": [0]}, "'a1' has 1 rows"),
         ({"latents/x/0.npy": [0], "latents/y/0.npy": [1], "labels/0.npy": [0]}, "do not belong together"),
-        ({"latents_0.npy": [0], "latents-0.npy": [1], "labels_0.npy": [0]}, "several files of .* part '0' of the field"),
+        (
+            {"latents_0.npy": [0], "latents-0.npy": [1], "labels_0.npy": [0]},
+            "several files of .* part '0' of the field",
+        ),
     ],
 )
 def test_parts_whose_names_do_not_pair_them_are_refused(tmp_path, parts, message):
@@ -513,6 +525,18 @@ def test_parts_whose_names_do_not_pair_them_are_refused(tmp_path, parts, message
         ({"files": "*.tar"}, "no known layout"),
         ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1, not 0"),
+        ({"batch_size": "4"}, "batch_size must be an integer >= 1, not '4'"),
+        ({"num_classes": "7"}, "num_classes must be an integer >= 0, not '7'"),
+        ({"layout": "zip"}, "layout must be one of auto, arrays, .*, not 'zip'"),
+        (
+            {"numbers": EncodedNumbers([1.0, 2.0])},
+            r"numbers.scale must be one number or 4, one a channel, not \[1.0, 2",
+        ),
+        ({"numbers": EncodedNumbers(zero=[0.0] * 8)}, r"numbers.zero must be one number or 4, one a channel, not \[0"),
+        (
+            {"numbers": EncodedNumbers(shape=[4, 4, 4])},
+            r"numbers.shape must have as many .* 24, not \[4, 4, 4\] \(64\)",
+        ),
         ({"statistics": "guessed"}, "statistics must be measured, declared, none"),
         ({"statistics": "declared"}, "declared needs the autoencoder"),
     ],
@@ -529,5 +553,13 @@ def test_mistakes_are_told(tmp_path, arguments, message):
         use()
     with pytest.raises(ConfigurationError, match=r"scale must be above 0"):
         EncodedNumbers(scale=[1.0, 0.0])
+    with pytest.raises(ConfigurationError, match=r"fields.logvar must be of the latents' shape, \[4, 3, 2\], not \[3"):
+        EncodedNumbers().read(LATENTS[0], LATENTS[0, 0])
+    with pytest.raises(ConfigurationError, match=r"scale must be above 0, .*, got '2'"):
+        EncodedNumbers(scale="2")
+    with pytest.raises(ConfigurationError, match=r"zero must be finite, .*, got nan"):
+        EncodedNumbers(zero=float("nan"))
+    with pytest.raises(ConfigurationError, match=r"shape must be \[c, h, w\], all at least 1, got 24"):
+        EncodedNumbers(shape=24)
     with pytest.raises(ConfigurationError, match="raw must be one of"):
         EncodedNumbers(raw="float64")
