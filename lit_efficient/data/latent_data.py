@@ -207,6 +207,8 @@ class LatentData(LightningDataModule):
     def _hashed(self) -> dict[str, str]:
         encoders = self.encoders()
         parts = (self.images.train_index, self.images.val_index, self.images.test_index)
+        images = {"variants": str(self.images.variants)} | self.images.identity()
+        images.pop("split", None)  # said below, of any source
         return {
             "version": VERSION,
             "autoencoder": encoders.codec.fingerprint(),
@@ -215,8 +217,7 @@ class LatentData(LightningDataModule):
             "format": self.format,
             "dtype": "uint8" if self.format == "int8" else self.dtype,
             "split": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
-            "images.variants": str(self.images.variants),
-            **{f"images.{name}": value for name, value in self.images.identity().items()},
+            **{f"images.{name}": value for name, value in images.items()},
         }
 
     def encoders(self) -> Encoders:

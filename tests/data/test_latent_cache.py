@@ -239,6 +239,19 @@ def test_whatever_differs_is_refused_by_its_name(tmp_path, entry):
     assert LatentStore(tmp_path / "cache", thorough=True).identity["version"] == "1"
 
 
+def test_split_and_variants_are_said_once(tmp_path):
+    write(tmp_path, [f"{n}.png" for n in range(8)])
+    images = ImageData(str(tmp_path), resolution=8, horizontal_flip=True, variants=2, val_fraction=0.3)
+    images.prepare_data()
+    said = {}
+    for source in (images, ToyImages(variants=2)):
+        source.setup("fit")
+        said[source] = LatentData(source, AutoencoderConfig(source.dataset[0, 0]["images"].shape[0], 4, 8)).identity()
+        assert [name for name in said[source] if "split" in name] == ["split"]
+        assert said[source]["images.variants"] == "2"
+    assert {f"images.{name}" for name in images.identity()} - said[images].keys() == {"images.split"}
+
+
 def test_a_cache_is_made_when_it_is_asked_for_only(tmp_path):
     data = LatentData(ToyImages(), OURS, folder=str(tmp_path / "cache"))
     with pytest.raises(ConfigurationError, match=r"There is no latent cache in .*cache-latents --config"):
