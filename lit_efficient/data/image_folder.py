@@ -48,7 +48,7 @@ class FolderTable:
         metadata += [] if above is None else _metadata_of(above)
         self._root = root
         self._others = {os.path.normpath(path) for path in others}
-        self._paths = sorted(images, key=lambda path: path.relative_to(root).as_posix())
+        self._paths = sorted(images, key=Path.as_posix)
         notes = [self._from_metadata(sorted(metadata), columns)] if metadata else self._from_names(columns)
         self.files = self._paths
         self.note = f"{root}: {len(self)} images{''.join(f', {note}' for note in notes)}"
@@ -105,13 +105,13 @@ class FolderTable:
                     "or metadata.csv with columns."
                 )
         notes = []
-        inside = [path.relative_to(self._root).parts for path in self._paths]
+        inside = [path.parts[len(self._root.parts) :] for path in self._paths]
         classes = {parts[0] for parts in inside}
         if columns.label is not None and all(len(parts) > 1 for parts in inside):
             self.labels = [parts[0] for parts in inside]
             self.by_subfolder = True
             notes.append(f"labels: its {len(classes)} subfolders" if len(classes) > 1 else "one subfolder")
-        captions = {path: _sidecar(path) for path in self._paths} if columns.caption is not None else {}
+        captions = _sidecars(self._paths) if columns.caption is not None else {}
         missing = [path for path, file in captions.items() if file is None]
         if captions and len(missing) < len(captions):
             if missing:
@@ -158,5 +158,12 @@ def _text_of(file: Path) -> str:
         raise ConfigurationError(f"ImageData: {file} is no UTF-8 text that can be read: {error}.") from error
 
 
-def _sidecar(image: Path) -> Path | None:
-    return next((file for suffix in CAPTION_SUFFIXES if (file := image.with_suffix(suffix)).is_file()), None)
+def _sidecars(images: Sequence[Path]) -> dict[Path, Path | None]:
+    """The caption file beside each image; folders are listed once."""
+    beside = {folder: set(os.listdir(folder)) for folder in {image.parent for image in images}}
+    return {image: _sidecar(image, beside[image.parent]) for image in images}
+
+
+def _sidecar(image: Path, names: set[str]) -> Path | None:
+    found = (image.with_suffix(suffix) for suffix in CAPTION_SUFFIXES if image.stem + suffix in names)
+    return next((file for file in found if file.is_file()), None)

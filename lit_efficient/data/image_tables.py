@@ -81,7 +81,7 @@ def open_table(name: str, split: str, columns: Columns) -> ImageTable:
     if len(kinds) > 1:
         raise ConfigurationError(f"ImageData: the folder {name} holds {' and '.join(kinds)}: name one of them.")
     if images:
-        top = {image.relative_to(path).parts[0] for image in images}
+        top = {image.parts[len(path.parts)] for image in images}
         if all(_split_of(name) for name in top):  # train/, validation/: no classes
             chosen = [name for name in sorted(top) if _split_of(name) == (_split_of(split) or split)]
             if len(chosen) != 1:
