@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -29,8 +29,9 @@ from torch.utils.data import DataLoader
 
 from lit_efficient.data.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.encoded_sources import EncodedSource, Layout, Value, check_fields, open_encoded
+from lit_efficient.data.image_module import check_choice, check_integer
 from lit_efficient.data.image_source import collate_images
-from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loader
+from lit_efficient.data.keyed_batches import Key, module_loader
 from lit_efficient.data.latent_format import Moments, normalize_item
 from lit_efficient.data.stage_one import forked_rng
 from lit_efficient.errors import ConfigurationError
@@ -49,8 +50,10 @@ class EncodedData(LightningDataModule):
         folder: Where the files are.
         layout: ``arrays`` (.safetensors, .npy, .npz), ``dataset_json``, ``mds``, ``webdataset`` or ``parquet``;
             ``auto`` by the files' names.
-        files: Pattern for the names of the training files.
-        val_files: Pattern for those of validation, or the path of another folder; None: ``held_out`` rows.
+        files: Pattern for the names of the training files (``arrays``, ``webdataset``, ``parquet``), of the listed ones
+            (``dataset_json``) or of shards (``mds``).
+        val_files: Pattern for those of validation, or another folder of the same layout, relative to ``folder``; they
+            are not trained on. None: ``held_out`` rows.
         fields: Names of the fields.
         numbers: What the stored numbers mean.
         statistics: By which latents are normalised: ``measured`` on up to 4096 rows, ``declared`` by the autoencoder's
@@ -84,9 +87,13 @@ class EncodedData(LightningDataModule):
     ) -> None:
         super().__init__()
         given = {"held_out": (held_out, 0), "batch_size": (batch_size, 1), "num_workers": (num_workers, 0)}
-        for name, (value, least) in {**given, "seed": (seed, 0), "num_classes": (num_classes or 0, 0)}.items():
-            if value < least:
-                raise ConfigurationError(f"EncodedData: {name} must be an integer >= {least}, not {value!r}.")
+        for name, (value, least) in {
+            **given,
+            "seed": (seed, 0),
+            "num_classes": (0 if num_classes is None else num_classes, 0),
+        }.items():
+            check_integer("EncodedData", name, value, least)
+        check_choice("EncodedData", "layout", layout, get_args(Layout))
         if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
             raise ConfigurationError(
                 f"EncodedData: statistics must be measured, declared, none, or a mean and std; got {statistics!r}."
@@ -134,10 +141,11 @@ class EncodedData(LightningDataModule):
         if hasattr(self, "dataset"):
             return
         root = Path(self.folder).expanduser()
-        sources = [open_encoded(root, self.layout, self.files)]
+        sources = [open_encoded(root, self.layout, self.files, self.val_files)]
         if self.val_files is not None:
-            other = Path(self.val_files).expanduser()
-            sources.append(open_encoded(other) if other.is_dir() else open_encoded(root, self.layout, self.val_files))
+            other = root / Path(self.val_files).expanduser()
+            chosen = (other, self.layout) if other.is_dir() else (root, self.layout, self.val_files)
+            sources.append(open_encoded(*chosen))
         for source in sources:
             check_fields(source, self.fields.asked(), root)
         rows = EncodedRows(sources, self.fields, self.numbers)
@@ -174,8 +182,16 @@ class EncodedData(LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
-        sampler = KeyedBatchSampler(index, self.batch_size, seed=self.seed, shuffle=shuffle)
-        return keyed_loader(self.dataset, sampler, collate_images, self.num_workers)
+        return module_loader(
+            self.trainer,
+            self.dataset,
+            index,
+            collate_images,
+            self.batch_size,
+            training=shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+        )
 
     def _split(self, lengths: list[int]) -> tuple[list[int], list[int]]:
         if len(lengths) == 2:

@@ -5,6 +5,7 @@ latents = zero + scale * stored;    posterior: mean = zero + scale * stored, std
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -76,11 +77,20 @@ class EncodedNumbers:
             )
         if self.raw not in _COUNT_OF:
             raise ConfigurationError(f"EncodedNumbers: raw must be one of {', '.join(_COUNT_OF)}, got {self.raw!r}.")
-        if self.shape is not None and (len(self.shape) != 3 or min(self.shape) < 1):
+        if self.shape is not None and (
+            not isinstance(self.shape, list | tuple)
+            or len(self.shape) != 3
+            or not all(isinstance(size, int) and size >= 1 for size in self.shape)
+        ):
             raise ConfigurationError(f"EncodedNumbers: shape must be [c, h, w], all at least 1, got {self.shape!r}.")
-        scales = self.scale if isinstance(self.scale, list) else [self.scale]
-        if not scales or min(scales) <= 0:
-            raise ConfigurationError(f"EncodedNumbers: scale must be above 0, got {self.scale!r}.")
+        for name, least in (("scale", 0.0), ("zero", -math.inf)):
+            value = getattr(self, name)
+            values = value if isinstance(value, list) else [value]
+            if not values or not all(isinstance(v, int | float) and least < v < math.inf for v in values):
+                raise ConfigurationError(
+                    f"EncodedNumbers: {name} must be {'above 0' if name == 'scale' else 'finite'}, a number or one a "
+                    f"channel, got {value!r}."
+                )
 
     def read(self, value: Value, logvar: Value | None = None) -> dict[str, Tensor]:
         """A stored value as ``latents``, or ``mean`` and ``logvar``, [c, h, w] float32.
@@ -92,22 +102,42 @@ class EncodedNumbers:
         while stored.ndim > 3 and stored.shape[0] == 1:  # a batch of one
             stored = stored[0]
         if self.shape is not None:
+            if math.prod(self.shape) != stored.numel():
+                raise ConfigurationError(
+                    f"EncodedData: numbers.shape must have as many numbers as a row, {stored.numel()}, not "
+                    f"{list(self.shape)} ({math.prod(self.shape)})."
+                )
             stored = stored.reshape(self.shape)
         if stored.ndim != 3 or (self.content != "latents" and len(stored) % 2):
             raise ConfigurationError(
                 f"EncodedData: a row has the shape {list(stored.shape)}; {self.content} must be [c, h, w]"
                 f"{'' if self.content == 'latents' else ' with c even'}: give numbers.shape ([4, 32, 32])."
             )
-        width = None if logvar is None else self.array(logvar).reshape(stored.shape)
+        width = None if logvar is None else self.array(logvar)
+        if width is not None and width.numel() != stored.numel():
+            raise ConfigurationError(
+                f"EncodedData: fields.logvar must be of the latents' shape, {list(stored.shape)}, not "
+                f"{list(width.shape)}."
+            )
+        width = None if width is None else width.reshape(stored.shape)
         if self.content != "latents":
             stored, width = stored.chunk(2)
-        scale, zero = (torch.tensor(v).expand(len(stored)) for v in (self.scale, self.zero))
+        scale, zero = (self._a_channel(name, len(stored)) for name in ("scale", "zero"))
         mean = dequantize(stored, scale, zero)
         if width is None:
             return {"latents": mean}
         if self.content == "mean_std":
             width = width.square().clamp_min(_SMALLEST_VARIANCE).log()
         return {"mean": mean, "logvar": width + 2.0 * scale.log().view(-1, 1, 1)}
+
+    def _a_channel(self, name: str, channels: int) -> Tensor:
+        """``scale`` or ``zero`` of each channel."""
+        value = torch.tensor(getattr(self, name), dtype=torch.float32)
+        if value.numel() not in (1, channels):
+            raise ConfigurationError(
+                f"EncodedData: numbers.{name} must be one number or {channels}, one a channel, not {value.tolist()}."
+            )
+        return value.expand(channels)
 
     def array(self, value: Value) -> Tensor:
         """An array, or the bytes of one, as float32.

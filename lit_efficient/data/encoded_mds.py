@@ -10,7 +10,7 @@ Source: https://github.com/mosaicml/streaming (docs: preparing_datasets/dataset_
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ class MosaicShards:
 
     Args:
         folder: Where it is.
+        belongs: Which of the shards count, by the paths that the index has for them.
 
     Raises:
         ConfigurationError: If a shard is missing, not whole or of another format.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, belongs: Callable[[Path], bool]) -> None:
         self._folder = folder
         try:
             self._shards: list[dict[str, Any]] = json.loads((folder / "index.json").read_text("utf-8"))["shards"]
@@ -43,6 +44,12 @@ class MosaicShards:
             raise ConfigurationError(
                 f"EncodedData: {folder / 'index.json'} is no index of MDS shards ({error!r})."
             ) from error
+        self._shards = [shard for shard in self._shards if belongs(folder / shard["raw_data"]["basename"])]
+        if not self._shards:
+            raise ConfigurationError(
+                f"EncodedData: {folder / 'index.json'} lists no shards that are asked for: give a pattern of their "
+                "names, or a folder with an index.json of its own."
+            )
         for shard in self._shards:
             if shard["format"] != "mds" or shard["column_names"] != self._names:
                 raise ConfigurationError(

@@ -31,6 +31,9 @@ class ParquetFiles:
         self._length = sum(file.metadata.num_rows for file in opened)
         self._columns: dict[str, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_columns": {}}  # workers that are spawned read their own
+
     @property
     def fields(self) -> list[str]:
         """Names of the columns."""

@@ -22,11 +22,12 @@ import bisect
 import io
 import itertools
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,13 +52,17 @@ class EncodedSource(Protocol):
         """Some fields of a row, 0 <= row < len(self)."""
 
 
-def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") -> EncodedSource:
+def open_encoded(
+    folder: str | Path, layout: Layout = "auto", files: str = "*", without: str | None = None
+) -> EncodedSource:
     """Open a folder of encoded data.
 
     Args:
         folder: Where it is.
         layout: How it is stored; ``auto`` is told by the files' names.
-        files: Pattern for the names of the files that belong to it, such as ``imagenet_ci8x8.*``.
+        files: Pattern for the names of the files that belong to it, such as ``imagenet_ci8x8.*``; of dataset_json, for
+            those that are listed, of mds, for shards.
+        without: Pattern for names of those that do not, or a folder whose files do not, relative to ``folder``.
 
     Raises:
         ConfigurationError: If there is nothing of the kind, or it cannot be read safely row by row.
@@ -65,7 +70,9 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigurationError(f"EncodedData: there is no folder {root}.")
-    found = sorted((path for path in root.rglob("*") if path.is_file() and path.match(files)), key=natural_order)
+    belongs = _belonging(root, files, without)
+    found = sorted((path for path in root.rglob("*") if path.is_file() and belongs(path)), key=natural_order)
+    chosen = f"match {files!r}" + ("" if without is None else f" and are not those of {without!r}")
     kinds = {kind: [path for path in found if path.suffix in suffixes] for kind, suffixes in _SUFFIXES.items()}
     if not any(kinds.values()) and (unsafe := [path for path in found if path.suffix in UNSAFE]):
         raise ConfigurationError(refusal(unsafe[0].name))
@@ -79,19 +86,18 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
             if len(several) != 1:
                 raise ConfigurationError(
                     f"EncodedData: {root} has files of {' and '.join(several) or 'no known layout'} (of those that "
-                    f"match {files!r}): give layout ({', '.join(_SUFFIXES)}) or another pattern for files."
+                    f"{chosen}): give layout ({', '.join(_SUFFIXES)}) or another pattern for files."
                 )
             layout = several[0]  # type: ignore[assignment]
     if layout == "mds":
         from lit_efficient.data.encoded_mds import MosaicShards
 
-        return MosaicShards(root)
+        return MosaicShards(root, belongs)
     if layout == "dataset_json":
-        return ListedFiles(root)
+        return ListedFiles(root, belongs)
     if not kinds[layout]:
         raise ConfigurationError(
-            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that match "
-            f"{files!r}."
+            f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that {chosen}."
         )
     if layout == "webdataset":
         from lit_efficient.data.encoded_tar import TarShards
@@ -102,6 +108,16 @@ def open_encoded(folder: str | Path, layout: Layout = "auto", files: str = "*") 
 
         return ParquetFiles(kinds[layout])
     return ArrayFiles(root, kinds[layout])
+
+
+def _belonging(root: Path, files: str, without: str | None) -> Callable[[Path], bool]:
+    """Which paths below a folder match ``files``, and neither match ``without`` nor lie in it."""
+    if without is None:
+        return lambda path: path.match(files)
+    other = Path(os.path.abspath(root / Path(without).expanduser()))
+    if other.is_dir():
+        return lambda path: path.match(files) and not Path(os.path.abspath(path)).is_relative_to(other)
+    return lambda path: path.match(files) and not path.match(without)
 
 
 _SUFFIXES: dict[str, tuple[str, ...]] = {
@@ -141,29 +157,37 @@ class ArrayFiles:
     """Arrays whose first axis is the row, in any number of files.
 
     A safetensors or .npz file holds a part of every field. A .npy file holds a part of the one that its folder is named
-    after, or, right in the root, its own name up to a trailing number (``latents_003.npy``); the parts of all fields
-    must have the same numbers and lengths. One file a row ([1, c, h, w]) is a part like any other.
+    after, or, right in the root, its own name up to a trailing number (``latents_003.npy``). Parts of the fields belong
+    together by their files' paths in the fields' folders (by what follows in a name if all of a field begin with the
+    same: ``latents/x/latents_3.npy``, ``labels/x/3.npy``). One file a row ([1, c, h, w]) is a part like any other.
 
     Args:
         root: The folder.
         files: Those in it, in order.
+
+    Raises:
+        ConfigurationError: If fields have parts of other names or lengths, or which belong together cannot be told.
     """
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
-        self._parts: dict[str, list[tuple[str, int, Callable[[int], Value]]]] = {}
+        found: dict[str, list[_Part]] = {}
         for path in files:
             for field, part in _OPENERS[path.suffix](root, path):
-                self._parts.setdefault(field, []).append(part)
-        lengths = {field: {part[:2] for part in parts} for field, parts in self._parts.items()}
-        first, *others = lengths
+                found.setdefault(field, []).append(part)
+        if not found:
+            raise ConfigurationError(f"EncodedData: the files of {root} hold no arrays.")
+        named = {field: _by_name(root, field, parts) for field, parts in found.items()}
+        first, *others = named
         for other in others:
-            if differing := sorted(lengths[first] ^ lengths[other]):
+            rows = [{name: part.rows for name, part in named[field].items()} for field in (first, other)]
+            if differing := sorted(rows[0].items() ^ rows[1].items()):
                 raise ConfigurationError(
                     f"EncodedData: the fields {first!r} and {other!r} of {root} do not belong together row by row: "
                     f"file {differing[0][0]!r} has {differing[0][1]} rows of only one of them. `files` leaves others "
                     "out."
                 )
-        self._ends = rows_in([part[1] for part in self._parts[first]])
+        self._parts = {field: [parts[name].read for name in named[first]] for field, parts in named.items()}
+        self._ends = rows_in([part.rows for part in named[first].values()])
 
     @property
     def fields(self) -> list[str]:
@@ -176,7 +200,7 @@ class ArrayFiles:
     def read(self, row: int, fields: Sequence[str]) -> dict[str, Value]:
         """A row of some arrays."""
         number, inside = locate(row, self._ends)
-        return {field: plain(self._parts[field][number][2](inside)) for field in fields}
+        return {field: plain(self._parts[field][number](inside)) for field in fields}
 
 
 class ListedFiles:
@@ -184,9 +208,10 @@ class ListedFiles:
 
     Args:
         root: The folder.
+        belongs: Which of them are its rows.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, belongs: Callable[[Path], bool]) -> None:
         self._root, index = root, root / "dataset.json"
         try:
             self._listed = [(str(name), label) for name, label in json.loads(index.read_text("utf-8"))["labels"]]
@@ -195,6 +220,9 @@ class ListedFiles:
         for name, _ in self._listed:
             if not name.endswith(".npy") or name.startswith("/") or ".." in name.split("/"):
                 raise ConfigurationError(f"EncodedData: {index} lists {name!r}, which is no .npy file in it.")
+        self._listed = [row for row in self._listed if belongs(root / row[0])]
+        if not self._listed:
+            raise ConfigurationError(f"EncodedData: {index} lists none of the files that are asked for.")
 
     @property
     def fields(self) -> list[str]:
@@ -272,27 +300,54 @@ def _header(path: Path, start: int) -> tuple[tuple[int, ...], bool, np.dtype, in
         return shape, order, dtype, file.tell()
 
 
-Part = tuple[str, tuple[str, int, Callable[[int], Value]]]
+class _Part(NamedTuple):
+    """Rows of a field in a file, whose path in the field's folder is ``folder / (prefix + number)``."""
+
+    folder: str
+    prefix: str
+    number: str
+    rows: int
+    read: Callable[[int], Value]
 
 
-def _safetensors_parts(root: Path, path: Path) -> list[Part]:
+def _by_name(root: Path, field: str, parts: Sequence[_Part]) -> dict[str, _Part]:
+    """Parts of a field by the name that those of other fields have, too."""
+    several = len({part.prefix for part in parts}) > 1
+    named: dict[str, _Part] = {}
+    for part in parts:
+        name = f"{part.folder}/{part.prefix if several else ''}{part.number}".removeprefix("./")
+        if name in named:
+            raise ConfigurationError(
+                f"EncodedData: several files of {root} hold a part {name!r} of the field {field!r}, so which labels "
+                "are theirs cannot be told. `files` leaves others out."
+            )
+        named[name] = part
+    return named
+
+
+def _safetensors_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    return [(n, (path.stem, shape[0], _Safetensors(path, n))) for n, shape in shapes.items() if shape]
+    folder = path.parent.relative_to(root).as_posix()
+    return [(n, _Part(folder, "", path.stem, shape[0], _Safetensors(path, n))) for n, shape in shapes.items() if shape]
 
 
-def _npy_parts(root: Path, path: Path) -> list[Part]:
+def _npy_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
     mapped = _Mapped(path)
     inside = path.relative_to(root)
-    field = inside.parts[0] if len(inside.parts) > 1 else re.sub(r"[-_.]?\d+$", "", path.stem) or path.stem
-    number = re.search(r"\d+$", path.stem)
-    return [(field, (number[0] if number else "", mapped.shape[0], mapped))]
+    prefix, number = re.fullmatch(r"(.*?)(\d*)", path.stem, re.DOTALL).groups()  # type: ignore[union-attr]
+    if len(inside.parts) == 1:
+        field = re.sub(r"[-_.]$", "", prefix) if number else prefix
+        return [(field or path.stem, _Part(".", "", number, mapped.shape[0], mapped))]
+    folder = inside.parent.relative_to(inside.parts[0]).as_posix()
+    return [(inside.parts[0], _Part(folder, prefix, number, mapped.shape[0], mapped))]
 
 
-def _npz_parts(root: Path, path: Path) -> list[Part]:
-    parts: list[Part] = []
+def _npz_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
+    parts: list[tuple[str, _Part]] = []
+    folder = path.parent.relative_to(root).as_posix()
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
@@ -304,7 +359,7 @@ def _npz_parts(root: Path, path: Path) -> list[Part]:
             )  # lengths of the name and of the extra field, then those, then the data
             name, extra = np.frombuffer(file.read(4), "<u2").tolist()
             mapped = _Mapped(path, member.header_offset + 30 + name + extra)
-            parts.append((Path(member.filename).stem, (path.stem, mapped.shape[0], mapped)))
+            parts.append((Path(member.filename).stem, _Part(folder, "", path.stem, mapped.shape[0], mapped)))
     return parts
 
 

@@ -6,7 +6,8 @@ Sizes and hashes of all images are found out once. Every item is a pure function
 same with any number of workers and after any interruption, and what is computed from them can be cached by key.
 
 Saves: aspect buckets keep what a square crop throws away; variants make crops and flips that a cache can hold.
-Costs: reading every image once; later starts look at sizes and times of the files only.
+Costs: reading every image once; later starts list the files, compare their sizes and times, and read labels and
+    captions (of a folder: metadata, or the files beside the images) anew
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ One subfolder alone, over all folders that are used together, is no class.
 from __future__ import annotations
 
 import csv
+import io
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,13 @@ class FolderTable:
         root: the folder.
         images: the image files in it.
         columns: as for :func:`open_table`.
+        above: the folder of all splits, if ``root`` is that of one: its metadata file may list the images of all.
+        others: the images of the other splits.
     """
 
-    def __init__(self, root: Path, images: list[Path], columns: Columns) -> None:
+    def __init__(
+        self, root: Path, images: list[Path], columns: Columns, above: Path | None = None, others: Sequence[Path] = ()
+    ) -> None:
         self.name = root.name
         self.image = ""
         self.labels: list[Any] | None = None
@@ -39,8 +45,10 @@ class FolderTable:
         self.by_subfolder = False
         self.captions: list[str] | None = None
         metadata = [file for folder in {root, *(image.parent for image in images)} for file in _metadata_of(folder)]
+        metadata += [] if above is None else _metadata_of(above)
         self._root = root
-        self._paths = sorted(images, key=lambda path: path.relative_to(root).as_posix())
+        self._others = {os.path.normpath(path) for path in others}
+        self._paths = sorted(images, key=Path.as_posix)
         notes = [self._from_metadata(sorted(metadata), columns)] if metadata else self._from_names(columns)
         self.files = self._paths
         self.note = f"{root}: {len(self)} images{''.join(f', {note}' for note in notes)}"
@@ -68,14 +76,19 @@ class FolderTable:
                 f"ImageData: {where} has no column file_name; its columns are {', '.join(names) or 'none'}."
             )
         label, caption = (chosen_column(kind, getattr(columns, kind), names, where) for kind in ("label", "caption"))
-        listed, there = {}, {path.resolve(): path for path in self._paths}
+        listed, there = {}, {os.path.normpath(path): path for path in self._paths}
         for place, folder, row in rows:
-            path = there.get((folder / str(row["file_name"])).resolve()) if row.get("file_name") else None
+            name = os.path.normpath(folder / str(row["file_name"])) if row.get("file_name") else ""
+            if name in self._others:
+                continue
+            path = there.get(name)
             if path is None:
                 raise ConfigurationError(f"ImageData: {place}: there is no image {row.get('file_name')!r}.")
             if path in listed:
                 raise ConfigurationError(f"ImageData: {place}: the image {row['file_name']!r} is listed twice.")
             listed[path] = (place, row)
+        if not listed:
+            raise ConfigurationError(f"ImageData: {where} lists no image of {self._root}.")
         left_out = len(self._paths) - len(listed)
         self._paths = [path for path in self._paths if path in listed]
         rows_of = [listed[path] for path in self._paths]
@@ -92,13 +105,13 @@ class FolderTable:
                     "or metadata.csv with columns."
                 )
         notes = []
-        inside = [path.relative_to(self._root).parts for path in self._paths]
+        inside = [path.parts[len(self._root.parts) :] for path in self._paths]
         classes = {parts[0] for parts in inside}
         if columns.label is not None and all(len(parts) > 1 for parts in inside):
             self.labels = [parts[0] for parts in inside]
             self.by_subfolder = True
             notes.append(f"labels: its {len(classes)} subfolders" if len(classes) > 1 else "one subfolder")
-        captions = {path: _sidecar(path) for path in self._paths} if columns.caption is not None else {}
+        captions = _sidecars(self._paths) if columns.caption is not None else {}
         missing = [path for path, file in captions.items() if file is None]
         if captions and len(missing) < len(captions):
             if missing:
@@ -120,12 +133,13 @@ def _metadata_of(folder: Path) -> list[Path]:
 
 
 def _metadata_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    lines = _text_of(file).splitlines(keepends=True)
+    text = _text_of(file)
     if file.suffix == ".csv":
-        for number, row in enumerate(csv.DictReader(lines), 2):
-            yield f"{file}, line {number}", row
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        for row in reader:
+            yield f"{file}, line {reader.line_num}", row
         return
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: it takes U+2028 and others for ends of lines
         if not line.strip():
             continue
         try:
@@ -139,10 +153,17 @@ def _metadata_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _text_of(file: Path) -> str:
     try:
-        return file.read_text("utf-8-sig")
+        return file.read_bytes().decode("utf-8-sig")  # ends of lines as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"ImageData: {file} is no UTF-8 text that can be read: {error}.") from error
 
 
-def _sidecar(image: Path) -> Path | None:
-    return next((file for suffix in CAPTION_SUFFIXES if (file := image.with_suffix(suffix)).is_file()), None)
+def _sidecars(images: Sequence[Path]) -> dict[Path, Path | None]:
+    """The caption file beside each image; folders are listed once."""
+    beside = {folder: set(os.listdir(folder)) for folder in {image.parent for image in images}}
+    return {image: _sidecar(image, beside[image.parent]) for image in images}
+
+
+def _sidecar(image: Path, names: set[str]) -> Path | None:
+    found = (image.with_suffix(suffix) for suffix in CAPTION_SUFFIXES if image.stem + suffix in names)
+    return next((file for file in found if file.is_file()), None)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.image_source import KeyedImages, collate_images
-from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, data_parallel_part, keyed_loader
+from lit_efficient.data.keyed_batches import Key, module_loader
 from lit_efficient.data.resumable_sampler import mix_seed
 from lit_efficient.errors import ConfigurationError
 
@@ -77,11 +77,18 @@ class ImageModule(LightningDataModule):
         return self.test_dataloader()
 
     def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
-        variants = self.variants if shuffle else 1
-        part = data_parallel_part(self.trainer)
-        sampler = KeyedBatchSampler(index, self.batch_size, self.bucket_of, variants, self.seed, shuffle, **part)
-        workers = {"persistent_workers": True} if self.num_workers and shuffle else {}
-        return keyed_loader(self.dataset, sampler, collate_images, self.num_workers, **workers)
+        return module_loader(
+            self.trainer,
+            self.dataset,
+            index,
+            collate_images,
+            self.batch_size,
+            training=shuffle,
+            bucket_of=self.bucket_of,
+            variants=self.variants,
+            seed=self.seed,
+            num_workers=self.num_workers,
+        )
 
     def _split_digest(self) -> str:
         parts = (self.train_index, self.val_index, self.test_index)

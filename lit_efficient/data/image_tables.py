@@ -81,25 +81,38 @@ def open_table(name: str, split: str, columns: Columns) -> ImageTable:
     if len(kinds) > 1:
         raise ConfigurationError(f"ImageData: the folder {name} holds {' and '.join(kinds)}: name one of them.")
     if images:
-        top = {image.relative_to(path).parts[0] for image in images}
+        top = {image.parts[len(path.parts)] for image in images}
         if all(_split_of(name) for name in top):  # train/, validation/: no classes
             chosen = [name for name in sorted(top) if _split_of(name) == (_split_of(split) or split)]
             if len(chosen) != 1:
                 raise ConfigurationError(
                     f"ImageData: {name} has {', '.join(sorted(top))}: no single one of them is the split {split!r}."
                 )
-            path = path / chosen[0]
-            images = [image for image in images if path in image.parents]
+            inside = path / chosen[0]
+            others = [image for image in images if inside not in image.parents]
+            images = [image for image in images if inside in image.parents]
+            return FolderTable(inside, images, columns, path, others)
         return FolderTable(path, images, columns)
     files = _of_split(path, tables[kinds[0]], split)
     return ParquetTable(path, files, columns) if kinds == [".parquet"] else SavedTable(path, split, columns, files)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """All files below a folder that are not hidden, in an order that does not depend on the file system."""
+    """All files below a folder that are not hidden, in an order that does not depend on the file system.
+
+    Links to folders are followed, but for those to a folder that they lie in.
+    """
     found = []
-    for here, below, names in os.walk(folder):
-        below[:] = [name for name in below if not name.startswith(".")]
+    above = {os.fspath(folder): {os.path.realpath(folder)}}  # real paths of a folder and of those it is in
+    for here, below, names in os.walk(folder, followlinks=True):
+        around, followed = above.pop(here), []
+        for name in below:
+            inside = os.path.join(here, name)
+            real = os.path.realpath(inside) if os.path.islink(inside) else inside
+            if not name.startswith(".") and real not in around:
+                above[inside] = {*around, os.path.realpath(inside)}
+                followed.append(name)
+        below[:] = followed
         found += [Path(here, name) for name in names if not name.startswith(".")]
     return sorted(found)
 

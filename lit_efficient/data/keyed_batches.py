@@ -202,3 +202,37 @@ def keyed_loader(
         generator=generator,
         **arguments,
     )
+
+
+def module_loader(
+    trainer: Any,
+    dataset: Any,
+    index: Sequence[int],
+    collate: Callable[[list[Any]], Any],
+    batch_size: int,
+    *,
+    training: bool,
+    bucket_of: Callable[[int], Hashable] | None = None,
+    variants: int = 1,
+    seed: int = 0,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """The loader of a data module's part, as :func:`keyed_loader` makes it.
+
+    Args:
+        trainer: The module's: its strategy tells which part of an epoch is this process's.
+        dataset: Its items are found by (index, variant).
+        index: Of the part's items.
+        collate: Makes a batch of a list of items.
+        batch_size: Items a batch, for each process.
+        training: Shuffle, one variant of each item an epoch, and keep the workers from epoch to epoch; otherwise in
+            order, variant 0.
+        bucket_of: Shape of an item.
+        variants: How many each item has.
+        seed: Seed of the order.
+        num_workers: Worker processes.
+    """
+    part = data_parallel_part(trainer)
+    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants if training else 1, seed, training, **part)
+    workers = {"persistent_workers": True} if num_workers and training else {}
+    return keyed_loader(dataset, sampler, collate, num_workers, **workers)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient.data.cache import cache_root
 from lit_efficient.data.image_source import ImageSource, collate_images
-from lit_efficient.data.keyed_batches import Key, KeyedBatchSampler, keyed_loader
+from lit_efficient.data.keyed_batches import Key, module_loader
 from lit_efficient.data.latent_format import Format, Moments, StoredDtype, normalize_item
 from lit_efficient.data.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latent_writer import Encoders, build_latents, device_of
@@ -212,6 +212,8 @@ class LatentData(LightningDataModule):
     def _hashed(self) -> dict[str, str]:
         encoders = self.encoders()
         parts = (self.images.train_index, self.images.val_index, self.images.test_index)
+        images = {"variants": str(self.images.variants)} | self.images.identity()
+        images.pop("split", None)  # said below, of any source
         return {
             "version": VERSION,
             "autoencoder": encoders.codec.fingerprint(),
@@ -220,8 +222,7 @@ class LatentData(LightningDataModule):
             "format": self.format,
             "dtype": "uint8" if self.format == "int8" else self.dtype,
             "split": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
-            "images.variants": str(self.images.variants),
-            **{f"images.{name}": value for name, value in self.images.identity().items()},
+            **{f"images.{name}": value for name, value in images.items()},
         }
 
     def encoders(self) -> Encoders:
@@ -299,18 +300,21 @@ class LatentData(LightningDataModule):
 
     def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
         source = self.images
-        sampler = KeyedBatchSampler(
-            index,
-            source.batch_size,
-            source.bucket_of,
-            variants=source.variants if training else 1,
-            seed=source.seed,
-            shuffle=training,
-        )
         dataset = source.dataset
         if self._store is not None:
             dataset = NormalizedLatents(self._store, self.codec.mean, self.codec.std)
-        return keyed_loader(dataset, sampler, collate_images, source.num_workers)
+        return module_loader(
+            self.trainer,
+            dataset,
+            index,
+            collate_images,
+            source.batch_size,
+            training=training,
+            bucket_of=source.bucket_of,
+            variants=source.variants,
+            seed=source.seed,
+            num_workers=source.num_workers,
+        )
 
 
 class NormalizedLatents:

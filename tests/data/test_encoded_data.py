@@ -224,6 +224,15 @@ def test_each_layout_gives_each_row_with_its_own_label(tmp_path, writer):
     assert sorted(seen) == list(range(ROWS))
 
 
+def test_columns_of_parquet_are_not_pickled(tmp_path):
+    fields = parquet(tmp_path)
+    source = open_encoded(tmp_path)
+    small = len(pickle.dumps(source))
+    row = source.read(11, [fields.latents])
+    assert len(pickle.dumps(source)) == small < 2000
+    assert np.array_equal(pickle.loads(pickle.dumps(source)).read(11, [fields.latents])["z"], row["z"])
+
+
 def test_imagenet_int8_as_it_is_published(tmp_path):
     """Flat bytes in a column whose encoding is called uint8, labels as text, values (x / 255 - 1/2) * 24."""
     codes = np.random.default_rng(2).integers(0, 256, (ROWS, 4 * 8 * 8), dtype=np.uint8)
@@ -265,6 +274,57 @@ def test_cosmos_imagenet_as_it_is_published(tmp_path):
     mean, std = values.mean((0, 2, 3)), values.std((0, 2, 3), correction=0)
     torch.testing.assert_close(batch["latents"], (values[:4] - mean.view(-1, 1, 1)) / std.view(-1, 1, 1))
     assert batch["labels"].tolist() == LABELS[:4].tolist()
+
+
+def held_in_files(folder, **arguments):
+    """Labels that are trained on and those of validation, whose files are ``val_files``."""
+    data = EncodedData(str(folder), statistics="none", **{"num_classes": 7, **arguments})
+    data.setup("fit")
+    return [data.dataset.labels(index) for index in (data.train_index, data.val_index)]
+
+
+def in_tars(folder):
+    return {"fields": webdataset(folder), "val_files": "00001.tar"}
+
+
+def in_shards(folder):
+    return {"fields": mds(folder), "val_files": "shard.00001.mds"}
+
+
+def in_safetensors(folder):
+    return {"fields": safetensors(folder), "val_files": "part-1.safetensors"}
+
+
+def in_a_folder(folder):
+    fields = safetensors(folder)
+    (folder / "val").mkdir()
+    (folder / "part-1.safetensors").rename(folder / "val/a.safetensors")
+    (folder / "val/read.parquet").write_bytes(b"another layout")
+    return {"fields": fields, "val_files": "val", "layout": "arrays"}
+
+
+def in_listed_files(folder):
+    return {"fields": listed_in_dataset_json(folder), "val_files": "img-00000009.npy"}
+
+
+@pytest.mark.parametrize("writer", [in_tars, in_shards, in_safetensors, in_a_folder, in_listed_files])
+def test_what_is_for_validation_is_not_trained_on(tmp_path, writer):
+    trained, held = held_in_files(tmp_path, **writer(tmp_path))
+    assert held == LABELS[9:10].tolist()
+    assert trained == LABELS[:9].tolist() + LABELS[10:].tolist()
+
+
+def test_patterns_choose_among_listed_files_and_shards(tmp_path):
+    for writer, files in ((listed_in_dataset_json, "00000/*"), (mds, "shard.00000.mds")):
+        folder = tmp_path / writer.__name__
+        folder.mkdir()
+        fields = writer(folder)
+        first = 10 if writer is listed_in_dataset_json else 9
+        assert len(open_encoded(folder, files=files)) == first
+        with pytest.raises(ConfigurationError, match="asked for"):
+            held_in_files(folder, fields=fields, val_files="*")
+    with pytest.raises(ConfigurationError, match=r"no known layout .*are not those of '\*'"):
+        held_in_files(tmp_path, val_files="*")
 
 
 @pytest.mark.parametrize("content", ["mean_logvar", "mean_std"])
@@ -405,6 +465,52 @@ def test_fields_that_do_not_belong_together_are_refused(tmp_path):
         EncodedData(str(tmp_path), fields=fields, held_out=5).setup("fit")
 
 
+def save_parts(folder, parts) -> None:
+    """{file: the rows in it}; labels are the rows' numbers, latents their multiples."""
+    for name, rows in parts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        numbers = np.array(rows)
+        np.save(folder / name, numbers if "labels" in name else numbers[:, None, None, None] * np.ones((1, 4, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"latents/x/1.npy": [0, 1], "latents/y/1.npy": [2, 3], "labels/x/1.npy": [0, 1], "labels/y/1.npy": [2, 3]},
+        {"latents/z_9.npy": [0, 1], "latents/z_10.npy": [2, 3], "labels/9.npy": [0, 1], "labels/10.npy": [2, 3]},
+        {"latents/b1.npy": [2, 3], "latents/a2.npy": [0, 1], "labels/b1.npy": [2, 3], "labels/a2.npy": [0, 1]},
+        {"latents.npy": [0, 1, 2, 3], "labels/all.npy": [0, 1, 2, 3]},
+    ],
+)
+def test_parts_are_paired_by_their_names(tmp_path, parts):
+    save_parts(tmp_path, parts)
+    source = open_encoded(tmp_path)
+    read = [source.read(row, ["latents", "labels"]) for row in range(len(source))]
+    assert [row["latents"][0, 0, 0] for row in read] == [row["labels"] for row in read]
+    assert sorted(row["labels"] for row in read) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"latents/x/1.npy": [0], "latents/y/0.npy": [1], "labels/x/0.npy": [1], "labels/y/1.npy": [0]},
+            "do not belong together row by row: file 'x/0' has 1 rows",
+        ),
+        ({"latents/a1.npy": [0], "latents/b2.npy": [1], "labels/b1.npy": [1], "labels/a2.npy": [0]}, "'a1' has 1 rows"),
+        ({"latents/x/0.npy": [0], "latents/y/0.npy": [1], "labels/0.npy": [0]}, "do not belong together"),
+        (
+            {"latents_0.npy": [0], "latents-0.npy": [1], "labels_0.npy": [0]},
+            "several files of .* part '0' of the field",
+        ),
+    ],
+)
+def test_parts_whose_names_do_not_pair_them_are_refused(tmp_path, parts, message):
+    save_parts(tmp_path, parts)
+    with pytest.raises(ConfigurationError, match=message):
+        open_encoded(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -419,6 +525,18 @@ def test_fields_that_do_not_belong_together_are_refused(tmp_path):
         ({"files": "*.tar"}, "no known layout"),
         ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1, not 0"),
+        ({"batch_size": "4"}, "batch_size must be an integer >= 1, not '4'"),
+        ({"num_classes": "7"}, "num_classes must be an integer >= 0, not '7'"),
+        ({"layout": "zip"}, "layout must be one of auto, arrays, .*, not 'zip'"),
+        (
+            {"numbers": EncodedNumbers([1.0, 2.0])},
+            r"numbers.scale must be one number or 4, one a channel, not \[1.0, 2",
+        ),
+        ({"numbers": EncodedNumbers(zero=[0.0] * 8)}, r"numbers.zero must be one number or 4, one a channel, not \[0"),
+        (
+            {"numbers": EncodedNumbers(shape=[4, 4, 4])},
+            r"numbers.shape must have as many .* 24, not \[4, 4, 4\] \(64\)",
+        ),
         ({"statistics": "guessed"}, "statistics must be measured, declared, none"),
         ({"statistics": "declared"}, "declared needs the autoencoder"),
     ],
@@ -435,5 +553,13 @@ def test_mistakes_are_told(tmp_path, arguments, message):
         use()
     with pytest.raises(ConfigurationError, match=r"scale must be above 0"):
         EncodedNumbers(scale=[1.0, 0.0])
+    with pytest.raises(ConfigurationError, match=r"fields.logvar must be of the latents' shape, \[4, 3, 2\], not \[3"):
+        EncodedNumbers().read(LATENTS[0], LATENTS[0, 0])
+    with pytest.raises(ConfigurationError, match=r"scale must be above 0, .*, got '2'"):
+        EncodedNumbers(scale="2")
+    with pytest.raises(ConfigurationError, match=r"zero must be finite, .*, got nan"):
+        EncodedNumbers(zero=float("nan"))
+    with pytest.raises(ConfigurationError, match=r"shape must be \[c, h, w\], all at least 1, got 24"):
+        EncodedNumbers(shape=24)
     with pytest.raises(ConfigurationError, match="raw must be one of"):
         EncodedNumbers(raw="float64")

@@ -1,5 +1,6 @@
 """Each layout that people have their images in gives the same images, labels and captions."""
 
+import json
 import pickle
 
 import datasets
@@ -102,6 +103,56 @@ def test_metadata_with_columns_of_other_names(tmp_path):
     listed = [{"file_name": f"{n}.png", "words": CAPTIONS[n], "kind": n % 2, "text": "no"} for n in range(COUNT)]
     write_metadata(tmp_path, listed)
     assert contents(opened(tmp_path, caption_column="words", label_column="kind")) == EXPECTED
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path):
+    folder = write(tmp_path / "data", [f"{'dog' if n % 2 else 'cat'}/{n}.png" for n in range(COUNT)])
+    (folder / "dog").rename(tmp_path / "elsewhere")
+    (folder / "dog").symlink_to(tmp_path / "elsewhere")
+    (folder / "cat/again").symlink_to(folder)
+    (folder / "cat/here").symlink_to(folder / "cat")
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("data", "link"):
+        assert contents(opened(tmp_path / name)) == {number: (name, None) for number, (name, _) in NAMED.items()}
+
+
+def test_links_to_one_file_are_several_images(tmp_path):
+    """As the hub's snapshots link to blobs, by content."""
+    write(tmp_path / "blobs", [f"{n}.png" for n in range(4)])
+    (tmp_path / "data").mkdir()
+    for number in range(COUNT):
+        (tmp_path / f"data/{number}.png").symlink_to(tmp_path / f"blobs/{number % 4}.png")
+    write_metadata(tmp_path / "data", [{"file_name": f"./{n}.png", "text": CAPTIONS[n]} for n in range(COUNT)])
+    data = opened(tmp_path / "data")
+    assert data.dataset.captions == CAPTIONS
+    assert [number_of(data.dataset[(n, 0)]["images"]) for n in range(COUNT)] == [0, 1, 2, 3] * 2
+
+
+def test_metadata_above_the_folders_of_splits(tmp_path):
+    names = [f"{'validation' if n % 4 == 3 else 'train'}/{n}.png" for n in range(COUNT)]
+    write(tmp_path, names)
+    write_metadata(tmp_path, [{"file_name": names[n], "text": CAPTIONS[n]} for n in range(COUNT)])
+    assert contents(opened(tmp_path)) == {n: (None, CAPTIONS[n]) for n in range(COUNT) if n % 4 != 3}
+    assert sorted(opened(tmp_path, val=str(tmp_path)).dataset.captions) == sorted(CAPTIONS)
+    write_metadata(tmp_path, [{"file_name": "train/99.png", "text": "?"}])
+    with pytest.raises(ConfigurationError, match=r"metadata.jsonl, line 1: there is no image 'train/99.png'"):
+        opened(tmp_path)
+    write_metadata(tmp_path, [{"file_name": "validation/3.png", "text": "?"}])
+    with pytest.raises(ConfigurationError, match=r"metadata.jsonl lists no image of .*train"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_any_character_may_be_in_a_caption(tmp_path, kind):
+    captions = [f"a\u2028b \x85 \x0c \x1c {n}" + (", \r\n c\n" if kind == "csv" else "") for n in range(COUNT)]
+    write(tmp_path, [f"{n}.png" for n in range(COUNT)])
+    rows = [{"file_name": f"{n}.png", "text": captions[n]} for n in range(COUNT)]
+    if kind == "csv":
+        write_metadata(tmp_path, rows, kind)
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (tmp_path / "metadata.jsonl").write_bytes("\r\n".join(lines).encode())
+    assert contents(opened(tmp_path)) == {n: (None, captions[n]) for n in range(COUNT)}
 
 
 @pytest.mark.parametrize("kind", ["images", "bytes", "dicts"])

@@ -6,6 +6,7 @@ import pickle
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed
@@ -14,10 +15,12 @@ from lit_efficient import (
     AutoencoderConfig,
     ConfigurationError,
     DiffusersModelConfig,
+    EncodedData,
     ImageData,
     LatentData,
     TeacherFeatures,
 )
+from lit_efficient.data.image_module import ImageModule
 from lit_efficient.data.latent_store import LatentStore
 from lit_efficient.data.latent_writer import plan_shards
 from lit_efficient.models.text_encoder import TextEncoderConfig
@@ -234,6 +237,19 @@ def test_whatever_differs_is_refused_by_its_name(tmp_path, entry):
     with pytest.raises(ConfigurationError, match=f"  {entry}: the cache has"):  # and it is not written over
         data.write_cache()
     assert LatentStore(tmp_path / "cache", thorough=True).identity["version"] == "1"
+
+
+def test_split_and_variants_are_said_once(tmp_path):
+    write(tmp_path, [f"{n}.png" for n in range(8)])
+    images = ImageData(str(tmp_path), resolution=8, horizontal_flip=True, variants=2, val_fraction=0.3)
+    images.prepare_data()
+    said = {}
+    for source in (images, ToyImages(variants=2)):
+        source.setup("fit")
+        said[source] = LatentData(source, AutoencoderConfig(source.dataset[0, 0]["images"].shape[0], 4, 8)).identity()
+        assert [name for name in said[source] if "split" in name] == ["split"]
+        assert said[source]["images.variants"] == "2"
+    assert {f"images.{name}" for name in images.identity()} - said[images].keys() == {"images.split"}
 
 
 def test_a_cache_is_made_when_it_is_asked_for_only(tmp_path):
@@ -460,3 +476,35 @@ def test_ranks_share_an_epoch_between_them(tmp_path):
     assert [len(batch) for batch in parts[0]] == [len(batch) for batch in parts[1]]
     assert sorted({i for part in parts for batch in part for i in batch}) == data.images.train_index
     assert not {i for batch in parts[0] for i in batch} & {i for batch in parts[1] for i in batch}
+
+
+class Trainer:
+    """What of Lightning's tells a data module which part is its process's."""
+
+    distributed_sampler_kwargs = {"num_replicas": 3, "rank": 2}  # noqa: RUF012
+
+
+class Images(ImageModule):
+    """A data module of images without any."""
+
+    def setup(self, stage: str) -> None:
+        self.train_index = self.val_index = list(range(9))
+
+    def bucket_of(self, index: int) -> tuple[int, int]:
+        return 8, 8
+
+
+@pytest.mark.parametrize("kind", ["images", "latents", "encoded"])
+def test_a_strategy_tells_the_part_of_a_process_and_workers_stay_for_training(tmp_path, kind):
+    np.savez(tmp_path / "a.npz", latents=np.random.default_rng(0).normal(size=(30, 4, 2, 2)), labels=np.arange(30) % 3)
+    data = {
+        "images": lambda: Images(4, num_workers=1, seed=0, variants=1),
+        "latents": lambda: LatentData(ToyImages(num_workers=1), OURS, cached=False),
+        "encoded": lambda: EncodedData(str(tmp_path), held_out=5, num_workers=1),
+    }[kind]()
+    data.prepare_data()
+    data.setup("fit")
+    data.trainer = Trainer()
+    for loader, training in ((data.train_dataloader(), True), (data.val_dataloader(), False)):
+        assert (loader.sampler.num_replicas, loader.sampler.rank, loader.sampler.shuffle) == (3, 2, training)
+        assert loader.persistent_workers is training
