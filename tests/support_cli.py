@@ -8,6 +8,15 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_efficient.cli import LitEfficientCLI
+
+
+class Parts(LitEfficientCLI):
+    """Everything that a config names, built and not run."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
 
 class ToyModel(LightningModule):
     """Linear regression with a hidden layer.

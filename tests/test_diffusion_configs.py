@@ -10,19 +10,12 @@ import torch
 import yaml
 
 from lit_efficient.__main__ import main
-from lit_efficient.cli import LitEfficientCLI
+from tests.support_cli import Parts
 
 FOLDER = Path(__file__).parent.parent / "configs" / "diffusion"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 COMPOSED = {"StochasticDepth", "LoRA", "ActivationCheckpointing", "ChannelsLast", "Compile", "LowBitOptimizer"}
 COMPOSED |= {"EMA", "PowerEMA"}
-
-
-class Parts(LitEfficientCLI):
-    """Everything that a config names, built and not run."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)

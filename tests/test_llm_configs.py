@@ -14,22 +14,15 @@ from lit_efficient import LoRA
 from lit_efficient.__main__ import main
 from lit_efficient.adapters.low_rank import LowRank, add_low_rank
 from lit_efficient.adapters.targets import find_targets
-from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.data.chat_tokenizer import load_chat_tokenizer, train_chat_tokenizer
 from lit_efficient.data.chat_tokens import ChatTokens
 from lit_efficient.models import causal_lm
+from tests.support_cli import Parts
 
 FOLDER = Path(__file__).parent.parent / "configs" / "llm"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 REAL = FOLDER / "llama_3_1_8b_qlora.yaml"
 LLAMA = Path(__file__).parent / "configs" / "llama_3_1_8b.json"
-
-
-class Parts(LitEfficientCLI):
-    """Everything that a config names, built and not run."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)

@@ -162,7 +162,7 @@ def vf_loss(
     """The VF loss: positions of an image relate to each other as the teacher's do, and each looks like the teacher's.
 
     Args:
-        latents: [B, N, c].
+        latents: [B, N, c]. Public code of the method compares projected latents here, too: give them twice for that.
         projected: [B, N, D], the latents through a linear map.
         teacher: [B, N, D].
         distance_margin: m1, at least 0.

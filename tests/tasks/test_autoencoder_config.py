@@ -11,19 +11,12 @@ import yaml
 
 from lit_efficient import LatentCodec, Perceptual, build_autoencoder
 from lit_efficient.__main__ import main
-from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from tests.models.diffusers_autoencoders import TINY
+from tests.support_cli import Parts
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tasks" / "autoencoder.yaml"
-
-
-class Parts(LitEfficientCLI):
-    """Everything that a config names, built and not run."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
