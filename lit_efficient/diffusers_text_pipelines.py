@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lit_efficient.diffusers_parts import EVERY, Parts, Pipeline, call_of, refuse_rescale, scheduler_of, size_of
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.models.diffusers_backbones import PIXELS
 from lit_efficient.models.text_network import TextEmbedding
 
 _PROMPTS = ("", "a cat")
 _CAPTION = '"a caption"'
-_PIXELS = 8  # of an image for each position of a latent, as networks that are told its size were told in training
 
 
 def of_unet(parts: Parts) -> Pipeline:
@@ -64,8 +64,8 @@ def _sdxl(parts: Parts) -> Pipeline:
 
     _check_text(parts, pipeline, encode)
     told = ""
-    if pipeline.vae_scale_factor != _PIXELS:
-        side = _PIXELS * parts.network.config.sample_size
+    if pipeline.vae_scale_factor != PIXELS:
+        side = PIXELS * parts.network.config.sample_size
         told = f"original_size=({side}, {side}), target_size=({side}, {side})"
     return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts), told))
 
@@ -81,11 +81,11 @@ def of_pixart(parts: Parts) -> Pipeline:
         **encoders, vae=parts.vae, transformer=network, scheduler=scheduler_of(parts, EVERY)
     )
     told, asked = network.use_additional_conditions, network.config.sample_size == 128
-    if told != asked or (told and pipeline.vae_scale_factor != _PIXELS):
+    if told != asked or (told and pipeline.vae_scale_factor != PIXELS):
         raise ConfigurationError(
             "export: PixArtAlphaPipeline tells its network the size of images with sample_size 128 and otherwise not: "
             f"use_additional_conditions={told} does not fit sample_size={network.config.sample_size}, or the "
-            f"autoencoder's factor is not {_PIXELS}"
+            f"autoencoder's factor is not {PIXELS}"
         )
 
     def encode(prompt: str) -> TextEmbedding:

@@ -20,7 +20,7 @@ from lit_efficient.models.backbone_shape import BackboneShape
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, model_class, resolve
 
-_PIXELS = 8  # of an image for each position of a latent, for networks that are told the image's size
+PIXELS = 8  # of an image for each position of a latent, for networks that are told the image's size
 
 Fields = Mapping[str, Any]
 
@@ -139,7 +139,7 @@ def _unet_condition(network: Any, x: Tensor, timestep: Tensor, condition: Condit
         "class_labels": condition.labels,
     }
     if condition.pooled is not None:  # SDXL: size of the original, offset of the crop, size of the result
-        height, width = (_PIXELS * side for side in x.shape[2:])
+        height, width = (PIXELS * side for side in x.shape[2:])
         ids = torch.tensor([height, width, 0, 0, height, width], dtype=x.dtype, device=x.device)
         arguments["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": ids.expand(len(x), -1)}
     return arguments
@@ -167,7 +167,7 @@ def _pixart_shape(fields: Fields) -> dict[str, Any]:
 def _pixart(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
     sizes: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
     if network.use_additional_conditions:
-        height, width = (float(_PIXELS * side) for side in x.shape[2:])
+        height, width = (float(PIXELS * side) for side in x.shape[2:])
         sizes["resolution"] = torch.tensor([height, width], dtype=x.dtype, device=x.device).expand(len(x), -1)
         sizes["aspect_ratio"] = torch.tensor([height / width], dtype=x.dtype, device=x.device).expand(len(x), -1)
     return {**_cross_attention(network, x, timestep, condition), "added_cond_kwargs": sizes}

@@ -27,12 +27,12 @@ from torch import nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.models.caption_tokens import CaptionTokens
+from lit_efficient.models.latent_codec import EMBEDDED_BYTES
 from lit_efficient.models.text_joins import join, members
 from lit_efficient.models.text_network import TextEmbedding, TextEncoderConfig, TextNetwork
 
 __all__ = ["TextEmbedding", "TextEncoder", "TextEncoderConfig"]
 
-_EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each checkpoint, larger ones named
 _REMEMBERED_BYTES = 2**30
 
 
@@ -112,7 +112,7 @@ class TextEncoder:
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives and tensors only; large weights stay where they are, named and with their fingerprint."""
-        small = sum(part.nbytes for part in self.parts) <= _EMBEDDED_BYTES
+        small = sum(part.nbytes for part in self.parts) <= EMBEDDED_BYTES
         parts = [part.state_dict() for part in self.parts] if small else None
         return {"spec": asdict(self.spec), "parts": parts, "fingerprint": self.fingerprint()}
 

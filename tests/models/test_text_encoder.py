@@ -174,7 +174,7 @@ def test_the_part_that_reads_is_taken_out_of_a_larger_model(tmp_path, kind, fiel
 
 
 def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_encoder, "_EMBEDDED_BYTES", 100)
+    monkeypatch.setattr(text_encoder, "EMBEDDED_BYTES", 100)
     spec, _ = saved(tmp_path, 0)
     state = TextEncoder.load(spec).state_dict()
     assert state["parts"] is None
