@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_efficient import ActivationCheckpointing
 from lit_efficient.application import apply
-from lit_efficient.memory import AllocationMeter
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
 
 
 def llama(options: argparse.Namespace) -> nn.Module:

@@ -12,7 +12,7 @@ import peft
 import torch
 from torch import nn
 
-from lit_efficient.adapters.low_rank import add_low_rank
+from lit_efficient.mechanisms.adapters.low_rank import add_low_rank
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn
 
-from lit_efficient.averaging import averageable, update_
+from lit_efficient.mechanisms.averages.weights import averageable, update_
 
 
 def network(parameters: float, layers: int) -> nn.Module:

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from lit_efficient.data.packing import pack_lengths
+from lit_efficient.data.text.packing import pack_lengths
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> int:

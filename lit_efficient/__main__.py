@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lit_efficient {__version__}")
         return 0
     if command == "techniques":
-        from lit_efficient.catalog_text import main as answer
+        from lit_efficient.commands.catalog_text import main as answer
 
         return answer(arguments[1:])
     if command not in SUBCOMMANDS and not command.startswith("-"):

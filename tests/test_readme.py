@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lit_efficient.catalog import read_cards
-from lit_efficient.catalog_text import markdown
+from lit_efficient.commands.catalog_text import markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.memory import SavedTensors, format_bytes
-from lit_efficient.recomputation import OPERATORS, choose_kept, recomputable_blocks, recompute, refuse_twice
-from lit_efficient.residual import without_cache
+from lit_efficient.mechanisms.blocks.recomputation import (
+    OPERATORS,
+    choose_kept,
+    recomputable_blocks,
+    recompute,
+    refuse_twice,
+)
+from lit_efficient.mechanisms.blocks.residual import without_cache
+from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
 from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Phase, Report, Technique
 

@@ -14,11 +14,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lit_efficient.averaging import averageable, placed_like, position_weights, precise, update_, weighted_mean
-from lit_efficient.averaging import whole as gathered
-from lit_efficient.batch_norm import batch_norms, recompute_statistics
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.shadow import ShadowWeights, outside_autograd
+from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics
+from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
+from lit_efficient.mechanisms.averages.weights import (
+    averageable,
+    placed_like,
+    position_weights,
+    precise,
+    update_,
+    weighted_mean,
+)
+from lit_efficient.mechanisms.averages.weights import whole as gathered
 from lit_efficient.technique import Phase, Report
 
 _WEIGHTS = ("uniform", "linear", "exponential")

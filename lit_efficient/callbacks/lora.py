@@ -6,7 +6,7 @@ Saves: gradients and optimizer states of all but r (in + out) values a layer; ch
 Costs: two thin products a layer until merged; DoRA one more of A with W; a capacity of rank r
 Source: Hu et al. (2021), https://arxiv.org/abs/2106.09685; LoRA+: Hayou et al. (2024), https://arxiv.org/abs/2402.12354
 
-The variants and their formulas are in :mod:`lit_efficient.adapters.low_rank`.
+The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.low_rank`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.adapters.base import check, freeze_base, trim
-from lit_efficient.adapters.int4 import Int4Linear
-from lit_efficient.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
-from lit_efficient.adapters.peft_format import placement
-from lit_efficient.adapters.quantized import is_bitsandbytes, quantization_of
-from lit_efficient.adapters.sharded import restore_without_base
-from lit_efficient.adapters.targets import ALL_LINEAR, find_targets
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
+from lit_efficient.mechanisms.adapters.int4 import Int4Linear
+from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
+from lit_efficient.mechanisms.adapters.peft_format import placement
+from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, quantization_of
+from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, find_targets
 from lit_efficient.surgery import call_layers, count, match_modules
 from lit_efficient.technique import Phase, Report, Technique
 
@@ -115,7 +115,7 @@ class LoRA(Technique):
         self._check_targets(targets)
         for part in module.modules():
             if is_bitsandbytes(part):  # of transformers' making, perhaps
-                from lit_efficient.adapters.bitsandbytes_layers import adopt
+                from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
 
                 adopt(part)
         for name, layer in targets:

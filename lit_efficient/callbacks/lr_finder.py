@@ -27,10 +27,18 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader
 
 from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
-from lit_efficient.lr_test import plot_rates, rates_to_try, scale_rates, scale_schedule, set_rate, smoothed, suggest_lr
-from lit_efficient.probes import live_generators
+from lit_efficient.mechanisms.trials.probes import live_generators
+from lit_efficient.mechanisms.trials.rate_range import (
+    plot_rates,
+    rates_to_try,
+    scale_rates,
+    scale_schedule,
+    set_rate,
+    smoothed,
+    suggest_lr,
+)
+from lit_efficient.mechanisms.trials.steps import Trials, schedule, unschedule
 from lit_efficient.technique import Phase, Report, Technique
-from lit_efficient.trials import Trials, schedule, unschedule
 
 _DECAY = 0.8
 
@@ -104,7 +112,7 @@ class LRFinder(Technique):
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"LRFinder: {type(module).__name__} optimizes manually, with rates and losses of its own; call "
-                "lit_efficient.lr_test.suggest_lr on rates and losses that you have recorded"
+                "lit_efficient.mechanisms.trials.rate_range.suggest_lr on rates and losses that you have recorded"
             )
         if trainer.world_size > 1 and not {"DDPStrategy"} & {base.__name__ for base in type(trainer.strategy).__mro__}:
             raise ConflictError(

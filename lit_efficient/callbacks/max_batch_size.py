@@ -23,14 +23,14 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_efficient.batch_search import BatchSearch, FoundBatch, Trial
-from lit_efficient.batch_size import BatchSizeTarget
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.memory import format_bytes, parse_bytes
-from lit_efficient.probes import live_generators
-from lit_efficient.rewind import other_randomness
+from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
+from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
+from lit_efficient.mechanisms.trials.memory import format_bytes, parse_bytes
+from lit_efficient.mechanisms.trials.probes import live_generators
+from lit_efficient.mechanisms.trials.rewind import other_randomness
+from lit_efficient.mechanisms.trials.steps import schedule, unschedule
 from lit_efficient.technique import Report, Technique
-from lit_efficient.trials import schedule, unschedule
 
 
 class MaxBatchSize(Technique):

@@ -21,10 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.averaging import averageable, gamma_of, placed_like, power_decay, precise, update_, whole
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.shadow import outside_autograd
-from lit_efficient.snapshots import Snapshot, write_snapshot
+from lit_efficient.mechanisms.averages.shadow import outside_autograd
+from lit_efficient.mechanisms.averages.snapshots import Snapshot, write_snapshot
+from lit_efficient.mechanisms.averages.weights import (
+    averageable,
+    gamma_of,
+    placed_like,
+    power_decay,
+    precise,
+    update_,
+    whole,
+)
 from lit_efficient.technique import Phase, Report, Technique
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

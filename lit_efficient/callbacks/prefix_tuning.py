@@ -6,7 +6,8 @@ Saves: gradients and optimizer states of all but 2 n heads head_dim values a lay
 Costs: n more keys in each attention, for good: it cannot be merged; n positions of the context
 Source: Li & Liang (2021), https://arxiv.org/abs/2101.00190; P-tuning v2: https://arxiv.org/abs/2110.07602
 
-What the prefix starts from, and the small network that may make it, are in :mod:`lit_efficient.adapters.prefix`.
+What the prefix starts from, and the small network that may make it:
+:mod:`lit_efficient.mechanisms.adapters.prefix`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lit_efficient.adapters.base import check, freeze_base, trim
-from lit_efficient.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
-from lit_efficient.adapters.sharded import restore_without_base
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
+from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
+from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.models.gpt import GPT
 from lit_efficient.surgery import count, match_modules
 from lit_efficient.technique import Phase, Report, Technique

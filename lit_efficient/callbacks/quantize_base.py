@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lit_efficient.adapters.quantized import (
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.mechanisms.adapters.quantized import (
     FORMATS,
     is_conv1d,
     is_quantized,
@@ -25,7 +26,6 @@ from lit_efficient.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
-from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.surgery import call_layers
 from lit_efficient.technique import Phase, Report, Technique
 

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.adapters.base import ADDED, has_frozen_base
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.freezing import NewLayer, hold, release
+from lit_efficient.mechanisms.adapters.base import ADDED, has_frozen_base
+from lit_efficient.mechanisms.blocks.freezing import NewLayer, hold, release
 from lit_efficient.surgery import count, find_blocks, match_modules, mix_in
 from lit_efficient.technique import Phase, Report, Technique
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.optimizers.adamw import FusedAdamW
-from lit_efficient.optimizers.schedule_free import ScheduleFreeAdamW
+from lit_efficient.optimizers.fused_adamw import FusedAdamW
+from lit_efficient.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from lit_efficient.surgery import become
 from lit_efficient.technique import Phase, Report, Technique
 

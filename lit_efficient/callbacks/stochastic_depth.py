@@ -18,9 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lit_efficient.data.resumable_sampler import mix_seed
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.residual import Streams, declared_streams, probe_streams, why_not_residual, without_cache
+from lit_efficient.mechanisms.blocks.residual import (
+    Streams,
+    declared_streams,
+    probe_streams,
+    why_not_residual,
+    without_cache,
+)
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.surgery import find_blocks, mix_in
 from lit_efficient.technique import Phase, Report, Technique
 

@@ -57,7 +57,7 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
 
 def _last_good(damaged: Path) -> Any:
     """What the trainer will go on from, said by the same plugin that will load it."""
-    from lit_efficient.plugins.checkpoint_io import SafeCheckpointIO
+    from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 
     try:
         return SafeCheckpointIO().load_checkpoint(damaged)

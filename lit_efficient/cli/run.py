@@ -34,7 +34,7 @@ def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, op
     """
     from lit_efficient.callbacks.schedule_free import ScheduleFree
     from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
-    from lit_efficient.plugins.checkpoint_io import SafeCheckpointIO
+    from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 
     plugins = _as_list(trainer_config.get("plugins"))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.averaging import position_weights, precise
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files import read, weights_alone, write
+from lit_efficient.files.checkpoints import read, weights_alone, write
+from lit_efficient.mechanisms.averages.weights import position_weights, precise
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -26,7 +26,7 @@ def average_files(paths: Sequence[str | Path], weights: Sequence[float] | str = 
     Args:
         paths: Checkpoints of Lightning or ``.safetensors`` files, oldest first, at least one.
         weights: One number a file, divided by their sum, or ``uniform``, ``linear`` or ``exponential`` as in
-            :func:`lit_efficient.averaging.position_weights`.
+            :func:`lit_efficient.mechanisms.averages.weights.position_weights`.
 
     Returns:
         The last file's checkpoint with the mean in ``state_dict``, without optimizer states.

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files import read, weights_alone, write
-from lit_efficient.snapshots import find_snapshots, synthesize
+from lit_efficient.files.checkpoints import read, weights_alone, write
+from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
 
 if TYPE_CHECKING:  # they import Lightning and matplotlib, which take seconds
     from lit_efficient.cli.evaluate import Validator
-    from lit_efficient.ema_curve import WidthCurve
+    from lit_efficient.commands.ema_curve import WidthCurve
 
 
 def run(argv: list[str]) -> int:
@@ -90,7 +90,7 @@ def _validator(configs: list[str], arguments: list[str], scratch: str) -> Valida
 
 def _validated(validate: Validator, files: dict[float, Path], raw: Path, step: int, metric: str | None) -> WidthCurve:
     """Validate the weights without an average, and each width."""
-    from lit_efficient.ema_curve import WidthCurve, loss_among
+    from lit_efficient.commands.ema_curve import WidthCurve, loss_among
 
     without = validate(raw)
     metric = metric or loss_among(list(without))

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
             parser.error(f"--{name} does not belong to --format {arguments.format}")
     try:
         if diffusers:
-            from lit_efficient.export_diffusers import export_pipeline
+            from lit_efficient.export.pipelines import export_pipeline
 
             folder = export_pipeline(
                 arguments.checkpoint,
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
                 base=arguments.base,
             )
         else:
-            from lit_efficient.export import export_checkpoint
+            from lit_efficient.export.adapters import export_checkpoint
 
             folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, arguments.base)
     except LitEfficientError as error:

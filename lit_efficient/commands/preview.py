@@ -162,7 +162,7 @@ def summary_lines(
     data: Any, numbers: dict[str, float], shape: tuple[int, ...], split: str, colour: bool
 ) -> Iterator[str]:
     """Yield the lines that follow a batch: it in numbers, then the whole split."""
-    from lit_efficient.data.language_cache import summary
+    from lit_efficient.data.text.language_cache import summary
 
     legend = " ".join(paint(kind, kind, colour) for kind in (TRAINED, MASKED, PADDED))
     yield f"legend   {legend}"

@@ -33,15 +33,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--val_fraction", type=float, default=0.05, help="about this part of the files is held out")
     arguments = parser.parse_args(argv)
     output = Path(arguments.output)
-    from lit_efficient.files import check_new_folder
+    from lit_efficient.files.checkpoints import check_new_folder
 
     check_new_folder(output, "tokenizer")
     if arguments.vocab_size < 257:
         raise ConfigurationError(f"tokenizer: vocab_size must be at least 257, got {arguments.vocab_size}")
     if not 0 < arguments.val_fraction < 1:
         raise ConfigurationError(f"tokenizer: val_fraction must be between 0 and 1, got {arguments.val_fraction}")
-    from lit_efficient.data.superbpe import bytes_per_token, train_superbpe
-    from lit_efficient.data.token_cache import train_tokenizer
+    from lit_efficient.data.text.superbpe import bytes_per_token, train_superbpe
+    from lit_efficient.data.text.token_cache import train_tokenizer
 
     train, held_out = _texts(arguments)
     plain = train_tokenizer(train, arguments.vocab_size)
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _texts(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from lit_efficient.data.python_corpus import EXCLUDE
-    from lit_efficient.data.text_files import find_files, read_texts, split_texts, standard_library
+    from lit_efficient.data.text.text_files import find_files, read_texts, split_texts, standard_library
 
     excluded = () if arguments.paths else EXCLUDE
     files = find_files(arguments.paths or [standard_library()], arguments.suffixes, excluded)
@@ -78,8 +78,8 @@ def _save(tokenizer: object, output: Path) -> None:
     """Write ``tokenizer.json`` and what transformers wants beside it, whole or not at all."""
     from transformers import PreTrainedTokenizerFast
 
-    from lit_efficient.data.token_cache import END_OF_TEXT
-    from lit_efficient.files import write_folder
+    from lit_efficient.data.text.token_cache import END_OF_TEXT
+    from lit_efficient.files.checkpoints import write_folder
 
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT

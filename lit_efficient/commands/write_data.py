@@ -160,7 +160,7 @@ def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any
         ConfigurationError: if the file was made with other settings or prompts.
     """
     from lit_efficient.errors import ConfigurationError
-    from lit_efficient.plugins.atomic_file import replacing
+    from lit_efficient.files.atomic_file import replacing
 
     beside = output.with_name(output.name + ".settings.json")
     other = "Delete both files to begin anew, or name another output."

@@ -27,14 +27,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_efficient.data.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
-from lit_efficient.data.encoded_sources import EncodedSource, Layout, Value, check_fields, open_encoded
-from lit_efficient.data.image_module import check_choice, check_integer
-from lit_efficient.data.image_source import collate_images
-from lit_efficient.data.keyed_batches import Key, module_loader
-from lit_efficient.data.latent_format import Moments, normalize_item
-from lit_efficient.data.stage_one import forked_rng
+from lit_efficient.data.images.image_module import check_choice, check_integer
+from lit_efficient.data.images.image_source import collate_images
+from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
+from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, Value, check_fields, open_encoded
+from lit_efficient.data.latents.latent_format import Moments, normalize_item
+from lit_efficient.data.latents.stage_one import forked_rng
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.diffusers_model import DiffusersModelConfig

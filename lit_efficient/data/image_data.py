@@ -21,15 +21,15 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.data.image_buckets import AspectBuckets, Shape, nearest_shapes
-from lit_efficient.data.image_columns import AUTO, Columns
-from lit_efficient.data.image_folder import FolderTable
-from lit_efficient.data.image_judge import ImageJudge
-from lit_efficient.data.image_module import ImageModule, check_choice, check_integer, hold_out
-from lit_efficient.data.image_pixels import Channels, Crop, Resample, UnreadableImage, View
-from lit_efficient.data.image_store import StoredImages
-from lit_efficient.data.keyed_batches import Key
+from lit_efficient.data.images.aspect_buckets import AspectBuckets, Shape, nearest_shapes
+from lit_efficient.data.images.image_columns import AUTO, Columns
+from lit_efficient.data.images.image_folder import FolderTable
+from lit_efficient.data.images.image_judge import ImageJudge
+from lit_efficient.data.images.image_module import ImageModule, check_choice, check_integer, hold_out
+from lit_efficient.data.images.image_pixels import Channels, Crop, Resample, UnreadableImage, View
+from lit_efficient.data.images.image_store import StoredImages
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 
 class KeyedImageFiles:

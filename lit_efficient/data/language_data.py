@@ -19,19 +19,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lit_efficient.data import document_store
-from lit_efficient.data.chat_data import ChatDataModule
-from lit_efficient.data.chat_formats import KEYS, Format
-from lit_efficient.data.chat_tokenizer import SMALLEST_VOCABULARY, load_chat_tokenizer
-from lit_efficient.data.chat_tokens import ChatTokens, OnUntrainedEnd, TrainOn
-from lit_efficient.data.collate import packed_batch, padded_batch
-from lit_efficient.data.document_store import Documents
-from lit_efficient.data.language_cache import Recipe, prepare, say
-from lit_efficient.data.packing import Bins, pack_lengths
-from lit_efficient.data.reading import Reader
-from lit_efficient.data.rows import STDLIB_INSTRUCTIONS, open_sources
-from lit_efficient.data.streamed import StreamedRows, StreamLoader
-from lit_efficient.data.truncation import Side
+from lit_efficient.data.text import document_store
+from lit_efficient.data.text.chat_data import ChatDataModule
+from lit_efficient.data.text.chat_formats import KEYS, Format
+from lit_efficient.data.text.chat_tokenizer import SMALLEST_VOCABULARY, load_chat_tokenizer
+from lit_efficient.data.text.chat_tokens import ChatTokens, OnUntrainedEnd, TrainOn
+from lit_efficient.data.text.collate import packed_batch, padded_batch
+from lit_efficient.data.text.document_store import Documents
+from lit_efficient.data.text.language_cache import Recipe, prepare, say
+from lit_efficient.data.text.packing import Bins, pack_lengths
+from lit_efficient.data.text.reading import Reader
+from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, open_sources
+from lit_efficient.data.text.streamed import StreamedRows, StreamLoader
+from lit_efficient.data.text.truncation import Side
 from lit_efficient.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class LanguageData(ChatDataModule):
     Packed batches are ``{"input_ids", "labels", "position_ids"}``, padded ones ``{"input_ids", "labels",
     "attention_mask"}``, all ``[B, T]``; those for validation also have ``num_bytes`` ``[B]``, the bytes of text that
     the labels of a row stand for. Packed documents are kept apart by ``position_ids``: a Hugging Face model needs
-    ``use_cache=False`` for that, see :mod:`lit_efficient.data.collate`. Testing uses the validation rows.
+    ``use_cache=False`` for that, see :mod:`lit_efficient.data.text.collate`. Testing uses the validation rows.
 
     Args:
         train: files (.jsonl, .json, .parquet; any other suffix is text), folders of them or of ``save_to_disk``, names

@@ -25,15 +25,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_efficient.data.cache import cache_root
-from lit_efficient.data.image_source import ImageSource, collate_images
-from lit_efficient.data.keyed_batches import Key, module_loader
-from lit_efficient.data.latent_format import Format, Moments, StoredDtype, normalize_item
-from lit_efficient.data.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
-from lit_efficient.data.latent_writer import Encoders, build_latents, device_of
-from lit_efficient.data.stage_one import forked_rng
-from lit_efficient.data.teacher_features import TeacherFeatures, stored_features
+from lit_efficient.data.images.image_source import ImageSource, collate_images
+from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtype, normalize_item
+from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
+from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
+from lit_efficient.data.latents.stage_one import forked_rng
+from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import cache_root
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.diffusers_model import DiffusersModelConfig

@@ -20,11 +20,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.data import digits, stage_one
-from lit_efficient.data.cache import cache_root
-from lit_efficient.data.digits import DigitsDataModule, TensorDictDataset
-from lit_efficient.data.sealed_folder import Contents, make_once, open_checked
+from lit_efficient.data import digit_images as digits
+from lit_efficient.data.digit_images import DigitsDataModule, TensorDictDataset
+from lit_efficient.data.latents import stage_one
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import cache_root
+from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.models import autoencoder as autoencoder_module
 from lit_efficient.models import conv_features, digit_features
 from lit_efficient.models.autoencoder import FACTOR, AutoencoderConfig, sample_posterior

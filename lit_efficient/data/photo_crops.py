@@ -26,14 +26,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_efficient.data import stage_one
-from lit_efficient.data.cache import cache_root
-from lit_efficient.data.image_module import ImageModule, check_choice, check_integer
-from lit_efficient.data.image_pixels import to_tensor
-from lit_efficient.data.keyed_batches import Key
-from lit_efficient.data.resumable_sampler import mix_seed
-from lit_efficient.data.sealed_folder import Contents, make_once, open_checked
+from lit_efficient.data.images.image_module import ImageModule, check_choice, check_integer
+from lit_efficient.data.images.image_pixels import to_tensor
+from lit_efficient.data.latents import stage_one
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import cache_root
+from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.models import conv_features, sample_quality
 from lit_efficient.models.conv_features import ConvFeatures
 from lit_efficient.models.sample_quality import distances_of_features

@@ -19,16 +19,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_efficient.data import document_store
-from lit_efficient.data.chat_data import ChatDataModule
-from lit_efficient.data.chat_tokenizer import SMALLEST_VOCABULARY, load_chat_tokenizer
-from lit_efficient.data.chat_tokens import OnUntrainedEnd
-from lit_efficient.data.collate import padded_batch
-from lit_efficient.data.pair_cache import PairRecipe, PairRows, TooLong, prepare_pairs
-from lit_efficient.data.pair_formats import StringsAs
-from lit_efficient.data.python_preferences import STDLIB_PREFERENCES, preferences
-from lit_efficient.data.reading import check_malformed
-from lit_efficient.data.rows import Source, open_sources, source_of_rows
+from lit_efficient.data.text import document_store
+from lit_efficient.data.text.chat_data import ChatDataModule
+from lit_efficient.data.text.chat_tokenizer import SMALLEST_VOCABULARY, load_chat_tokenizer
+from lit_efficient.data.text.chat_tokens import OnUntrainedEnd
+from lit_efficient.data.text.collate import padded_batch
+from lit_efficient.data.text.pair_cache import PairRecipe, PairRows, TooLong, prepare_pairs
+from lit_efficient.data.text.pair_formats import StringsAs
+from lit_efficient.data.text.python_preferences import STDLIB_PREFERENCES, preferences
+from lit_efficient.data.text.reading import check_malformed
+from lit_efficient.data.text.rows import Source, open_sources, source_of_rows
 from lit_efficient.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from lit_efficient.data import token_cache
-from lit_efficient.data.cache import cache_root, prepared_folder
-from lit_efficient.data.text_files import Texts, find_files, read_texts, split_texts, standard_library
-from lit_efficient.data.token_windows import TokenWindows
+from lit_efficient.data.text import token_cache
+from lit_efficient.data.text.text_files import Texts, find_files, read_texts, split_texts, standard_library
+from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import cache_root, prepared_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -266,7 +266,7 @@ def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], 
 
 
 def _from_checkpoint(path: str) -> ImageAutoencoder:
-    from lit_efficient.files import read
+    from lit_efficient.files.checkpoints import read
 
     checkpoint = read(path)
     # Before there was a choice of autoencoders the hyper-parameters said all.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files import missing_folder
+from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 

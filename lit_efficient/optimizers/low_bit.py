@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.optimizers.adamw import FusedAdamW
+from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.groups import decays
 from lit_efficient.optimizers.lion import Lion
 from lit_efficient.surgery import become

@@ -20,7 +20,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.losses.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
 from lit_efficient.models.autoencoder import AutoencoderConfig, kl_divergence, sample_posterior
 from lit_efficient.models.autoencoders import (
     CHECKPOINT_KEY,
@@ -32,7 +31,8 @@ from lit_efficient.models.autoencoders import (
     stored_config,
 )
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, from_fields
-from lit_efficient.teachers import Teacher, name_of
+from lit_efficient.models.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
+from lit_efficient.models.teachers import Teacher, name_of
 
 Reconstruction = Literal["l1", "l2", "smooth"]
 _VALIDATION_SEED = 1_000_003

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_efficient.data.cache import cache_root
-from lit_efficient.data.teacher_cache import ROW, TopKCache, cache_key, write_top_k
+from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, write_top_k
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.chunked_distillation import (
     CHUNK_SIZE,
     LiveTeacher,

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
+from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.models import causal_lm
@@ -25,7 +26,6 @@ from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.tasks.text_generation import continue_texts
 from lit_efficient.tasks.token_metrics import TokenMetrics
-from lit_efficient.tasks.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 
 _CHECKPOINT_KEY = "language_modeling"
 _MAY_DIFFER = {"dropout", "max_length"}  # of a configuration: weights mean the same under any value of these

@@ -29,11 +29,11 @@ from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
+from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiTConfig
 from lit_efficient.optimizers.schedules import warmup_cosine
-from lit_efficient.shadow import ShadowWeights
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, check, described, to_uint8
 from lit_efficient.tasks.latent_source import LatentSource

@@ -18,13 +18,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_efficient.adapters.base import leaves_base_out
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, check_choice, check_range
+from lit_efficient.mechanisms.adapters.base import leaves_base_out
 from lit_efficient.models import backbones
 from lit_efficient.models.backbone_shape import BackboneShape
 from lit_efficient.models.condition import Condition

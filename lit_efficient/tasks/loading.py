@@ -14,7 +14,7 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
 
     Args:
         path: a checkpoint of `LanguageModeling`, or of a task derived from it.
-        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore.restore`.
+        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.mechanisms.restore.restore`.
 
     Returns:
         The module, and which weights it has.
@@ -23,8 +23,8 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
         CheckpointError: if the file cannot be read, or was not written by a language model.
     """
     from lit_efficient.errors import CheckpointError
-    from lit_efficient.files import read
-    from lit_efficient.restore import restore
+    from lit_efficient.files.checkpoints import read
+    from lit_efficient.mechanisms.restore import restore
     from lit_efficient.tasks.language_modeling import LanguageModeling
     from lit_efficient.tasks.preference import Preference
 
@@ -63,8 +63,8 @@ def hugging_face_tokenizer(spec: CausalLMConfig) -> dict[str, Any] | None:
     """
     from transformers import AutoTokenizer
 
+    from lit_efficient.data.text.tokenizer_state import pack_tokenizer
     from lit_efficient.errors import ConfigurationError
-    from lit_efficient.tasks.tokenizer_state import pack_tokenizer
 
     folder = Path(spec.name_or_path or "")
     if folder.is_dir() and not any(folder.glob("tokenizer*")):

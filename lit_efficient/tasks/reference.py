@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_efficient.adapters.base import ADDED
-from lit_efficient.adapters.disabled import disabled, has_adapters
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.adapters.base import ADDED
+from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
 from lit_efficient.models.modes import evaluating
 
 _SAMPLES = 1024

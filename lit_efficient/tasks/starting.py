@@ -20,7 +20,7 @@ def give_weights(trained: nn.Module, network: nn.Module, whence: str) -> None:
     Raises:
         CheckpointError: If the shape is another.
     """
-    from lit_efficient.adapters.merge import merge_adapters
+    from lit_efficient.mechanisms.adapters.merge import merge_adapters
 
     merged: Any = merge_adapters(trained)
     try:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_efficient.data.cache import sha256_of
+from lit_efficient.data.text.tokenizer_state import token_ids, unpack_tokenizer
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.files import missing_folder, read
+from lit_efficient.files.cache import sha256_of
+from lit_efficient.files.checkpoints import missing_folder, read
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
-from lit_efficient.tasks.tokenizer_state import token_ids, unpack_tokenizer
 
 
 @dataclass(frozen=True)

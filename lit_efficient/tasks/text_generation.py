@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_efficient.data.token_cache import END_OF_TEXT
+from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.causal_lm import continue_tokens
 from lit_efficient.models.gpt import GPT

@@ -9,7 +9,7 @@ import torch
 
 from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
-from lit_efficient.plugins.checkpoint_io import SafeCheckpointIO
+from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 from tests.callbacks.resume_kit import Tiny, final_state
 
 

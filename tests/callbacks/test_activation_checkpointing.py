@@ -26,8 +26,8 @@ from lit_efficient import (
     StochasticDepth,
 )
 from lit_efficient.application import apply
-from lit_efficient.memory import AllocationMeter, SavedTensors
-from lit_efficient.recomputation import choose_kept
+from lit_efficient.mechanisms.blocks.recomputation import choose_kept
+from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
 from tests.callbacks.test_stochastic_depth_families import FAMILIES, IDS, Family, _diffusers, built
 from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
 

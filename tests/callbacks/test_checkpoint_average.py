@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient import CheckpointAverage, ConfigurationError, ConflictError
-from lit_efficient.averaging import position_weights
+from lit_efficient.mechanisms.averages.weights import position_weights
 from tests.callbacks.test_ema import Trace
 from tests.support import Toy, assert_equal, data, trainer, weights
 

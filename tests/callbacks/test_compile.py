@@ -27,7 +27,7 @@ from lit_efficient import (
     StochasticDepth,
 )
 from lit_efficient.application import apply
-from lit_efficient.memory import SavedTensors
+from lit_efficient.mechanisms.trials.memory import SavedTensors
 from tests.callbacks.test_activation_checkpointing import Dropping, teacher
 from tests.callbacks.test_stochastic_depth_families import FAMILIES, IDS, built
 from tests.support import WIDTH, Net, Toy, assert_equal, convolved, data, trainer, weights

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient import EMA, ConfigurationError, ConflictError, GradualUnfreezing
-from lit_efficient.averaging import decay_at
+from lit_efficient.mechanisms.averages.weights import decay_at
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 

@@ -7,9 +7,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lit_efficient.callbacks.exact_resume import ExactResume
-from lit_efficient.data.resumable import ResumableLoader
-from lit_efficient.data.resumable_sampler import ResumableSampler
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader
+from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler
 from tests import processes
 from tests.callbacks.resume_kit import Augmented, SaveEveryBatch, Tiny, count_exact, equal, final_state, fit, trainer
 

@@ -17,7 +17,7 @@ from lit_efficient import (
     SNRWeighting,
     cosine_loss,
 )
-from lit_efficient.export import export_checkpoint, merge_state
+from lit_efficient.export.adapters import export_checkpoint, merge_state
 from tests.support import WIDTH, Toy, assert_equal, data, trainer, weights
 
 

@@ -15,11 +15,11 @@ from lit_efficient import (
     LatentDiffusion,
     LatentDigits,
 )
-from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.models.autoencoder import Autoencoder
 from lit_efficient.models.digit_features import DigitFeatures
 from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.teachers import Teacher, find_teacher
+from lit_efficient.models.teachers import Teacher, find_teacher
 from tests.support import QUIET
 
 BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=3, heads=2)

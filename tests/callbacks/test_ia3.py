@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from lit_efficient import IA3, ConfigurationError, QuantizeBase, merge_adapters
-from lit_efficient.adapters.merge import dequantize_layers
-from lit_efficient.adapters.peft_vectors import ia3_patterns, ia3_placement
 from lit_efficient.application import apply, reports_of
 from lit_efficient.commands.export import run as export
-from tests.adapters.decoders import FAMILIES, Language, decoder, logits
+from lit_efficient.mechanisms.adapters.merge import dequantize_layers
+from lit_efficient.mechanisms.adapters.peft_vectors import ia3_patterns, ia3_placement
+from tests.mechanisms.adapters.decoders import FAMILIES, Language, decoder, logits
 from tests.support import QUIET, Toy, data, trainer
 
 

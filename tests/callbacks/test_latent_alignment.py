@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import AutoencoderConfig, Autoencoding, ConfigurationError, DiffusersModelConfig, LatentAlignment
 from lit_efficient.callbacks.latent_alignment import last_weight
-from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.losses.feature_matching import match_tokens, vf_loss
 from tests.models.diffusers_autoencoders import KINDS
 from tests.support import QUIET, assert_equal

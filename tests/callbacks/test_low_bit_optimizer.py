@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from lit_efficient import ConfigurationError, ConflictError, LowBitOptimizer
-from lit_efficient.optimizers.adamw import FusedAdamW
+from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.lion import Lion
 from lit_efficient.optimizers.low_bit import measure_state_bytes
 from tests.support import Toy, assert_equal, data, trainer, weights

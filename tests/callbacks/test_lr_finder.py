@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from PIL import Image
 
 from lit_efficient import ConfigurationError, LRFinder, NonFiniteGuard, suggest_lr
-from lit_efficient.lr_test import rates_to_try, smoothed
+from lit_efficient.mechanisms.trials.rate_range import rates_to_try, smoothed
 from tests.callbacks.test_max_batch_size import Noisy, _everything
 from tests.support import SCHEDULERS, Toy, assert_equal, data, run_script, trainer, weights
 

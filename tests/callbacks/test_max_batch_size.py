@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lit_efficient import EMA, ConfigurationError, ConflictError, MaxBatchSize, TokenWeightedAccumulation
-from lit_efficient.batch_size import candidate_sizes, divisors, largest_fitting
 from lit_efficient.errors import OutOfMemoryError
-from lit_efficient.memory import AllocationMeter, parse_bytes
-from lit_efficient.rewind import random_states
-from lit_efficient.trials import Trials
+from lit_efficient.mechanisms.trials.batch_size import candidate_sizes, divisors, largest_fitting
+from lit_efficient.mechanisms.trials.memory import AllocationMeter, parse_bytes
+from lit_efficient.mechanisms.trials.rewind import random_states
+from lit_efficient.mechanisms.trials.steps import Trials
 from tests.support import WIDTH, Toy, assert_equal, data, run_script, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

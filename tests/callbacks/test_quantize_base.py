@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
-from lit_efficient.adapters.quantized import dequantize, quantize_linear, stored_bytes
 from lit_efficient.application import apply, reports_of
-from lit_efficient.export import export_checkpoint, merge_state
+from lit_efficient.export.adapters import export_checkpoint, merge_state
+from lit_efficient.mechanisms.adapters.quantized import dequantize, quantize_linear, stored_bytes
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 MODEL = "model.safetensors"

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from lit_efficient import ConfigurationError, LitEfficientError
 from lit_efficient.commands.average import average_files, run
-from lit_efficient.files import read
-from lit_efficient.files import write as write_file
+from lit_efficient.files.checkpoints import read
+from lit_efficient.files.checkpoints import write as write_file
 from tests.support import Toy, assert_equal, data, run_script, trainer, weights
 
 

@@ -11,7 +11,7 @@ from lit_efficient import ChannelScaling, DiffusersModelConfig, TeacherFeatures
 from lit_efficient.__main__ import main
 from lit_efficient.commands.cache_latents import Bar
 from lit_efficient.commands.preview import build_data
-from lit_efficient.data.latent_store import LatentStore
+from lit_efficient.data.latents.latent_store import LatentStore
 
 
 def config(folder: Path, **arguments) -> str:

@@ -15,9 +15,9 @@ from PIL import Image
 
 from lit_efficient import ConfigurationError, LanguageModeling, PythonCorpus
 from lit_efficient.__main__ import main
-from lit_efficient.ema_curve import WidthCurve, loss_among
+from lit_efficient.commands.ema_curve import WidthCurve, loss_among
+from lit_efficient.mechanisms.averages.snapshots import synthesize
 from lit_efficient.models.gpt import GPTConfig
-from lit_efficient.snapshots import synthesize
 
 MODEL = {"dim": 16, "depth": 1, "num_heads": 2, "max_length": 16}
 DATA = {"vocab_size": 300, "sequence_length": 16, "batch_size": 8, "val_fraction": 0.2}

@@ -9,8 +9,8 @@ import torch
 from lit_efficient.__main__ import main
 from lit_efficient.commands.preview import figures, kinds_of, paint, rendered
 from lit_efficient.errors import ConfigurationError
-from tests.data.chat_kit import CHATML, UNENDED, tokenizer
 from tests.data.test_language_data import write_rows
+from tests.data.text.chat_kit import CHATML, UNENDED, tokenizer
 
 IGNORE = -100
 PACKED = {

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_efficient import CausalLMConfig, ConfigurationError, GPTConfig, LanguageModeling
 from lit_efficient.__main__ import main
-from lit_efficient.data.chat_formats import recognise
+from lit_efficient.data.text.chat_formats import recognise
+from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.models.causal_lm import build
-from lit_efficient.tasks.tokenizer_state import pack_tokenizer
 from tests.models.test_causal_lm import SMALL
 
 PROMPTS = ["def f", "class Reader:", "import os", "x = 1", "", "for i in range"]

@@ -21,8 +21,8 @@ from lit_efficient import (
     EncodedFields,
     EncodedNumbers,
 )
-from lit_efficient.data.encoded_sources import open_encoded
-from lit_efficient.data.resumable import make_resumable
+from lit_efficient.data.latents.encoded_sources import open_encoded
+from lit_efficient.mechanisms.order.resumable_loader import make_resumable
 
 ROWS, SHAPE = 23, (4, 3, 2)
 LATENTS = np.random.default_rng(0).normal(2.0, 3.0, (ROWS, *SHAPE)).astype(np.float32)

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from lit_efficient import AspectBuckets, ImageData
-from lit_efficient.data import image_store
-from lit_efficient.data.file_hashes import hash_files
-from lit_efficient.data.image_module import hold_out
-from lit_efficient.data.image_source import ImageSource
-from lit_efficient.data.resumable import examine, make_resumable
+from lit_efficient.data.images import image_store
+from lit_efficient.data.images.image_module import hold_out
+from lit_efficient.data.images.image_source import ImageSource
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.file_hashes import hash_files
+from lit_efficient.mechanisms.order.resumable_loader import examine, make_resumable
 from tests.callbacks.resume_kit import Tiny, count_exact
-from tests.data.image_kit import SIZES, number_of, picture, write
+from tests.data.images.image_kit import SIZES, number_of, picture, write
 
 COUNT = 20
 BUCKETED = {"buckets": AspectBuckets(8, 2.0), "crop": "random", "horizontal_flip": True, "variants": 5}
@@ -183,7 +183,7 @@ def test_a_second_start_reads_no_image(tmp_path, monkeypatch):
         raise AssertionError("read again")
 
     monkeypatch.setattr(image_store, "_examine", never)
-    monkeypatch.setattr("lit_efficient.data.file_hashes.sha256_of", never)
+    monkeypatch.setattr("lit_efficient.files.file_hashes.sha256_of", never)
     assert opened(tmp_path, prepare=False).identity() == first.identity()
     os.utime(tmp_path / "2.png", (2e9, 2e9))
     with pytest.raises(AssertionError, match="read again"):

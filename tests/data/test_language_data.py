@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from lit_efficient.data.document_store import read_manifest
 from lit_efficient.data.language_data import LanguageData
-from lit_efficient.data.resumable import make_resumable
-from lit_efficient.data.rows import STDLIB_PACKAGES, open_sources
-from lit_efficient.data.text_files import standard_library
+from lit_efficient.data.text.document_store import read_manifest
+from lit_efficient.data.text.rows import STDLIB_PACKAGES, open_sources
+from lit_efficient.data.text.text_files import standard_library
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
-from tests.data.chat_kit import PLAIN, THINKING, tokenizer
+from lit_efficient.mechanisms.order.resumable_loader import make_resumable
+from tests.data.text.chat_kit import PLAIN, THINKING, tokenizer
 
 COUNT = 60
 

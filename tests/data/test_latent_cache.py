@@ -20,12 +20,12 @@ from lit_efficient import (
     LatentData,
     TeacherFeatures,
 )
-from lit_efficient.data.image_module import ImageModule
-from lit_efficient.data.latent_store import LatentStore
-from lit_efficient.data.latent_writer import plan_shards
+from lit_efficient.data.images.image_module import ImageModule
+from lit_efficient.data.latents.latent_store import LatentStore
+from lit_efficient.data.latents.latent_writer import plan_shards
 from lit_efficient.models.text_encoder import TextEncoderConfig
-from tests.data.image_kit import write
-from tests.data.toy_images import ToyImages
+from tests.data.images.image_kit import write
+from tests.data.images.toy_images import ToyImages
 
 OURS = AutoencoderConfig(1, 4, 8)
 TINY = DiffusersModelConfig(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lit_efficient import AutoencoderConfig, LatentDigits
-from lit_efficient.data.digits import DigitImages, load_digit_images, stratified_split
-from lit_efficient.data.sealed_folder import MANIFEST, make_once, open_checked
+from lit_efficient.data.digit_images import DigitImages, load_digit_images, stratified_split
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.sealed_folder import MANIFEST, make_once, open_checked
 from lit_efficient.models.digit_features import DigitFeatures, judge_digits
 
 TINY = {"image_size": 16, "autoencoder": AutoencoderConfig(latent_channels=2, width=8), "autoencoder_steps": 150}
@@ -93,7 +93,7 @@ def test_the_cache_is_reused_and_another_setting_gets_another_folder(ready, monk
     def never(*_: object) -> None:
         raise AssertionError("stage one ran again")
 
-    monkeypatch.setattr("lit_efficient.data.stage_one.fit_autoencoder", never)
+    monkeypatch.setattr("lit_efficient.data.latents.stage_one.fit_autoencoder", never)
     again = tiny()
     again.prepare_data()
     again.setup("fit")

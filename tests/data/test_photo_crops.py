@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from lit_efficient import PhotoCrops
-from lit_efficient.data.image_source import ImageSource
+from lit_efficient.data.images.image_source import ImageSource
 from lit_efficient.data.photo_crops import block_of, photo_crops
 from lit_efficient.errors import ConfigurationError
 
@@ -123,7 +123,7 @@ def test_the_judge_is_trained_once_and_leaves_the_random_state_alone(ready, shar
     def never(*_):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr("lit_efficient.data.stage_one.fit_classifier", never)
+    monkeypatch.setattr("lit_efficient.data.latents.stage_one.fit_classifier", never)
     before = torch.get_rng_state()
     again = PhotoCrops(**JUDGED, cache_dir=str(shared_cache), classes="band", horizontal_flip=True)
     again.prepare_data()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lit_efficient import ConfigurationError, PreferenceData
-from lit_efficient.data.chat_formats import MalformedRow
-from lit_efficient.data.chat_tokens import Encoded
-from lit_efficient.data.pair_cache import fit_pair
-from lit_efficient.data.pair_formats import read_pair, recognise_pairs
-from lit_efficient.data.python_preferences import preferences
-from tests.data.chat_kit import tokenizer
+from lit_efficient.data.text.chat_formats import MalformedRow
+from lit_efficient.data.text.chat_tokens import Encoded
+from lit_efficient.data.text.pair_cache import fit_pair
+from lit_efficient.data.text.pair_formats import read_pair, recognise_pairs
+from lit_efficient.data.text.python_preferences import preferences
+from tests.data.text.chat_kit import tokenizer
 
 
 def _user(text: str) -> dict[str, str]:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from lit_efficient.data import token_cache
-from lit_efficient.data.cache import cache_root, prepared_folder
 from lit_efficient.data.python_corpus import PythonCorpus
-from lit_efficient.data.text_files import TextFile, find_files, read_texts, split_texts, standard_library
-from lit_efficient.data.token_windows import TokenWindows
+from lit_efficient.data.text import token_cache
+from lit_efficient.data.text.text_files import TextFile, find_files, read_texts, split_texts, standard_library
+from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import cache_root, prepared_folder
 
 
 def write_corpus(folder: Path, count: int = 40) -> Path:

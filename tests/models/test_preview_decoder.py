@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_efficient import ConfigurationError, DiffusersModelConfig, DiTConfig, LatentCodec, LatentDiffusion
-from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.models.preview_decoder import PreviewDecoder
 from tests.models.diffusers_autoencoders import DC, KL, TINY, small
 from tests.support import QUIET

@@ -25,7 +25,7 @@ from lit_efficient import (
     SampleImages,
     build_autoencoder,
 )
-from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import CheckpointError
 from lit_efficient.models.autoencoder import autoencoder_loss, kl_divergence, sample_posterior
 from tests.models.diffusers_autoencoders import DC, KINDS, KL, TINY, images, small
@@ -212,7 +212,7 @@ def test_a_weight_of_zero_measures_and_trains_as_without() -> None:
 
 
 def test_random_filters_are_the_same_in_every_run_and_notice_what_pixels_average_out() -> None:
-    from lit_efficient.losses.perceptual import find_network, perceptual_distance
+    from lit_efficient.models.perceptual import find_network, perceptual_distance
 
     before = torch.get_rng_state()
     one, two = (find_network(Perceptual(), 1, None, "test") for _ in range(2))

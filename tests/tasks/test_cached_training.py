@@ -23,8 +23,8 @@ from lit_efficient import (
     PhotoCrops,
     TeacherFeatures,
 )
+from tests.data.images.toy_images import ToyImages
 from tests.data.test_latent_cache import WORDS
-from tests.data.toy_images import ToyImages
 
 KL = DiffusersModelConfig(
     config_fields={

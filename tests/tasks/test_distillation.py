@@ -33,7 +33,7 @@ from lit_efficient import (
     distillation_divergence,
 )
 from lit_efficient.__main__ import main
-from lit_efficient.data.token_cache import END_OF_TEXT
+from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.models.causal_lm import build
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource

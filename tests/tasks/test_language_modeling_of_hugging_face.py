@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, LoRA, PythonCorpus
 from lit_efficient.commands.generate import load_language_model
-from lit_efficient.data.chat_tokenizer import train_chat_tokenizer
+from lit_efficient.data.text.chat_tokenizer import train_chat_tokenizer
+from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.models.causal_lm import build
-from lit_efficient.tasks.tokenizer_state import pack_tokenizer
 from tests.models.test_causal_lm import FAMILIES, SMALL
 
 

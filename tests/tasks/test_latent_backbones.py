@@ -266,7 +266,7 @@ def test_another_text_encoder_than_the_checkpoints_is_refused(tmp_path):
 def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
     from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 
-    from lit_efficient.export import export_checkpoint
+    from lit_efficient.export.adapters import export_checkpoint
 
     torch.manual_seed(0)
     data = CaptionedLatents(text_encoder(), labelled=False)

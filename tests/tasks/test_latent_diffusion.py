@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lit_efficient import EMA, AutoencoderConfig, DiTConfig, LatentDiffusion, LatentDigits, SNRWeighting
-from lit_efficient.data.digits import TensorDictDataset
+from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.losses.diffusion import alpha_sigma
 from lit_efficient.losses.diffusion_sampling import Sampler

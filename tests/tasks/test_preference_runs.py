@@ -19,7 +19,7 @@ from lit_efficient import (
     PreferenceData,
     TokenWeightedAccumulation,
 )
-from lit_efficient.data.chat_tokenizer import load_chat_tokenizer
+from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
 from lit_efficient.tasks.loading import load_language_model
 from tests.tasks.preference_kit import loader, trainer
 

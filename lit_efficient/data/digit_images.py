@@ -1,0 +1,192 @@
+"""scikit-learn's handwritten digits: 1,797 greyscale images that every installation has, enlarged and split.
+
+    batch: {"images": [B, 1, S, S] in [-1, 1], "labels": [B], "index": [B]}
+
+Source: the test part of the UCI optical digits (Kaynak 1995), 8x8 pixels with 17 grey levels; scikit-learn ships them.
+"""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
+
+HELD_OUT = 180  # images for validation, and as many for the test: a tenth each
+TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
+
+
+def load_digit_images(size: int) -> tuple[Tensor, Tensor]:
+    """All digits, enlarged bicubically.
+
+    Args:
+        size: Height and width in pixels.
+
+    Returns:
+        Images [1797, 1, size, size] float32 in [-1, 1], and labels [1797] int64.
+    """
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    grey = (digits.images * (255 / 16)).astype(np.uint8)
+    large = [np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC)) for image in grey]
+    images = torch.from_numpy(np.stack(large)[:, None].astype(np.float32)) / 127.5 - 1.0
+    return images, torch.from_numpy(digits.target.astype(np.int64))
+
+
+def digest(*tensors: Tensor) -> str:
+    """SHA-256 over the bytes of CPU tensors, in order."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def stratified_split(labels: Tensor, held_out: int, seed: int) -> tuple[list[int], list[int], list[int]]:
+    """Indices for training, validation and test, each with the classes in their natural shares.
+
+    Args:
+        labels: [N].
+        held_out: Size of the validation part, and of the test part.
+        seed: Seed of the split; torch's and NumPy's global generators are left alone.
+    """
+    from sklearn.model_selection import train_test_split
+
+    y = labels.numpy()
+    train, rest = train_test_split(np.arange(len(y)), test_size=2 * held_out, random_state=seed, stratify=y)
+    val, test = train_test_split(rest, test_size=held_out, random_state=seed, stratify=y[rest])
+    return sorted(train.tolist()), sorted(val.tolist()), sorted(test.tolist())
+
+
+class TensorDictDataset(Dataset[dict[str, Tensor]]):
+    """Tensors of one length by name; item i is the i-th row of each.
+
+    Args:
+        tensors: Name -> tensor [N, ...].
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
+
+
+class KeyedTensors(TensorDictDataset):
+    """Tensors whose rows are found by their number, or by the key (number, 0): each has one variant, as it is."""
+
+    def __getitem__(self, key: int | Key) -> dict[str, Any]:
+        if isinstance(key, int):
+            return super().__getitem__(key)
+        index, variant = key
+        if variant != 0:
+            raise ConfigurationError(f"KeyedTensors: the variant must be 0, there is no other, not {variant!r}.")
+        return {**super().__getitem__(index), "variant": torch.tensor(0)}
+
+
+class DigitsDataModule(LightningDataModule):
+    """What the data modules of the digits share: the split and the loaders. A subclass fills ``dataset`` in ``setup``.
+
+    Args:
+        batch_size: Images a batch.
+        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
+        seed: Seed of the split.
+    """
+
+    num_classes = 10
+
+    def __init__(self, batch_size: int = 64, num_workers: int = 0, seed: int = 0) -> None:
+        super().__init__()
+        for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("seed", seed, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{type(self).__name__}: {name} must be an integer >= {least}, not {value!r}.")
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.dataset = TensorDictDataset({"index": torch.arange(0)})  # empty until setup()
+        self.train_index: list[int] = []
+        self.val_index: list[int] = []
+        self.test_index: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Shuffled from the global generator."""
+        data = Subset(self.dataset, self.train_index)
+        return DataLoader(data, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """In order."""
+        return self._in_order(self.val_index)
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """In order."""
+        return self._in_order(self.test_index)
+
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """The test part, in order."""
+        return self._in_order(self.test_index)
+
+    def _in_order(self, index: list[int]) -> DataLoader[dict[str, Tensor]]:
+        # A loader draws its workers' base seed when it starts: from a generator of its own, or validating would
+        # change the training that follows.
+        generator = torch.Generator().manual_seed(self.seed)
+        return DataLoader(
+            Subset(self.dataset, index),
+            batch_size=self.batch_size,  # by name: Lightning's rebuilding of a loader fails otherwise
+            num_workers=self.num_workers,
+            generator=generator,
+        )
+
+
+class DigitImages(DigitsDataModule):
+    """The digits as images, for ``Autoencoding``; an :class:`~lit_efficient.data.images.image_source.ImageSource`.
+
+    Args:
+        image_size: Height and width in pixels, a multiple of 4.
+        batch_size: Images a batch.
+        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
+        seed: Seed of the split into training, validation and test.
+    """
+
+    variants = 1
+
+    def __init__(self, image_size: int = 32, batch_size: int = 64, num_workers: int = 0, seed: int = 0) -> None:
+        super().__init__(batch_size, num_workers, seed)
+        self.image_size = checked_image_size(type(self).__name__, image_size)
+        self.class_names = [str(digit) for digit in range(self.num_classes)]
+
+    def setup(self, stage: str) -> None:
+        """Load, enlarge and split: 0.1 s."""
+        images, labels = load_digit_images(self.image_size)
+        self.dataset = KeyedTensors({"images": images, "labels": labels, "index": torch.arange(len(labels))})
+        self.train_index, self.val_index, self.test_index = stratified_split(labels, HELD_OUT, self.seed)
+
+    def bucket_of(self, index: int) -> tuple[int, int]:
+        """Height and width, the same for all."""
+        return self.image_size, self.image_size
+
+    def identity(self) -> dict[str, str]:
+        """What the images depend on, after ``setup()``."""
+        rows = self.dataset.tensors
+        return {
+            "data": digest(rows["images"], rows["labels"]),
+            "split": digest(*(torch.tensor(part) for part in (self.train_index, self.val_index, self.test_index))),
+            "transform": TRANSFORM,
+            "resolution": f"{self.image_size}x{self.image_size}",
+            "variants": "1",
+        }
+
+
+def checked_image_size(owner: str, image_size: int) -> int:
+    """``image_size`` if the autoencoder can halve it twice and the judge can read it, else ConfigurationError."""
+    if not isinstance(image_size, int) or image_size < 8 or image_size % 4:
+        raise ConfigurationError(f"{owner}: image_size must be a multiple of 4 and at least 8, not {image_size!r}.")
+    return image_size

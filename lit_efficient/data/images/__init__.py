@@ -1,0 +1,1 @@
+"""What image DataModules are made of."""

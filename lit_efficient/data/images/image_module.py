@@ -1,0 +1,139 @@
+"""What data modules of images share: keyed loaders over three parts of one data set."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lit_efficient.data.images.image_source import KeyedImages, collate_images
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+
+
+class NoImages:
+    """The data set of a module that is not set up."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, key: Key) -> Any:
+        raise ConfigurationError("This data module holds no images yet: call prepare_data() and setup('fit') first.")
+
+
+class ImageModule(LightningDataModule):
+    """An :class:`~lit_efficient.data.images.image_source.ImageSource` whose subclass fills in what ``setup`` finds out.
+
+    Args:
+        batch_size: Images a batch, for each process.
+        num_workers: Worker processes a loader.
+        seed: Seed of everything that is drawn.
+        variants: Crop and flip variants of each image.
+    """
+
+    def __init__(self, batch_size: int, num_workers: int, seed: int, variants: int) -> None:
+        super().__init__()
+        least = {"batch_size": (batch_size, 1), "num_workers": (num_workers, 0), "seed": (seed, 0)}
+        for name, (value, smallest) in {**least, "variants": (variants, 1)}.items():
+            check_integer(type(self).__name__, name, value, smallest)
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.variants = variants
+        self.dataset: KeyedImages = NoImages()
+        self.train_index: list[int] = []
+        self.val_index: list[int] = []
+        self.test_index: list[int] = []
+        self.class_names: list[str] = []
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, 0 without labels."""
+        return len(self.class_names)
+
+    def bucket_of(self, index: int) -> tuple[int, int]:
+        """Height and width of an image as an item."""
+        raise NotImplementedError
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled by (seed, epoch), one variant of each image an epoch."""
+        return self._loader(self.train_index, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """In order within each shape, variant 0."""
+        return self._loader(self.val_index, shuffle=False)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """As for validation."""
+        return self._loader(self.test_index, shuffle=False)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The test part, likewise."""
+        return self.test_dataloader()
+
+    def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
+        return module_loader(
+            self.trainer,
+            self.dataset,
+            index,
+            collate_images,
+            self.batch_size,
+            training=shuffle,
+            bucket_of=self.bucket_of,
+            variants=self.variants,
+            seed=self.seed,
+            num_workers=self.num_workers,
+        )
+
+    def _split_digest(self) -> str:
+        parts = (self.train_index, self.val_index, self.test_index)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def check_integer(owner: str, name: str, value: object, least: int) -> None:
+    """Refuse what is no integer of at least ``least``.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{owner}: {name} must be an integer >= {least}, not {value!r}.")
+
+
+def check_choice(owner: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse what is none of the choices.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    if value not in choices:
+        listed = ", ".join(map(str, choices))
+        raise ConfigurationError(f"{owner}: {name} must be one of {listed}, not {value!r}.")
+
+
+def hold_out(digests: Sequence[bytes], seed: int, fractions: Sequence[float]) -> list[list[int]]:
+    """Split by content: each part gets about its fraction, equal contents fall into one part, additions move nothing.
+
+    Args:
+        digests: Hash of the content of each image.
+        seed: Another one gives another split.
+        fractions: Of all parts but the last one, which gets the rest. Each part with a fraction above 0 gets at least
+            one image, if there are as many different ones as parts.
+    """
+    distinct = {digest: mix_seed(seed, int.from_bytes(digest[:8])) / 2**63 for digest in digests}
+    ranked = sorted(distinct, key=distinct.__getitem__)
+    wanted = [part for part, fraction in enumerate(fractions) if fraction > 0]
+    edges = np.cumsum(fractions)
+    part_of = {digest: int(np.searchsorted(edges, distinct[digest], side="right")) for digest in ranked}
+    for place, part in enumerate(wanted):  # few images: the lowest ranks are given to the parts that have none
+        if part not in part_of.values() and len(ranked) > len(wanted):
+            part_of[ranked[place]] = part
+    parts: list[list[int]] = [[] for _ in range(len(fractions) + 1)]
+    for index, digest in enumerate(digests):
+        parts[part_of[digest]].append(index)
+    return parts

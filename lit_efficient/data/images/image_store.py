@@ -1,0 +1,174 @@
+"""Tables of images, opened: the size and the hash of every image are found out once and kept.
+
+    folder = hash(contents of all files, image column, thoroughness)
+    sizes.npy [N, 2], digests.npy [N, 32], unreadable.json; of parquet files also images.bin and ends.npy [N]
+
+Whatever is damaged is found here, before training. Parquet's rows cannot be read one by one: their encoded images are
+copied into one file that is mapped into memory, which any number of workers may read in any order.
+
+Costs: reading every image once; of parquet files a second copy of the images on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_efficient.data.images.image_columns import Columns
+from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
+from lit_efficient.data.images.image_rows import ParquetTable
+from lit_efficient.data.images.image_tables import ImageTable, open_table
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import altered_file, cache_root, map_numbers, prepared_folder, sha256_of
+from lit_efficient.files.file_hashes import hash_files
+
+FORMAT = 1  # part of every key: raise it when the files' meaning changes
+_MANIFEST = "manifest.json"
+_IMAGES = "images.bin"
+_SHOWN = 5
+
+
+class StoredImages:
+    """The readable images of a table, by number.
+
+    Args:
+        name: as for :func:`~lit_efficient.data.images.image_tables.open_table`.
+        split: as for it.
+        columns: as for it.
+        skip_unreadable: leave out images that cannot be decoded, after decoding all of them once; otherwise one that is
+            seen to be damaged is an error.
+        cache_dir: where the findings are kept.
+
+    Raises:
+        ConfigurationError: If there is no such table, or an image of it cannot be read.
+    """
+
+    def __init__(self, name: str, split: str, columns: Columns, skip_unreadable: bool, cache_dir: str | None) -> None:
+        self.table: ImageTable = open_table(name, split, columns)
+        root = Path(name).expanduser()
+        content = hash_files(root, self.table.files, cache_dir)
+        # Names, because they decide the order; of files elsewhere the last part alone, so that a folder can be moved.
+        named = [file.relative_to(root).as_posix() if root in file.parents else file.name for file in self.table.files]
+        key = json.dumps([FORMAT, list(zip(named, content)), self.table.image, skip_unreadable])
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        folder = (Path(cache_dir).expanduser() if cache_dir else cache_root()) / "images" / digest[:32]
+        prepared_folder(folder, partial(_examine, table=self.table, skip=skip_unreadable), _problem)
+        self.unreadable: list[tuple[int, str]] = [(row, why) for row, why in _json(folder / "unreadable.json")]
+        bad = {row for row, _ in self.unreadable}
+        self.rows = np.array([row for row in range(len(self.table)) if row not in bad], dtype=np.int64)
+        self.sizes: np.ndarray = np.load(folder / "sizes.npy")[self.rows]
+        self.digests: np.ndarray = np.load(folder / "digests.npy")[self.rows]
+        self._copy = _Copy(folder) if isinstance(self.table, ParquetTable) else None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, number: int) -> str:
+        """Where to find an image again."""
+        return self.table.place(int(self.rows[number]))
+
+    def read(self, number: int) -> bytes:
+        """An encoded image.
+
+        Raises:
+            ConfigurationError: If it is not the one that was found, a millisecond's work for 1 MB.
+        """
+        row = int(self.rows[number])
+        content = self.table.read(row) if self._copy is None else self._copy.read(row)
+        if hashlib.sha256(content).digest() != self.digests[number].tobytes():
+            raise ConfigurationError(
+                f"ImageData: {self.place(number)} has changed since the data was opened: what was computed from it "
+                "would not be what it says it is. Start anew."
+            )
+        return content
+
+    def of_readable(self, values: list[Any] | None) -> list[Any] | None:
+        """Labels or captions of the table, without those of unreadable images."""
+        return values if values is None or not self.unreadable else [values[row] for row in self.rows]
+
+    def say(self) -> None:
+        """Log what was recognised and what was left out."""
+        rank_zero_info(f"ImageData: {self.table.note}")
+        if self.unreadable:
+            rank_zero_warn(f"ImageData: left out {_listed(self.table, self.unreadable)}")
+
+
+class _Copy:
+    """Encoded images in one file, mapped into memory by each process for itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._mapped: tuple[np.ndarray, np.ndarray] | None = None
+
+    def read(self, row: int) -> bytes:
+        if self._mapped is None:
+            self._mapped = map_numbers(self.folder / _IMAGES, np.uint8), np.load(self.folder / "ends.npy")
+        content, ends = self._mapped
+        return content[ends[row - 1] if row else 0 : ends[row]].tobytes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "_mapped": None}  # a map would travel as its whole content
+
+
+def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
+    """Read every image once and write down what was found."""
+    rank_zero_info(f"ImageData: reading the {len(table):,} images of {table.name} once.")
+    sizes = np.zeros((len(table), 2), dtype=np.int32)
+    digests = np.zeros((len(table), 32), dtype=np.uint8)
+    ends = np.zeros(len(table), dtype=np.int64)
+    unreadable: list[tuple[int, str]] = []
+    with (folder / _IMAGES).open("wb") as copy:
+        for row, content in enumerate(_contents(table)):
+            digests[row] = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)
+            try:
+                sizes[row] = upright_size(content, thorough=skip)
+            except UnreadableImage as error:
+                unreadable.append((row, str(error)))
+            if isinstance(table, ParquetTable):
+                copy.write(content)
+            ends[row] = copy.tell()
+    if unreadable and not skip:
+        raise ConfigurationError(
+            f"ImageData: {_listed(table, unreadable)}\nMend them, or leave them out with skip_unreadable: true."
+        )
+    if len(unreadable) == len(table):
+        raise ConfigurationError(f"ImageData: nothing is left: {_listed(table, unreadable)}")
+    np.save(folder / "sizes.npy", sizes)
+    np.save(folder / "digests.npy", digests)
+    np.save(folder / "ends.npy", ends)
+    (folder / "unreadable.json").write_text(json.dumps(unreadable))
+    files = {path.name: [path.stat().st_size, sha256_of(path)] for path in sorted(folder.iterdir())}
+    (folder / _MANIFEST).write_text(json.dumps(files, indent=2) + "\n")
+
+
+def _contents(table: ImageTable) -> Iterator[bytes]:
+    if isinstance(table, ParquetTable):
+        return table.stream()
+    return (table.read(row) for row in range(len(table)))
+
+
+def _listed(table: ImageTable, unreadable: list[tuple[int, str]]) -> str:
+    lines = [f"  {table.place(row)}: {why}" for row, why in unreadable[:_SHOWN]]
+    more = [f"  and {len(unreadable) - _SHOWN} more"] if len(unreadable) > _SHOWN else []
+    return "\n".join([f"{len(unreadable)} of {len(table)} images that cannot be read:", *lines, *more])
+
+
+def _problem(folder: Path) -> str | None:
+    try:
+        recorded = {name: (size, digest) for name, (size, digest) in _json(folder / _MANIFEST).items()}
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{_MANIFEST} cannot be read ({error})."
+    # The images themselves are compared when they are read.
+    small = {name: entry for name, entry in recorded.items() if name != _IMAGES}
+    return altered_file(folder, small, thorough=True) or altered_file(folder, recorded, thorough=False)
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))

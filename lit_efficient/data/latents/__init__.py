@@ -1,0 +1,1 @@
+"""What DataModules of latents are made of."""

@@ -1,0 +1,175 @@
+"""MosaicML's MDS files, read by offset: what `StreamingDataset` writes, without the package.
+
+    shard:   uint32 n | uint32 offsets[n + 1] | header (JSON) | samples
+    sample:  uint32 size of each column whose size varies | the columns' bytes, one after the other
+
+``index.json`` lists the shards with the names, encodings and fixed sizes (or null) of their columns.
+Source: https://github.com/mosaicml/streaming (docs: preparing_datasets/dataset_format).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_efficient.data.latents.encoded_sources import Value, locate, np_bytes, refusal, rows_in
+from lit_efficient.errors import ConfigurationError
+
+_VALUES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+_CODECS = {"zstd": "zstd", "br": "brotli", "gz": "gzip", "snappy": "snappy"}  # pyarrow's names
+_SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+
+
+class MosaicShards:
+    """A folder with an ``index.json``. Compressed shards are unpacked into memory when they are read first, and stay.
+
+    Args:
+        folder: Where it is.
+        belongs: Which of the shards count, by the paths that the index has for them.
+
+    Raises:
+        ConfigurationError: If a shard is missing, not whole or of another format.
+    """
+
+    def __init__(self, folder: Path, belongs: Callable[[Path], bool]) -> None:
+        self._folder = folder
+        try:
+            self._shards: list[dict[str, Any]] = json.loads((folder / "index.json").read_text("utf-8"))["shards"]
+            self._names = list(self._shards[0]["column_names"])
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigurationError(
+                f"EncodedData: {folder / 'index.json'} is no index of MDS shards ({error!r})."
+            ) from error
+        self._shards = [shard for shard in self._shards if belongs(folder / shard["raw_data"]["basename"])]
+        if not self._shards:
+            raise ConfigurationError(
+                f"EncodedData: {folder / 'index.json'} lists no shards that are asked for: give a pattern of their "
+                "names, or a folder with an index.json of its own."
+            )
+        for shard in self._shards:
+            if shard["format"] != "mds" or shard["column_names"] != self._names:
+                raise ConfigurationError(
+                    f"EncodedData: {folder} has shards of other columns, or in the format {shard['format']}; all must "
+                    "be MDS with the same columns."
+                )
+            self._check(shard)
+        self._ends = rows_in([int(shard["samples"]) for shard in self._shards])
+        self._opened: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}}
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the columns."""
+        return self._names
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, row: int, fields: Sequence[str]) -> dict[str, Value]:
+        """Some columns of a sample."""
+        number, inside = locate(row, self._ends)
+        shard, data = self._shards[number], self._bytes(number)
+        begin, end = data[4 * (1 + inside) : 4 * (3 + inside)].view("<u4").tolist()
+        sample = data[begin:end].tobytes()
+        position, sizes = 0, []
+        for size in shard["column_sizes"]:
+            if not size:
+                size = int.from_bytes(sample[position : position + 4], "little")  # noqa: PLW2901
+                position += 4
+            sizes.append(size)
+        found = {}
+        for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes):
+            if name in fields:
+                found[name] = decode(encoding, sample[position : position + size])
+            position += size
+        return found
+
+    def _check(self, shard: dict[str, Any]) -> None:
+        raw = self._folder / shard["raw_data"]["basename"]
+        if raw.is_file():
+            if raw.stat().st_size != shard["raw_data"]["bytes"]:
+                raise ConfigurationError(f"EncodedData: {raw} is not whole: its size is not the index's.")
+            return
+        packed = shard["zip_data"] and self._folder / shard["zip_data"]["basename"]
+        if not packed or not packed.is_file():
+            raise ConfigurationError(f"EncodedData: the shard {raw} is missing.")
+
+    def _bytes(self, number: int) -> np.ndarray:
+        """All bytes of a shard [n] uint8, mapped."""
+        if number not in self._opened:
+            shard = self._shards[number]
+            raw = self._folder / shard["raw_data"]["basename"]
+            if raw.is_file():
+                self._opened[number] = np.memmap(raw, np.uint8, "r")
+            else:
+                packed = (self._folder / shard["zip_data"]["basename"]).read_bytes()
+                unpacked = _unpack(packed, str(shard["compression"]), int(shard["raw_data"]["bytes"]))
+                self._opened[number] = np.frombuffer(unpacked, np.uint8)
+        return self._opened[number]
+
+
+def decode(encoding: str, data: bytes) -> Value:
+    """A column's value.
+
+    Numbers that are longer than one number are taken for arrays: imagenet.int8 stores its latents as ``uint8``.
+
+    Raises:
+        ConfigurationError: For encodings that hold code (``pkl``) or pictures.
+    """
+    kind, _, details = encoding.partition(":")
+    if kind == "pkl":
+        raise ConfigurationError(refusal("a column encoded as pkl"))
+    if kind == "ndarray":
+        return _array(data, details)
+    if kind in ("str", "json"):
+        return data.decode()
+    if kind in ("int", "str_int"):
+        return int.from_bytes(data, "little", signed=True) if kind == "int" else int(data)
+    if kind == "str_float":
+        return float(data)
+    if kind == "bytes":
+        return np_bytes(data)
+    if kind in _SCALARS:
+        values = np.frombuffer(data, kind)
+        return values.item() if len(values) == 1 else values
+    raise ConfigurationError(f"EncodedData: a column encoded as {encoding!r} holds no latents, labels or captions.")
+
+
+def _array(data: bytes, details: str) -> np.ndarray:
+    """An ndarray, whose dtype and shape stand in the encoding or before the values."""
+    dtype, _, sizes = details.partition(":")
+    position = 0
+    if not dtype:
+        dtype, position = _VALUES[data[0]], 1
+    if sizes:
+        shape = [int(size) for size in sizes.split(",")]
+    else:
+        axes, width = data[position] >> 2, 1 << (data[position] & 3)  # number of axes, bytes of each length
+        end = position + 1 + axes * width
+        shape = np.frombuffer(data[position + 1 : end], f"<u{width}").tolist()
+        position = end
+    return np.frombuffer(data[position:], dtype).reshape(shape)
+
+
+def _unpack(packed: bytes, compression: str, size: int) -> bytes:
+    """A shard's ``size`` bytes."""
+    codec = _CODECS.get(compression.split(":", maxsplit=1)[0])
+    if codec is None:
+        raise ConfigurationError(
+            f"EncodedData: MDS shards compressed by {compression} cannot be read ({', '.join(_CODECS)} can): unpack "
+            "them."
+        )
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigurationError(
+            "EncodedData: compressed MDS shards need pyarrow: pip install lit-efficient[diffusion]."
+        ) from error
+    unpacked: bytes = pyarrow.decompress(packed, decompressed_size=size, codec=codec, asbytes=True)
+    return unpacked

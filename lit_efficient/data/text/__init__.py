@@ -1,0 +1,1 @@
+"""What text DataModules are made of."""

@@ -1,0 +1,228 @@
+"""Rows of files, folders and Hugging Face data sets, one at a time, each with the place to find it again.
+
+A source is read as often as needed and never whole into memory. What cannot be read as a row (a line that is no JSON)
+comes as the reason, so that it can be counted with its line number. No code of a data set is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import sha256_of
+
+STDLIB_INSTRUCTIONS = "stdlib-instructions"
+STDLIB_PACKAGES = "stdlib-packages"
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+
+Row = tuple[str, dict[str, Any] | str]
+"""Where it stands ("data.jsonl:17"), and its keys and values, or the reason why it has none."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that can be read again and again.
+
+    Args:
+        name: what the user called it, or the file's name.
+        rows: begins to read; the order is always the same.
+        digest: hash of the content; "" for a stream, which is not known before it is read.
+        is_text: whether every row is a file's text, whatever it holds.
+    """
+
+    name: str
+    rows: Callable[[], Iterator[Row]]
+    digest: str
+    is_text: bool = False
+
+
+def open_sources(
+    name: str, *, split: str = "train", subset: str | None = None, streaming: bool = False
+) -> list[Source]:
+    """Find what a name in a config stands for; a folder of files is one source a file.
+
+    Args:
+        name: a file (.jsonl, .json, .parquet, or text of any other suffix), a folder of such files, a folder written by
+            ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``, or the name of a data set on the
+            Hugging Face hub.
+        split: which split of a Hugging Face data set.
+        subset: which configuration of a Hugging Face data set.
+        streaming: read a data set of the hub while it is being downloaded.
+
+    Raises:
+        ConfigurationError: If there is no such thing, or nothing in it.
+    """
+    if name == STDLIB_INSTRUCTIONS:
+        from lit_efficient.data.text.python_instructions import instructions
+
+        return [source_of_rows(name, instructions())]
+    if name == STDLIB_PACKAGES:
+        return [_stdlib_packages()]
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [_file(path, path.name)]
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return [_saved(path, split)]
+        files = sorted(p for p in path.rglob("*") if p.suffix in ROW_SUFFIXES + TEXT_SUFFIXES and p.is_file())
+        rows_only = [file for file in files if file.suffix in (".jsonl", ".ndjson", ".parquet")]
+        if rows_only and len(rows_only) < len(files):  # a README beside the data is no data
+            passed = [file.name for file in files if file not in rows_only]
+            rank_zero_info(f"{name}: {len(rows_only)} files of rows; passed over {', '.join(passed[:5])}")
+            files = rows_only
+        if not files:
+            known = ", ".join(ROW_SUFFIXES + TEXT_SUFFIXES)
+            raise ConfigurationError(f"{name}: the folder holds no data: files that end with {known} are taken.")
+        return [_file(file, file.relative_to(path).as_posix()) for file in files]
+    if path.suffix in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
+        raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
+    return [_hub(name, split, subset, streaming)]
+
+
+def source_of_rows(name: str, rows: list[dict[str, Any]]) -> Source:
+    """Rows that are in memory, as a source; the first one is called ``name:1``."""
+    return Source(name, partial(_enumerated, rows, name), digest_of_rows(rows))
+
+
+def _enumerated(rows: list[dict[str, Any]], name: str) -> Iterator[Row]:
+    for number, row in enumerate(rows, 1):
+        yield f"{name}:{number}", row
+
+
+def _stdlib_packages() -> Source:
+    """A text a file. None of the modules at the top of the library, which `STDLIB_INSTRUCTIONS` asks about."""
+    from lit_efficient.data.python_corpus import EXCLUDE
+    from lit_efficient.data.text.text_files import find_files, read_texts, standard_library
+
+    files = find_files([standard_library()], [".py"], EXCLUDE)
+    texts = read_texts((name, path) for name, path in files if "/" in name).files
+    digest = hashlib.sha256(json.dumps([[text.path, text.digest] for text in texts]).encode()).hexdigest()
+    rows = [(f"{STDLIB_PACKAGES}:{text.path}", {"text": text.text}) for text in texts]
+    return Source(STDLIB_PACKAGES, partial(iter, rows), digest, is_text=True)
+
+
+def _file(path: Path, name: str) -> Source:
+    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
+    reader = readers.get(path.suffix, _whole_text)
+    try:
+        digest = sha256_of(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}.") from error
+    return Source(name, partial(reader, path, name), digest, reader is _whole_text)
+
+
+def _whole_text(path: Path, name: str) -> Iterator[Row]:
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        yield name, f"no UTF-8 text: {error.reason} at byte {error.start}"
+        return
+    yield name, {"text": text}
+
+
+def _json_lines(path: Path, name: str) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{name}:{number}", _row_of(line)
+
+
+def _row_of(line: bytes) -> dict[str, Any] | str:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        return f"no UTF-8 text: {error.reason}"
+    except (ValueError, RecursionError) as error:
+        return f"no JSON: {error}"
+    return row if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
+
+
+def _json_list(path: Path, name: str) -> Iterator[Row]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is no JSON: {error}. A file of one object a line is named .jsonl.") from error
+    if not isinstance(rows, list):
+        raise ConfigurationError(f"{path} must hold a list of objects, got a {type(rows).__name__}.")
+    for number, row in enumerate(rows, 1):
+        kept = row if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
+        yield f"{name}, entry {number}", kept
+
+
+def _parquet(path: Path, name: str) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ConfigurationError(f"{path} is no parquet file: {error}") from error
+    number = 0
+    with file:
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{name}, row {number}", row
+
+
+def _saved(path: Path, split: str) -> Source:
+    import datasets
+
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, dict):
+        if split not in found:
+            raise ConfigurationError(f"{path}: split must be one of {list(found)}, got {split!r}.")
+        path, found = path / split, found[split]
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        with file.open("rb") as content:
+            digest.update(file.relative_to(path).as_posix().encode())
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return Source(path.name, partial(_numbered, found, path.name), digest.hexdigest())
+
+
+def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name, subset, split=split, streaming=streaming)
+    except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such split or subset, code needed
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(
+            f"{name}: neither a file or folder here, nor a data set that could be loaded from the hub: {reason}"
+        ) from error
+    if streaming:
+        return Source(name, partial(streamed_rows, found, name), "")
+    digest = hashlib.sha256(str(found._fingerprint).encode())
+    for entry in found.cache_files:
+        with open(entry["filename"], "rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return Source(name, partial(_numbered, found, name), digest.hexdigest())
+
+
+def _numbered(found: Any, name: str) -> Iterator[Row]:
+    for number, row in enumerate(found, 1):
+        yield f"{name}, row {number}", row
+
+
+def streamed_rows(found: Any, name: str) -> Iterator[Row]:
+    """All rows of a streamed data set: its own loop would give each worker of a loader a part of them."""
+    number = 0
+    for batch in found.iter(batch_size=64):
+        for values in zip(*batch.values()):
+            number += 1
+            yield f"{name}, row {number}", dict(zip(batch, values))
+
+
+def digest_of_rows(rows: list[dict[str, Any]]) -> str:
+    """Hash of rows that are in no file."""
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

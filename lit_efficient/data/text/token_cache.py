@@ -1,0 +1,132 @@
+"""Texts -> a byte-level BPE tokenizer and memory-mapped token ids, in one folder that can be checked.
+
+The folder holds ``tokenizer.json``, ``train.bin`` and ``val.bin`` (uint16, or uint32 above 65,536 ids; native byte
+order) and ``manifest.json`` with the size and SHA-256 of each. Texts follow each other, each ended by `END_OF_TEXT`.
+Costs (2 cores): 5 CPU-seconds to train 4,096 tokens on 8 MB of text and 7 to tokenise it, once.
+Source: Sennrich et al. (2016), https://arxiv.org/abs/1508.07909; on bytes: GPT-2.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import altered_file, map_numbers, sha256_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+FORMAT = 1  # part of every key: raise it when the files' meaning changes
+_FILES = ("tokenizer.json", "train.bin", "val.bin")
+_MANIFEST = "manifest.json"
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> "Tokenizer":
+    """Train a byte-level BPE; it can represent any text, and ends with fewer ids when the texts have no more pairs.
+
+    Args:
+        texts: what to learn from (the training texts only).
+        vocab_size: at least 257: 256 bytes and `END_OF_TEXT`, whose id is 0.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: str | Path) -> "Tokenizer":
+    """Read a ``tokenizer.json``.
+
+    Raises:
+        ConfigurationError: no such file, no tokenizer in it, or one without `END_OF_TEXT`.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        content = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"tokenizer_file: {path} cannot be read: {error}.") from error
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ConfigurationError(f"tokenizer_file: {path} holds no tokenizer of the tokenizers library.") from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ConfigurationError(f"tokenizer_file: {path} has no token {END_OF_TEXT}, which separates texts.")
+    return tokenizer
+
+
+def bytes_of_tokens(tokenizer: "Tokenizer") -> np.ndarray:
+    """How many bytes of text each id stands for, ``[V]`` int64; special tokens stand for none.
+
+    In a byte-level vocabulary a token is spelled with one character a byte.
+    """
+    special = tokenizer.get_added_tokens_decoder()
+    sizes = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
+    for token, index in tokenizer.get_vocab().items():
+        sizes[index] = 0 if index in special else len(token)
+    return sizes
+
+
+def write_token_cache(
+    folder: Path, tokenizer: "Tokenizer", train: Sequence[str], val: Sequence[str], about: dict[str, Any]
+) -> None:
+    """Write all files of the cache into the empty ``folder``; ``about`` goes into the manifest as it is."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    dtype = "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
+    for name, texts in (("train.bin", train), ("val.bin", val)):
+        with (folder / name).open("wb") as file:
+            for ids in _tokenise(tokenizer, texts, np.dtype(dtype)):
+                file.write(ids.tobytes())
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in _FILES}
+    manifest = {"format": FORMAT, "byteorder": sys.byteorder, "dtype": dtype, "files": files, **about}
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a cache that was found sound."""
+    return json.loads((folder / _MANIFEST).read_text("utf-8"))
+
+
+def token_cache_problem(folder: Path, thorough: bool = True) -> str | None:
+    """What is wrong with a cache folder, in one sentence; None if nothing is.
+
+    Args:
+        folder: the cache.
+        thorough: compare contents (about 1 s a GB), not only sizes.
+    """
+    try:
+        manifest = read_manifest(folder)
+        recorded = {name: (manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]) for name in _FILES}
+        if (manifest["format"], manifest["byteorder"]) != (FORMAT, sys.byteorder):
+            return f"{_MANIFEST} is of another format or machine."
+        np.dtype(manifest["dtype"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{_MANIFEST} is missing or unreadable."
+    return altered_file(folder, recorded, thorough)
+
+
+def open_tokens(folder: Path, split: str) -> np.ndarray:
+    """Map the ids of ``split`` ("train" or "val") into memory, read-only."""
+    return map_numbers(folder / f"{split}.bin", np.dtype(read_manifest(folder)["dtype"]))
+
+
+def _tokenise(tokenizer: "Tokenizer", texts: Sequence[str], dtype: np.dtype) -> Iterator[np.ndarray]:
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.encode_special_tokens = True  # a text that spells out END_OF_TEXT (this file does) is not ended by it
+    for start in range(0, len(texts), 256):  # encodings are many times larger than their ids: hold a few only
+        for encoding in tokenizer.encode_batch_fast(list(texts[start : start + 256])):
+            yield np.asarray([*encoding.ids, end], dtype=dtype)

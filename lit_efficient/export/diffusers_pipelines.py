@@ -1,0 +1,98 @@
+"""Which pipeline of diffusers samples from a trained latent diffusion network, and how its parts have to be prepared.
+
+    DiTTransformer2DModel (ours is converted)   labels                  DiTPipeline
+    UNet2DModel                                 nothing                 LDMPipeline
+    UNet2DConditionModel                        text                    StableDiffusionPipeline
+                                                text of two encoders    StableDiffusionXLPipeline
+    PixArtTransformer2DModel                    text                    PixArtAlphaPipeline
+    SD3Transformer2DModel                       text of three encoders  StableDiffusion3Pipeline
+
+A pipeline fixes what it tells its network and how it walks through time; what it cannot do is refused with the reason.
+
+Source: the pipelines of diffusers, version 0.42.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.export.diffusers_parts import EVERY, Parts, Pipeline, call_of, notes_of, refuse_rescale, scheduler_of
+from lit_efficient.export.diffusers_text_pipelines import of_pixart, of_sd3, of_unet
+from lit_efficient.models.dit_to_diffusers import NULL_CLASS
+from lit_efficient.models.folding import fold_labels, fold_timesteps
+
+
+def pipeline_for(parts: Parts) -> Pipeline:
+    """The pipeline that samples what the run sampled. The network of ``parts`` may be changed.
+
+    Raises:
+        ConfigurationError: If there is none, with the reason.
+    """
+    name = type(parts.network).__name__
+    if name not in _MAKERS:
+        raise ConfigurationError(
+            f"export: no pipeline of diffusers is written for {name} here, of which format safetensors holds the "
+            f"weights; there is one for {', '.join(_MAKERS)}"
+        )
+    size = parts.network.config.sample_size
+    if not isinstance(size, int):
+        raise ConfigurationError(
+            f"export: sample_size of {name} must be one number, as pipelines make square latents of it, not {size!r}"
+        )
+    if parts.size is not None and parts.size[0] != parts.size[1]:
+        raise ConfigurationError(
+            f"export: pipelines make square latents by themselves, and {name} was trained on latents of {parts.size}"
+        )
+    if 0.0 <= parts.guidance_scale < 1.0:
+        raise ConfigurationError(
+            f"export: pipelines guide above 1 only, and take guidance_scale={parts.guidance_scale} for 1: sample with "
+            "guidance_scale >= 1"
+        )
+    if parts.network.config.out_channels is None:  # which models fill in and pipelines do not
+        parts.network.register_to_config(out_channels=parts.network.config.in_channels)
+    if parts.process.schedule == "cosine":  # k of our scheduler is time (k + 1) / 1000, of which it was told all
+        fold_timesteps(parts.network, 1.0)
+    made = _MAKERS[name](parts)
+    return replace(made, notes=notes_of(parts, made.pipeline))
+
+
+def _dit(parts: Parts) -> Pipeline:
+    from diffusers import DiTPipeline
+
+    network = parts.network
+    if parts.process.schedule == "edm":
+        raise ConfigurationError("export: DiTPipeline does not scale its first noise, as schedule 'edm' needs it")
+    if parts.size not in (None, (network.config.sample_size,) * 2):
+        raise ConfigurationError(
+            f"export: DiTPipeline makes latents of the network's sample_size, {network.config.sample_size}, by "
+            f"which the network's positions go, too, and training had latents of {parts.size}"
+        )
+    refuse_rescale(parts, "DiTPipeline")
+    if network.config.num_embeds_ada_norm != NULL_CLASS:
+        network = fold_labels(network, NULL_CLASS)
+    scheduler = scheduler_of(parts, ("ddim", "dpmsolver++"))
+    pipeline: Any = DiTPipeline(transformer=network, vae=parts.vae, scheduler=scheduler)
+    return Pipeline(pipeline, call_of(parts, "class_labels=[0]"))
+
+
+def _unconditional(parts: Parts) -> Pipeline:
+    from diffusers import LDMPipeline
+
+    if parts.network.config.num_class_embeds is not None:
+        raise ConfigurationError(
+            "export: no pipeline of diffusers gives labels to a UNet2DModel: LDMPipeline, which samples latents with "
+            "it, has none (num_class_embeds must be null; DiTPipeline takes labels, with a DiT)"
+        )
+    scheduler = scheduler_of(parts, EVERY)
+    pipeline: Any = LDMPipeline(vqvae=parts.vae, unet=parts.network, scheduler=scheduler)
+    return Pipeline(pipeline, f"batch_size=1, num_inference_steps={parts.steps}")
+
+
+_MAKERS: dict[str, Callable[[Parts], Pipeline]] = {
+    "DiTTransformer2DModel": _dit,
+    "UNet2DModel": _unconditional,
+    "UNet2DConditionModel": of_unet,
+    "PixArtTransformer2DModel": of_pixart,
+    "SD3Transformer2DModel": of_sd3,
+}

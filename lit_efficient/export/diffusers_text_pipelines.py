@@ -1,0 +1,193 @@
+"""Pipelines of diffusers that encode their prompts, for networks that were trained on text.
+
+Each of them is asked to encode two prompts, one of them empty, before it is written: where the embeddings differ from
+those of training, it is refused. Hidden conditions were the empty caption, which is every pipeline's negative prompt.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.export.diffusers_parts import EVERY, Parts, Pipeline, call_of, refuse_rescale, scheduler_of, size_of
+from lit_efficient.models.diffusers_backbones import PIXELS
+from lit_efficient.models.text_network import TextEmbedding
+
+_PROMPTS = ("", "a cat")
+_CAPTION = '"a caption"'
+
+
+def of_unet(parts: Parts) -> Pipeline:
+    """Stable Diffusion, or SDXL if the network takes a pooled text and sizes."""
+    config = parts.network.config
+    added = config.addition_embed_type
+    for field in ("num_class_embeds", "class_embed_type"):
+        if config[field] is not None:
+            raise ConfigurationError(
+                f"export: pipelines give a UNet2DConditionModel text and no label, and this one has "
+                f"{field}={config[field]!r}"
+            )
+    return _stable_diffusion(parts) if added is None else _sdxl(parts)
+
+
+def _stable_diffusion(parts: Parts) -> Pipeline:
+    from diffusers import StableDiffusionPipeline
+
+    encoders = _encoders(parts, "StableDiffusionPipeline", 1)
+    without = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    pipeline: Any = StableDiffusionPipeline(
+        **encoders, **without, vae=parts.vae, unet=parts.network, scheduler=scheduler_of(parts, EVERY)
+    )
+
+    def encode(prompt: str) -> TextEmbedding:
+        hidden, _ = pipeline.encode_prompt(prompt, torch.device("cpu"), 1, False)
+        return TextEmbedding(hidden, _all(hidden), None)
+
+    _check_text(parts, pipeline, encode)
+    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts)))
+
+
+def _sdxl(parts: Parts) -> Pipeline:
+    from diffusers import StableDiffusionXLPipeline
+
+    encoders = _encoders(parts, "StableDiffusionXLPipeline", 2)
+    settings = {"force_zeros_for_empty_prompt": False, "add_watermarker": False}
+    pipeline: Any = StableDiffusionXLPipeline(
+        **encoders, **settings, vae=parts.vae, unet=parts.network, scheduler=scheduler_of(parts, EVERY)
+    )
+
+    def encode(prompt: str) -> TextEmbedding:
+        hidden, _, pooled, _ = pipeline.encode_prompt(prompt, device="cpu", do_classifier_free_guidance=False)
+        return TextEmbedding(hidden, _all(hidden), pooled)
+
+    _check_text(parts, pipeline, encode)
+    told = ""
+    if pipeline.vae_scale_factor != PIXELS:
+        side = PIXELS * parts.network.config.sample_size
+        told = f"original_size=({side}, {side}), target_size=({side}, {side})"
+    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts), told))
+
+
+def of_pixart(parts: Parts) -> Pipeline:
+    """PixArt-alpha."""
+    from diffusers import PixArtAlphaPipeline
+
+    refuse_rescale(parts, "PixArtAlphaPipeline")
+    encoders = _encoders(parts, "PixArtAlphaPipeline", 1)
+    network, length = parts.network, parts.text_encoder.max_length
+    pipeline: Any = PixArtAlphaPipeline(
+        **encoders, vae=parts.vae, transformer=network, scheduler=scheduler_of(parts, EVERY)
+    )
+    told, asked = network.use_additional_conditions, network.config.sample_size == 128
+    if told != asked or (told and pipeline.vae_scale_factor != PIXELS):
+        raise ConfigurationError(
+            "export: PixArtAlphaPipeline tells its network the size of images with sample_size 128 and otherwise not: "
+            f"use_additional_conditions={told} does not fit sample_size={network.config.sample_size}, or the "
+            f"autoencoder's factor is not {PIXELS}"
+        )
+
+    def encode(prompt: str) -> TextEmbedding:
+        hidden, mask, _, _ = pipeline.encode_prompt(prompt, False, max_sequence_length=length)
+        return TextEmbedding(hidden, mask.bool(), None)
+
+    _check_text(parts, pipeline, encode)
+    fixed = f"clean_caption=False, use_resolution_binning=False, max_sequence_length={length}"
+    return Pipeline(pipeline, call_of(parts, _CAPTION, size_of(parts, pipeline.vae_scale_factor), fixed))
+
+
+def of_sd3(parts: Parts) -> Pipeline:
+    """Stable Diffusion 3."""
+    from diffusers import StableDiffusion3Pipeline
+
+    refuse_rescale(parts, "StableDiffusion3Pipeline")
+    encoders = _encoders(parts, "StableDiffusion3Pipeline", 3)
+    scheduler = scheduler_of(parts, ("ddim", "dpmsolver++"), of_flow=("euler", "dpmsolver++"))
+    pipeline: Any = StableDiffusion3Pipeline(**encoders, vae=parts.vae, transformer=parts.network, scheduler=scheduler)
+    length = parts.text_encoder.spec.max_length
+
+    def encode(prompt: str) -> TextEmbedding:
+        hidden, _, pooled, _ = pipeline.encode_prompt(
+            prompt, None, None, device="cpu", do_classifier_free_guidance=False, max_sequence_length=length
+        )
+        return TextEmbedding(hidden, _all(hidden), pooled)
+
+    _check_text(parts, pipeline, encode)
+    steps = ""
+    if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # whose own steps end at 1/1000, not evenly
+        steps = f"sigmas=[1 - i / {parts.steps} for i in range({parts.steps})]"
+    size = size_of(parts, pipeline.vae_scale_factor)
+    return Pipeline(pipeline, call_of(parts, _CAPTION, size, steps, f"max_sequence_length={length}"))
+
+
+def _rescale(parts: Parts) -> str:
+    return f"guidance_rescale={parts.sampler.guidance_rescale}" if parts.sampler.guidance_rescale else ""
+
+
+def _all(hidden: Tensor) -> Tensor:
+    return torch.ones(hidden.shape[:2], dtype=torch.bool)
+
+
+def _encoders(parts: Parts, pipeline: str, count: int) -> dict[str, Any]:
+    """Encoders and tokenizers under the names that pipelines have for them."""
+    encoder = parts.text_encoder
+    if encoder is None:
+        raise ConfigurationError(
+            f"export: {pipeline} encodes its prompts, and the checkpoint has no text encoder: train with text_encoder"
+        )
+    if len(encoder.parts) != count:
+        raise ConfigurationError(
+            f"export: {pipeline} has {count} text encoders, and training had {len(encoder.parts)} ({encoder.spec})"
+        )
+    if "block_out_channels" not in parts.vae.config:
+        raise ConfigurationError(
+            f"export: {pipeline} takes the size of its images from block_out_channels, which the autoencoder, "
+            f"{type(parts.vae).__name__}, does not have"
+        )
+    found: dict[str, Any] = {}
+    for number, part in enumerate(encoder.parts, start=1):
+        suffix = "" if number == 1 else f"_{number}"
+        found |= {f"text_encoder{suffix}": part.network.cpu(), f"tokenizer{suffix}": _tokenizer(part.tokens)}
+    return found
+
+
+def _check_text(parts: Parts, pipeline: Any, encode: Callable[[str], TextEmbedding]) -> None:
+    """Refuse unless the pipeline tells the network of a prompt what training told it."""
+    for prompt in _PROMPTS:
+        ours = parts.text_encoder.encode([prompt])
+        try:
+            agrees = _agree(encode(prompt), ours)
+        except ValueError:  # the first of an encoder's outputs is no sequence of tokens
+            agrees = False
+        if not agrees:
+            name = type(pipeline).__name__
+            what = "hides the padding" if name.startswith("PixArt") else "lets the network see all tokens, padding too"
+            kinds = ", ".join(type(part.network).__name__ for part in parts.text_encoder.parts)
+            raise ConfigurationError(
+                f"export: {name} would encode the prompt {prompt!r} in another way than training did with {kinds} "
+                f"({parts.text_encoder.spec}): it {what}, and has layers of its own choice"
+            )
+
+
+def _agree(theirs: TextEmbedding, ours: TextEmbedding) -> bool:
+    if not torch.equal(theirs.mask, ours.mask) or not _close(theirs.hidden[ours.mask], ours.hidden[ours.mask]):
+        return False
+    return theirs.pooled is None or (ours.pooled is not None and _close(theirs.pooled, ours.pooled))
+
+
+def _close(theirs: Tensor, ours: Tensor) -> bool:
+    return theirs.shape == ours.shape and torch.allclose(theirs.float(), ours.float(), rtol=1e-3, atol=1e-4)
+
+
+def _tokenizer(tokens: Any) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer.from_str(tokens.json)
+    special = {"pad_token": tokenizer.id_to_token(tokens.pad)}
+    if tokens.end is not None:
+        special["eos_token"] = tokenizer.id_to_token(tokens.end)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=tokens.length, padding_side=tokens.side, **special
+    )

@@ -1,0 +1,244 @@
+"""Checkpoint of latent diffusion -> a folder that diffusers loads as a pipeline, with nothing of ours installed.
+
+    model_index.json   transformer/ or unet/   vae/ (LDMPipeline: vqvae/)   scheduler/   text_encoder/   tokenizer/
+    README.md: how to load and call it
+
+Everything that the run computed besides is put into weights: statistics of latents into the autoencoder, the null label
+into the table of labels, adapters into what they adapt (or beside it, in diffusers' own format).
+Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.checkpoints import check_new_folder, read, write_folder
+from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters
+from lit_efficient.mechanisms.adapters.peft_format import to_peft
+from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized, plain_layer
+from lit_efficient.surgery import unmixed
+
+Weights = Literal["ema", "raw"]
+Lora = Literal["merged", "diffusers"]
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+_NETWORK = "network."
+
+
+def export_pipeline(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    weights: Weights | None = None,
+    lora: Lora = "merged",
+    base: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write a pipeline of diffusers.
+
+    Args:
+        path: A checkpoint of ``LatentDiffusion`` on latents of an autoencoder of diffusers.
+        output: A folder that does not exist yet, or is empty.
+        weights: ``ema``: the average that the run kept; ``raw``: what trained. None: the average where there is one.
+        lora: ``merged``: adapters are added to the weights. ``diffusers``: the pipeline has the weights without them,
+            and ``pytorch_lora_weights.safetensors`` beside it is for ``pipeline.load_lora_weights(folder)``.
+        base: A checkpoint or safetensors file with the frozen weights that adapters stand beside, where the checkpoint
+            does not hold them (``save_base=True``) and its backbone does not name them, or names what is gone. The
+            file of a model's folder (``diffusion_pytorch_model.safetensors``) is one.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and for what no pipeline of diffusers can hold.
+        CheckpointError: If the file cannot be read, or does not hold the weights that are asked for.
+    """
+    for name, value, allowed in (("weights", weights, (None, "ema", "raw")), ("lora", lora, ("merged", "diffusers"))):
+        if value not in allowed:
+            given = ", ".join(map(str, allowed))
+            raise ConfigurationError(f"export: {name} must be one of {given}; got {value!r}")
+    check_new_folder(Path(output), "export")
+    checkpoint = read(Path(path))
+    if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
+        raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
+    run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
+    made = _pipeline(run.module, _network(run.module, keep_adapters=lora == "merged"))
+    adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
+
+    for note in made.notes:
+        print(f"note: {note}", file=sys.stderr)
+
+    def write(folder: Path) -> None:
+        made.pipeline.save_pretrained(folder)
+        if adapters is not None:
+            _write_lora(folder / LORA_FILE, *adapters)
+        (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
+
+    return write_folder(Path(output), write)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A module with its weights, the checkpoint it is of, and which weights they are."""
+
+    module: Any
+    checkpoint: Mapping[str, Any]
+    held: str
+
+
+def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping[str, Tensor] | None) -> _Run:
+    from lit_efficient.mechanisms.restore import restore
+    from lit_efficient.tasks.latent_diffusion import LatentDiffusion
+
+    arguments = checkpoint["hyper_parameters"]
+    described = checkpoint.get("latent_diffusion", {}).get("backbone")
+    if base is not None and described is not None:  # what the backbone names need not be there: base has its weights
+        arguments = {**arguments, "backbone": described}
+    with torch.random.fork_rng(devices=[]):
+        module = LatentDiffusion(**arguments)
+        module.configure_model()
+    if base is not None:
+        _load_base(module, base)
+    module.on_load_checkpoint(checkpoint)
+    wanted: Any = {None: "auto", "ema": "average", "raw": "raw"}[weights]
+    try:
+        held = restore(module, checkpoint, wanted)
+    except CheckpointError as error:
+        raise CheckpointError(f"export: {error}") from error
+    return _Run(module, checkpoint, held)
+
+
+def _load_base(module: nn.Module, base: Mapping[str, Tensor]) -> None:
+    """Load the weights of a checkpoint, or of the network alone as diffusers writes them."""
+    if not any(name.startswith(_NETWORK) for name in base):
+        base = {f"{_NETWORK}{name}": tensor for name, tensor in base.items()}
+    try:
+        missing = module.load_state_dict(base, strict=False).missing_keys
+    except RuntimeError as error:
+        raise ConfigurationError(f"export: base does not fit this network: {' '.join(str(error).split())}") from error
+    if len(missing) == len(module.state_dict()):
+        raise ConfigurationError("export: base has no weight of this network")
+
+
+def _network(module: Any, keep_adapters: bool) -> Any:
+    """The network as diffusers knows it, adapters merged or left out, in evaluation mode and without techniques."""
+    from lit_efficient.models.dit import DiT
+    from lit_efficient.models.dit_to_diffusers import convert
+
+    network = module.network
+    own = {
+        name.removeprefix(_NETWORK): tensor
+        for name, tensor in _merged(module, keep_adapters).items()
+        if name.startswith(_NETWORK)
+    }
+    if isinstance(network, DiT):
+        with torch.device("meta"):
+            wanted = DiT(network.config).state_dict().keys()
+        return convert({name: tensor for name, tensor in own.items() if name in wanted}, network.config)
+    with torch.random.fork_rng(devices=[]):
+        fresh = unmixed(network).from_config(network.config)  # type: ignore[attr-defined]
+    wanted = fresh.state_dict().keys()
+    fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
+    size = module.latent_size
+    if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet is of no size, and pipelines ask it
+        fresh.register_to_config(sample_size=size[0])  # those that are not square are refused later
+    return fresh.eval()
+
+
+@torch.no_grad()
+def _merged(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
+    """All weights of a module as floats: adapters added to what they adapt, or as if they had never been."""
+    if keep_adapters:
+        return _whole_state(dequantize_layers(merge_adapters(module)))
+    state = {name: tensor for name, tensor in _whole_state(module).items() if ".lora_" not in name}
+    part: Any
+    for name, part in module.named_modules():
+        if is_quantized(part):
+            state[f"{name}.weight"] = plain_layer(part, dequantize(part)).get_parameter("weight").detach()
+    return state
+
+
+def _whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of a module: its ``state_dict`` may leave the frozen ones out."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
+def _pipeline(module: Any, network: Any) -> Any:
+    from lit_efficient.export.diffusers_parts import Parts
+    from lit_efficient.export.diffusers_pipelines import pipeline_for
+
+    parts = Parts(
+        network=network,
+        vae=_autoencoder(module.codec),
+        text_encoder=module.text_encoder,
+        process=module.process,
+        prediction=module.prediction,
+        sampler=module.sampler,
+        guidance_scale=module.guidance_scale,
+        steps=module.sampling_steps,
+        size=module.latent_size,
+    )
+    return pipeline_for(parts)
+
+
+def _autoencoder(codec: Any) -> Any:
+    from lit_efficient.models.autoencoders import DiffusersAutoencoder
+    from lit_efficient.models.folding import fold_statistics
+
+    if codec is None:
+        raise ConfigurationError("export: the checkpoint has no autoencoder, and a pipeline makes images with one")
+    if not isinstance(codec.autoencoder, DiffusersAutoencoder):
+        raise ConfigurationError(
+            "export: the autoencoder is this package's own, which no class of diffusers can hold: train on latents of "
+            "an AutoencoderKL, by name or as DiffusersModelConfig(config_fields={'_class_name': 'AutoencoderKL', "
+            "...}); format safetensors exports the network alone"
+        )
+    return fold_statistics(codec.autoencoder.network.cpu(), codec.mean, codec.std)
+
+
+# LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and description of an adapter as a pipeline of diffusers loads it."""
+    kept = run.checkpoint.get("lit_efficient", {})
+    records = [record for record in kept.get("transforms", ()) if record["name"] == "LoRA"]
+    if not records:
+        raise ConfigurationError("export: lora=diffusers is for checkpoints of LoRA, and this one holds no adapter")
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise ConfigurationError(f"export: {type(pipeline).__name__} of diffusers loads no adapters: use lora=merged")
+    arguments = {**records[0]["arguments"], "bias": "none", "modules_to_save": None}  # those stand in the base
+    tensors, config = to_peft(_whole_state(run.module), kept["adapters"], arguments)
+    own = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items() if ".lora_" in name}
+    place = "unet" if hasattr(pipeline, "unet") else "transformer"
+    return {f"{place}.{name}": tensor for name, tensor in own.items()}, {f"{place}.{k}": v for k, v in config.items()}
+
+
+def _write_lora(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(copies, path, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(config)})
+
+
+def _readme(made: Any, held: str, lora: bool) -> str:
+    notes = "".join(f"\nNote: {note}.\n" for note in made.notes)
+    loads = '\npipeline.load_lora_weights("FOLDER")' if lora else ""
+    return f"""A pipeline of [diffusers](https://github.com/huggingface/diffusers), with the {held} weights of training.
+
+```python
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("FOLDER"){loads}
+images = pipeline({made.call}).images
+```
+{notes}"""

@@ -1,0 +1,1 @@
+"""Reading and writing files, whole or not at all, checked before use."""

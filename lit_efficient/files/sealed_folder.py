@@ -1,0 +1,77 @@
+"""A cache folder that is whole or absent: safetensors files under a manifest that knows the hash of each.
+
+What was made at length is never made anew silently: everything is checked when the folder is opened, and refused.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import prepared_folder, sha256_of
+
+MANIFEST = "manifest.json"
+
+Contents = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
+
+
+def make_once(folder: Path, key: str, make: Callable[[], Contents]) -> None:
+    """Fill ``folder`` unless it is there.
+
+    Args:
+        folder: Where the result belongs.
+        key: Hash of everything that the content depends on; it is written into the manifest.
+        make: Returns {file name: {tensor name: tensor}} and a JSON-able dictionary of facts for the manifest.
+
+    Raises:
+        ConfigurationError: The folder cannot be written.
+    """
+    prepared_folder(folder, lambda empty: _write(empty, key, *make()), lambda _: None)
+
+
+def open_checked(folder: Path, key: str) -> Contents:
+    """Read what ``make_once`` wrote.
+
+    Args:
+        folder: The folder.
+        key: The key that its content must have.
+
+    Returns:
+        {file name: {tensor name: tensor}} and the manifest.
+
+    Raises:
+        ConfigurationError: Something is missing, altered, or made from something else. Nothing is repaired silently.
+    """
+    from safetensors.torch import load_file
+
+    mend = f"Delete the folder {folder} and run again: it is made anew."
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, str] = manifest["files"]
+        found = manifest["key"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"The cache's manifest {folder / MANIFEST} cannot be read ({error!r}). {mend}"
+        ) from error
+    if found != key:
+        raise ConfigurationError(f"The cache {folder} was made from other data or settings ({found} for {key}). {mend}")
+    for name, expected in files.items():
+        if not (folder / name).is_file():
+            raise ConfigurationError(f"The cache file {folder / name} is missing. {mend}")
+        if sha256_of(folder / name) != expected:
+            raise ConfigurationError(
+                f"The cache file {folder / name} is corrupt: its hash is not the manifest's. {mend}"
+            )
+    return {name: load_file(folder / name) for name in files}, manifest
+
+
+def _write(folder: Path, key: str, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    for name, content in tensors.items():
+        save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / name)
+    manifest = {**facts, "key": key, "files": {name: sha256_of(folder / name) for name in tensors}}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What several techniques share; no YAML names anything here."""

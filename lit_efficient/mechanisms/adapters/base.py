@@ -1,0 +1,174 @@
+"""A frozen base: which parameters it has, checkpoints that leave it out, and the proof that it is still the same one.
+
+A checkpoint keeps what trains, the buffers, and frozen tensors that have changed all the same. Loading it fills the
+rest from the module itself, so that strict loading passes; loading a base checkpoint keeps the adapters, and starts
+those that depend on the weight (DoRA, PiSSA) anew. Digests of the base are in the checkpoint and compared on resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
+from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.mechanisms.blocks.freezing import held
+
+_MARK = "_lit_efficient_base"
+_SAMPLES = 1024
+ADDED: tuple[str, ...] = (  # last parts of adapters' names
+    *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
+    *("prefix_keys", "prefix_values", "prefix_embedding"),
+    *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias"),
+)
+
+
+class FollowsBase:
+    """Mix-in of a module whose adapter was made from frozen weights, and is made anew when others are loaded."""
+
+    def follow_base(self) -> None:
+        """Start the adapter anew from the weights that the module has now."""
+        raise NotImplementedError
+
+
+def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_base: bool = False) -> None:
+    """Freeze all parameters but ``trainable``, and let checkpoints leave the frozen ones out.
+
+    Args:
+        module: The root, whose ``state_dict`` goes into checkpoints.
+        trainable: What goes on training.
+        save_base: Keep the frozen parameters in checkpoints all the same.
+    """
+    wanted = {id(parameter) for parameter in trainable}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(id(parameter) in wanted)
+    hooked = _MARK in module.__dict__
+    module.__dict__[_MARK] = {"save": save_base, "digests": digests(module)}
+    if not hooked:
+        module.register_load_state_dict_pre_hook(_complete)
+        module.register_load_state_dict_post_hook(_settle)
+
+
+def has_frozen_base(module: nn.Module) -> bool:
+    """Whether :func:`freeze_base` has decided what trains."""
+    return _MARK in module.__dict__
+
+
+def leaves_base_out(module: nn.Module) -> bool:
+    """Whether the checkpoints of ``module`` go without its frozen weights."""
+    return has_frozen_base(module) and not module.__dict__[_MARK]["save"]
+
+
+def digests(module: nn.Module) -> dict[str, str]:
+    """A digest of each frozen parameter by name, of up to 1024 of its values.
+
+    Values are rounded to bfloat16 first: a base is the same in any precision.
+    """
+    frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in held(module))
+    return {name: _digest(p) for name, p in frozen if not _sharded(p)}
+
+
+def _all_digests(module: nn.Module) -> dict[str, str]:
+    """:func:`digests`, and of parameters that have been sharded since, those of before."""
+    now, named = digests(module), dict(module.named_parameters())
+    earlier: dict[str, str] = module.__dict__[_MARK]["digests"] if has_frozen_base(module) else {}
+    return {name: d for name, d in earlier.items() if name in named and _sharded(named[name])} | now
+
+
+def _sharded(tensor: Tensor) -> bool:
+    return type(tensor).__name__ == "DTensor"
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
+    if values.is_floating_point():
+        values = values.to(torch.bfloat16).view(torch.int16)
+    content = repr(tuple(tensor.shape)).encode() + values.cpu().contiguous().numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Take the frozen base out of ``checkpoint`` and put its digests in."""
+    mark = module.__dict__.get(_MARK)
+    if mark is None:
+        return
+    checkpoint["lit_efficient"]["base"] = dict(mark["digests"])
+    if mark["save"]:
+        return
+    now = digests(module)
+    changed = {name for name, digest in now.items() if digest != mark["digests"].get(name, digest)}
+    dropped = frozen_keys(module, checkpoint["state_dict"]) - changed
+    checkpoint["state_dict"] = {key: value for key, value in checkpoint["state_dict"].items() if key not in dropped}
+
+
+def check(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose adapters were trained beside other weights than the module has.
+
+    Raises:
+        CheckpointError: Naming the first parameters that differ.
+    """
+    saved: Mapping[str, str] = checkpoint.get("lit_efficient", {}).get("base", {})
+    # A strategy that shards has loaded the weights by itself: they must be the base's own, in the file or not.
+    present = checkpoint.get("state_dict", {})
+    now = _all_digests(module)
+    other = [name for name, digest in saved.items() if name not in present and now.get(name, digest) != digest]
+    if other:
+        raise CheckpointError(
+            f"the checkpoint's adapters were trained beside another base: {len(other)} of {len(saved)} frozen tensors "
+            f"differ, first {', '.join(map(repr, other[:3]))}. Build the module with the weights it was trained with "
+            "(before techniques act, in __init__, setup or configure_model), or train with save_base=True"
+        )
+
+
+def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
+    """Those of the keys of a ``state_dict`` that belong to frozen parameters, quantisation constants included."""
+    later = {id(module.get_parameter(name)) for name in held(module)}  # frozen for now: they belong to what trains
+    named = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, p in named if not p.requires_grad and id(p) not in later}
+    quantized = {name for name, part in module.named_modules(remove_duplicate=False) if is_quantized(part)}
+    found = set()
+    for key in keys:
+        owner, _, last = key.rpartition(".")
+        constant = owner in quantized and last in ("SCB", "weight_format")
+        if key in frozen or constant or any(key.startswith(f"{name}.weight.") for name in _parents(owner) & quantized):
+            found.add(key)
+    return found
+
+
+def _parents(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(len(parts) + 1)}
+
+
+def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: what a checkpoint of either kind leaves out is taken from the module itself."""
+    own = module.state_dict()
+    added = {key for key in own if key.rpartition(".")[2] in ADDED}
+    given = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
+    missing = (frozen_keys(module, own) if added & given else added) - given
+    if given & own.keys():
+        state_dict.update({prefix + key: own[key] for key in missing})
+    module.__dict__[_MARK]["fresh"] = not added & given
+
+
+def _settle(module: nn.Module, incompatible: Any) -> None:
+    """After loading: what depends on the base follows it."""
+    mark = module.__dict__[_MARK]
+    now = _all_digests(module)
+    changed, mark["digests"] = now != mark["digests"], now
+    fresh = mark.pop("fresh", False)
+    for part in module.modules() if changed else ():
+        if isinstance(part, FollowsBase) and fresh:
+            part.follow_base()
+        if not isinstance(part, LowRank):
+            continue
+        if fresh and part.lora_variant in ("dora", "pissa"):
+            reset_low_rank(part)
+        elif part.lora_variant == "dora":
+            refresh_squared(part)

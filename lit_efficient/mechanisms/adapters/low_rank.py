@@ -1,0 +1,301 @@
+"""Low-rank adapters beside a frozen weight: the formulas, and the layers that use them.
+
+    lora, rslora   y = W x + s B A x,                        s = alpha / r, or alpha / sqrt(r) for rslora
+    pissa          y = W x + s (B A - B0 A0) x,              s B0 A0 = the r largest singular parts of W
+    dora           y = m (W + s B A) x / ||W + s B A||_row,  m starts as ||W||_row, the norm has no gradient
+    qalora         y = W x + s B A P x,                      P sums x over the groups of an int4 weight, A [r, in / g]
+
+``A`` [r, in] and ``B`` [out, r] stand beside ``weight`` as ``lora_A`` and ``lora_B``; ``weight`` keeps name and value,
+so PiSSA subtracts what it took instead of editing the weight. The sum starts as exactly ``W x`` for every variant.
+``B A P`` is constant over each group of inputs: QA-LoRA merges into the zero points of the weight, which stays in int4.
+Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, PiSSA
+https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.mechanisms.adapters.disabled import Switchable
+from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
+from lit_efficient.surgery import mix_in
+
+VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora")
+
+
+def scale_of(variant: str, alpha: float, rank: int) -> float:
+    """The factor ``s`` on ``B A``."""
+    return alpha / math.sqrt(rank) if variant == "rslora" else alpha / rank
+
+
+def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tensor | None = None) -> Tensor:
+    """Row norms of ``W + s B A`` without ever forming ``B A``.
+
+        ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (A w_i) + s^2 b_i (A A^T) b_i^T
+
+    The largest temporary is [r, out]; the cost is one product of A with W.
+
+    Args:
+        weight: The frozen weight, [out, in].
+        a: [r, in].
+        b: [out, r].
+        scale: ``s``.
+        squared: ``||w_i||^2`` [out], where it is known already: it never changes.
+
+    Returns:
+        [out], in float32 at least.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    a, b = a.to(wide), b.to(wide)
+    if squared is None:
+        squared = weight.to(wide).square().sum(1)
+    cross = (b * (weight @ a.to(weight.dtype).T).to(wide)).sum(1)
+    own = ((b @ (a @ a.T)) * b).sum(1)
+    return (squared + 2 * scale * cross + scale**2 * own).clamp_min(0).sqrt()
+
+
+class LowRank(Switchable):
+    """What the adapted layers of all kinds share; mixed in front of the layer's own class."""
+
+    weight: Tensor
+    bias: Tensor | None
+    training: bool
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_A0: Tensor  # PiSSA's start
+    lora_B0: Tensor
+    lora_magnitude: nn.Parameter  # DoRA's m, [out]
+    lora_squared: Tensor  # DoRA's ||w_i||^2, [out]
+    lora_variant: str
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's own output plus the adapter's part of it."""
+        y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if self.adapter_off:
+            return y
+        h = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+        delta = self._low_rank(h, self.lora_A, self.lora_B)
+        if self.lora_variant == "pissa":
+            delta = delta - self._low_rank(h, self.lora_A0, self.lora_B0)
+        delta = (self.lora_scale * delta).to(y.dtype)
+        if self.lora_variant != "dora":
+            return y + delta
+        with torch.no_grad():
+            a, b = self.lora_A.flatten(1), self.lora_B.flatten(1)
+            norm = dora_norm(base_matrix(self), a, b, self.lora_scale, self.lora_squared)
+        ratio = self._over_rows((self.lora_magnitude / norm).to(y.dtype))
+        # Written as a correction, so that a ratio of one leaves y bit for bit as it was.
+        own = y if self.bias is None else y - self._over_rows(self.bias.to(y.dtype))
+        return y + (ratio - 1) * own + ratio * delta
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _over_rows(self, values: Tensor) -> Tensor:
+        return values
+
+
+class _LowRankLinear(LowRank):
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.linear(x.to(a.dtype), a), b)
+
+
+class _LowRankConv1D(_LowRankLinear):
+    """GPT-2's linear layer, whose weight is [in, out]."""
+
+
+class _LowRankGroups(_LowRankLinear):
+    """An int4 layer whose adapter sees sums of groups of inputs: :mod:`lit_efficient.mechanisms.adapters.int4`."""
+
+    group_size: int
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return super()._low_rank(x.to(a.dtype).unflatten(-1, (-1, self.group_size)).sum(-1), a, b)
+
+
+class _LowRankConv2d(LowRank):
+    stride: Any
+    padding: Any
+    dilation: Any
+    padding_mode: str
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        x = x.to(a.dtype)
+        if self.padding_mode == "zeros":
+            x = F.conv2d(x, a, None, self.stride, self.padding, self.dilation)
+        else:
+            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)  # type: ignore[attr-defined]
+            x = F.conv2d(x, a, None, self.stride, 0, self.dilation)
+        return F.conv2d(x, b)
+
+    def _over_rows(self, values: Tensor) -> Tensor:
+        return values.view(-1, 1, 1)
+
+
+class _LowRankEmbedding(LowRank):
+    """``A`` is [r, tokens] and ``B`` [width, r]; dropout would act on token numbers, so there is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The table's rows plus the adapter's."""
+        y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
+        if self.adapter_off:
+            return y
+        rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T  # type: ignore[attr-defined]
+        # Gemma's tables multiply what they look up: the adapter changes the table, not the product.
+        return y + (self.lora_scale * getattr(self, "embed_scale", 1.0) * rows).to(y.dtype)
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """``linear``, ``conv1d`` (GPT-2's), ``conv2d`` or ``embedding``; ``None`` for what cannot be adapted.
+
+    ``nn.MultiheadAttention.out_proj`` cannot: its weight is read, its ``forward`` never called.
+    """
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return None
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Conv2d):
+        return "conv2d" if module.groups == 1 else None
+    if isinstance(module, nn.Embedding):
+        return "embedding" if module.max_norm is None else None
+    return "conv1d" if is_conv1d(module) else None
+
+
+_MIXINS: dict[str, type[LowRank]] = {
+    "linear": _LowRankLinear,
+    "conv1d": _LowRankConv1D,
+    "conv2d": _LowRankConv2d,
+    "embedding": _LowRankEmbedding,
+}
+
+
+def base_matrix(module: Any) -> Tensor:
+    """The frozen weight as [out, in] (a view where it can be), dequantised where it is quantised."""
+    weight: Tensor = dequantize(module) if is_quantized(module) else module.weight.detach()
+    if isinstance(module, _LowRankConv1D | _LowRankEmbedding):
+        return weight.T
+    return weight.flatten(1)
+
+
+def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
+    """What a weight and its adapter amount to.
+
+    Args:
+        weight: The frozen weight as [out, in].
+        added: ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA). An
+            ``A`` with fewer columns than the weight (QA-LoRA) has one for each group of inputs.
+        scale: ``s``.
+
+    Returns:
+        [out, in], in float32 at least.
+    """
+    wide = torch.promote_types(added["lora_A"].dtype, torch.float32)
+    flat = {key: tensor.detach().to(wide) for key, tensor in added.items()}
+    delta = flat["lora_B"].flatten(1) @ flat["lora_A"].flatten(1)
+    if "lora_A0" in flat:
+        delta = delta - flat["lora_B0"].flatten(1) @ flat["lora_A0"].flatten(1)
+    if delta.shape[1] != weight.shape[1]:
+        delta = delta.repeat_interleave(weight.shape[1] // delta.shape[1], dim=1)
+    weight = weight.to(wide) + scale * delta
+    if "lora_magnitude" in flat:
+        weight = weight * (flat["lora_magnitude"] / weight.norm(dim=1))[:, None]
+    return weight
+
+
+def adapted_matrix(module: Any) -> Tensor:
+    """:func:`merged_matrix` of an adapted layer."""
+    tensors = {**module._parameters, **module._buffers}
+    added = {key: tensor for key, tensor in tensors.items() if key.startswith("lora_")}
+    return merged_matrix(base_matrix(module), added, module.lora_scale)
+
+
+def add_low_rank(
+    module: Any, name: str, *, rank: int, alpha: float, variant: str = "lora", dropout: float = 0.0, seed: int = 0
+) -> None:
+    """Put an adapter beside a layer's weight, in place; the output stays what it was.
+
+    Args:
+        module: A layer that :func:`kind_of` knows.
+        name: Its dotted name: with ``seed`` it decides the draw, alike on all ranks.
+        rank: ``r``.
+        alpha: Numerator of the scale.
+        variant: ``lora``, ``rslora``, ``dora``, ``pissa`` or ``qalora``; embeddings know the first two, and the last is
+            for int4 layers.
+        dropout: On the adapter's input.
+        seed: Of the draw.
+    """
+    kind = kind_of(module)
+    assert kind is not None
+    weight = module.weight
+    # Adapters are float32 beside a narrower base: at usual rates a bfloat16 weight would never move.
+    dtype = torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
+    shape_a: tuple[int, ...]
+    if kind == "conv2d":
+        shape_a, shape_b = (rank, *weight.shape[1:]), (weight.shape[0], rank, 1, 1)
+    elif kind == "linear":
+        inputs = module.in_features // (module.group_size if variant == "qalora" else 1)
+        shape_a, shape_b = (rank, inputs), (module.out_features, rank)  # type: ignore[assignment]
+    else:  # the weight is [in, out]
+        shape_a, shape_b = (rank, weight.shape[0]), (weight.shape[1], rank)  # type: ignore[assignment]
+    module.lora_A = nn.Parameter(torch.empty(shape_a, dtype=dtype, device=weight.device))
+    module.lora_B = nn.Parameter(torch.empty(shape_b, dtype=dtype, device=weight.device))
+    if variant == "pissa":
+        module.register_buffer("lora_A0", torch.empty_like(module.lora_A.data))
+        module.register_buffer("lora_B0", torch.empty_like(module.lora_B.data))
+    if variant == "dora":
+        rows = torch.empty(shape_b[0], dtype=dtype, device=weight.device)
+        module.lora_magnitude = nn.Parameter(rows)
+        module.register_buffer("lora_squared", rows.clone(), persistent=False)
+    mix_in(
+        module,
+        _LowRankGroups if variant == "qalora" else _MIXINS[kind],
+        lora_variant=variant,
+        lora_scale=scale_of(variant, alpha, rank),
+        lora_dropout=dropout,
+        lora_draw=f"{seed}/{name}",
+    )
+    reset_low_rank(module)
+
+
+@torch.no_grad()
+def reset_low_rank(module: Any) -> None:
+    """Start the adapter anew from the weight that the layer has now, which its output then equals."""
+    digest = hashlib.blake2b(module.lora_draw.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    a, b = module.lora_A, module.lora_B
+    if isinstance(module, _LowRankEmbedding):  # a row of A is met once a token: start with zeros there, as peft does
+        a.zero_()
+        b.copy_(torch.randn(b.shape, generator=generator))
+    elif module.lora_variant == "pissa":
+        rank = a.shape[0]
+        u, s, vh = torch.linalg.svd(base_matrix(module).to(a.dtype), full_matrices=False)
+        root = (s[:rank] / module.lora_scale).sqrt()
+        a.copy_((root[:, None] * vh[:rank]).view_as(a))
+        b.copy_((u[:, :rank] * root).view_as(b))
+        module.lora_A0.copy_(a)
+        module.lora_B0.copy_(b)
+    else:
+        # Kaiming with a = sqrt(5), as the paper's code does; a column of QA-LoRA's A stands for a group of inputs.
+        inputs = a[0].numel() * (module.group_size if module.lora_variant == "qalora" else 1)
+        bound = 1 / math.sqrt(inputs)
+        a.copy_((torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
+        b.zero_()
+    if module.lora_variant == "dora":
+        refresh_squared(module)
+        module.lora_magnitude.copy_(module.lora_squared.sqrt())
+
+
+@torch.no_grad()
+def refresh_squared(module: Any) -> None:
+    """Compute DoRA's ``||w_i||^2`` from the weight that the layer has now."""
+    wide = module.lora_squared.dtype
+    module.lora_squared.copy_(base_matrix(module).to(wide).square().sum(1))

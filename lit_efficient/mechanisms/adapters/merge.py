@@ -1,0 +1,117 @@
+"""Fold adapters into the weights they stand beside: the network computes the same and is a plain one again.
+
+    W <- m (W + s B A) / ||W + s B A||_row    (m and the norm for DoRA only)
+    zero <- zero - s B A / scale              (QA-LoRA: the codes of the int4 weight stay as they are)
+
+Costs: nothing at inference any more; the adapter can no longer be taken off
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
+from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
+from lit_efficient.mechanisms.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
+from lit_efficient.mechanisms.adapters.quantized import dequantize, is_bitsandbytes, is_quantized, plain_layer
+from lit_efficient.mechanisms.adapters.targets import is_tied
+from lit_efficient.surgery import mix_in, mix_out
+
+
+@torch.no_grad()
+def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Module:
+    """Merge every adapter in ``module``, in place, and return it.
+
+    A quantised layer becomes a float one with the dequantised weight; but QA-LoRA's layers, and int4 layers without an
+    adapter, stay in int4 (:func:`dequantize_layers` makes floats of them). A weight that is tied to another layer's is
+    given a copy of its own first: the adapter belongs to one use of it. Frozen parameters stay frozen.
+
+    Args:
+        module: What adapters were put on; it may hold none.
+        dequantize_rest: Whether bitsandbytes' layers without an adapter become plain ones, too.
+    """
+    for name, part in list(module.named_modules()):
+        if isinstance(part, LowRank):
+            _merge_low_rank(module, name, part)
+        elif isinstance(part, IA3Scaled):
+            if is_quantized(part):
+                _dequantize_base(module, name, part)
+            fold_ia3(module.get_submodule(name))
+        elif dequantize_rest and is_bitsandbytes(part):
+            _replace(module, name, plain_layer(part, dequantize(part)))
+    _forget(module)
+    return module
+
+
+@torch.no_grad()
+def dequantize_layers(module: nn.Module) -> nn.Module:
+    """Put a float layer in the place of each quantised one that has no adapter, in place, and return the module."""
+    for name, part in list(module.named_modules()):
+        if is_quantized(part) and not isinstance(part, LowRank | IA3Scaled):
+            _replace(module, name, plain_layer(part, dequantize(part)))
+    _forget(module)
+    return module
+
+
+def _forget(module: nn.Module) -> None:
+    """Strike what is not on the module any more from its ledger."""
+    adapted = any(isinstance(part, LowRank | IA3Scaled) for part in module.modules())
+    gone = set() if adapted else {"LoRA", "IA3"}
+    gone |= set() if any(map(is_quantized, module.modules())) else {"QuantizeBase"}
+    ledger = module.__dict__.get("_lit_efficient_ledger", [])
+    ledger[:] = [entry for entry in ledger if entry.record["name"] not in gone]
+    for part in module.modules():  # what transformers loaded in 4 or 8 bits must not be saved as if it still were
+        config = getattr(part, "config", None)
+        if not any(map(is_quantized, part.modules())) and hasattr(config, "quantization_config"):
+            del config.quantization_config  # type: ignore[union-attr]
+            for mark in (
+                "hf_quantizer",
+                "is_quantized",
+                "is_loaded_in_4bit",
+                "is_loaded_in_8bit",
+                "quantization_method",
+            ):
+                part.__dict__.pop(mark, None)
+
+
+def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
+    if part.lora_variant == "qalora":
+        delta = part.lora_scale * (part.lora_B @ part.lora_A)
+        part.weight_zero.copy_(shifted_zeros(part.weight_scale, part.weight_zero, delta))
+        _strip(part)
+        return
+    matrix = adapted_matrix(part)
+    if is_quantized(part):
+        _replace(root, name, plain_layer(part, matrix.to(part.lora_A.dtype)))
+        return
+    transposed = isinstance(part, _LowRankConv1D | _LowRankEmbedding)
+    weight = (matrix.T if transposed else matrix).reshape(part.weight.shape).to(part.weight.dtype)
+    if is_tied(root, part):
+        part.weight = nn.Parameter(weight.contiguous(), requires_grad=part.weight.requires_grad)
+    else:
+        part.weight.copy_(weight)
+    _strip(part)
+
+
+def _strip(part: Any) -> None:
+    for added in ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "lora_squared"):
+        if added in part._parameters or added in part._buffers:
+            delattr(part, added)
+    mix_out(part, LowRank)
+    for attribute in ("lora_variant", "lora_scale", "lora_dropout", "lora_draw"):
+        delattr(part, attribute)
+
+
+def _dequantize_base(root: nn.Module, name: str, part: Any) -> None:
+    linear: Any = plain_layer(part, dequantize(part).to(part.ia3.dtype))
+    linear.ia3 = part.ia3
+    mix_in(linear, IA3Scaled, ia3_side=part.ia3_side, ia3_first=part.ia3_first)
+    _replace(root, name, linear)
+
+
+def _replace(root: nn.Module, name: str, new: nn.Module) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(root.get_submodule(owner), last, new)

@@ -1,0 +1,162 @@
+"""Quantised layers of all formats: made from float ones, read back as floats, found in modules and in checkpoints.
+
+The formats and their formulas are in :mod:`lit_efficient.mechanisms.adapters.bitsandbytes_layers` and
+:mod:`lit_efficient.mechanisms.adapters.int4`. bitsandbytes is imported only where its layers are made or met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.mechanisms.adapters.int4 import Int4Linear, dequantize_groups
+
+FORMATS = ("nf4", "fp4", "int8", "int4")
+_BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
+
+
+def is_bitsandbytes(module: object) -> bool:
+    """Whether a layer is one of bitsandbytes' with 4 or 8 bits."""
+    return any(base.__name__ in _BITSANDBYTES for base in type(module).__mro__)
+
+
+def is_quantized(module: object) -> bool:
+    """Whether a layer holds codes in the place of a float weight."""
+    return isinstance(module, Int4Linear) or is_bitsandbytes(module)
+
+
+def is_conv1d(module: object) -> bool:
+    """Whether a layer is, or was made from, GPT-2's linear layer, whose weight is [in, out]."""
+    return getattr(module, "quant_transposed", False) or any(
+        base.__module__ == "transformers.pytorch_utils" and base.__name__ == "Conv1D" for base in type(module).__mro__
+    )
+
+
+def quantize_linear(layer: Any, format: str = "nf4", *, double_quant: bool = True, group_size: int = 32) -> Any:
+    """The quantised twin of a linear layer, frozen, with the same bias parameter.
+
+    Args:
+        layer: An ``nn.Linear`` or a ``Conv1D`` with float weights; it is left as it was.
+        format: ``nf4``, ``fp4``, ``int8`` or ``int4``.
+        double_quant: Whether the scales of nf4 and fp4 are quantised themselves.
+        group_size: Inputs that share a scale and a zero point in int4.
+    """
+    transposed = is_conv1d(layer)
+    weight = (layer.weight.detach().T if transposed else layer.weight.detach()).contiguous()
+    twin: Any
+    if format == "int4":
+        twin = Int4Linear(weight, layer.bias, group_size)
+    else:
+        from lit_efficient.mechanisms.adapters.bitsandbytes_layers import bitsandbytes_linear
+
+        twin = bitsandbytes_linear(weight, layer.bias, format, double_quant=double_quant)
+    twin.quant_transposed = transposed
+    return twin.train(layer.training)
+
+
+def stored_bytes(layer: Any) -> int:
+    """Bytes of a quantised layer's weight, scales and tables included."""
+    size: int = layer.weight.nbytes
+    if isinstance(layer, Int4Linear):
+        return size + layer.weight_scale.nbytes + layer.weight_zero.nbytes
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        return size + layer.weight.SCB.nbytes
+    return size + sum(t.nbytes for t in state.as_dict(packed=True).values())
+
+
+def dequantize(module: Any) -> Tensor:
+    """The weight of a quantised layer as floats, [out, in]."""
+    if isinstance(module, Int4Linear):
+        return module.dequantized()
+    weight = module.weight
+    if getattr(weight, "quant_state", None) is not None:
+        return _dequantize_4bit(weight.data, weight.quant_state)
+    return _dequantize_8bit(weight.data, weight.SCB if weight.SCB is not None else module.state.SCB)
+
+
+def _dequantize_4bit(codes: Tensor, state: Any) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(codes, state)
+
+
+def _dequantize_8bit(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.to(torch.float32) * (scale.to(torch.float32) / 127)[:, None]
+
+
+def plain_layer(module: Any, weight: Tensor) -> nn.Module:
+    """The float layer that a quantised one was made from, with the given weight [out, in] and the same bias."""
+    layer: Any
+    if is_conv1d(module):
+        from transformers.pytorch_utils import Conv1D
+
+        with torch.device("meta"):
+            layer = Conv1D(module.out_features, module.in_features)
+        weight = weight.T.contiguous()
+    else:
+        layer = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = module.bias
+    return layer.train(module.training)
+
+
+def quantization_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """How each quantised layer of a module was made, by its name, as primitives for a checkpoint."""
+    return {
+        name: {
+            "format": part.quant_format,
+            "double_quant": getattr(part, "quant_double", False),
+            "group_size": getattr(part, "group_size", 0),
+            "transposed": is_conv1d(part),
+        }
+        for name, part in module.named_modules()
+        if is_quantized(part) and hasattr(part, "quant_format")
+    }
+
+
+def quantize_entry(state: dict[str, Tensor], name: str, how: Mapping[str, Any]) -> None:
+    """Round the float weight of a layer in a ``state_dict`` as :func:`quantization_of` says it was.
+
+    int4 is left as codes, scales and zero points, the other formats as floats.
+    """
+    key = f"{name}.weight"
+    weight = state[key].T if how["transposed"] else state[key]
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    twin = quantize_linear(layer, how["format"], double_quant=how["double_quant"], group_size=how["group_size"] or 32)
+    if isinstance(twin, Int4Linear):
+        state |= {f"{name}.{k}": tensor for k, tensor in twin.state_dict().items()}
+    else:
+        state[key] = _oriented(dequantize(twin), transposed=how["transposed"])
+
+
+def dequantize_entry(state: dict[str, Tensor], name: str, *, transposed: bool = False) -> None:
+    """Put floats in the place of a quantised layer's weight and constants in a ``state_dict``."""
+    key = f"{name}.weight"
+    prefixes = (f"{key}.", f"{key}_scale", f"{key}_zero", f"{key}_format", f"{name}.SCB")
+    constants = {k.removeprefix(f"{name}."): state.pop(k) for k in list(state) if k.startswith(prefixes)}
+    state[key] = _oriented(_floats(state[key], constants), transposed=transposed)
+
+
+def is_code(tensor: Tensor) -> bool:
+    """Whether a weight in a ``state_dict`` is quantised."""
+    return tensor.dtype in (torch.uint8, torch.int8)
+
+
+def _oriented(weight: Tensor, *, transposed: bool) -> Tensor:
+    return weight.T.contiguous() if transposed else weight
+
+
+def _floats(codes: Tensor, constants: Mapping[str, Tensor]) -> Tensor:
+    if "weight_zero" in constants:
+        return dequantize_groups(codes, constants["weight_scale"], constants["weight_zero"])
+    if "SCB" in constants:
+        return _dequantize_8bit(codes, constants["SCB"])
+    from lit_efficient.mechanisms.adapters.bitsandbytes_layers import state_4bit
+
+    named = {key.removeprefix("weight."): tensor for key, tensor in constants.items()}
+    return _dequantize_4bit(codes, state_4bit(named, codes.device))

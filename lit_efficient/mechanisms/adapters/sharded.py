@@ -1,0 +1,83 @@
+"""Checkpoints without the frozen base under Lightning's ModelParallelStrategy (FSDP2).
+
+That strategy restores weights tensor by tensor, past the hooks that fill in what such a checkpoint leaves out, and asks
+a sharded checkpoint for all that the module has. Here it asks for what is there, after a check that all is there which
+must be.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
+
+
+def restore_without_base(strategy: Any) -> None:
+    """Let a ModelParallelStrategy restore adapters beside a base that its module has already; others can as they are.
+
+    Modules without a frozen base are restored as before.
+    """
+    if type(strategy).__name__ == "ModelParallelStrategy" and "load_checkpoint" not in vars(strategy):
+        strategy.load_checkpoint = types.MethodType(_load_checkpoint, strategy)
+
+
+def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
+    module = self.lightning_module
+    load = type(self).load_checkpoint
+    path = Path(self.broadcast(checkpoint_path))
+    if not has_frozen_base(module) or not path.exists():
+        return load(self, path, *arguments, **named)
+    present = checkpoint_keys(path)
+    check_adapters(module, present, path)
+
+    def leave_out(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        for key in state.keys() - present:
+            del state[key]
+
+    strict, module.strict_loading = module.strict_loading, False
+    hook = module.register_state_dict_post_hook(leave_out)  # a sharded checkpoint is asked for what this leaves
+    try:
+        return load(self, path, *arguments, **named)
+    finally:
+        hook.remove()
+        module.strict_loading = strict
+
+
+def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> None:
+    """Refuse a checkpoint that lacks anything of ``module`` but its frozen base.
+
+    Args:
+        module: A module with a frozen base.
+        present: The keys of the checkpoint's ``state_dict``.
+        path: Where it is, for the error.
+
+    Raises:
+        CheckpointError: Naming what is missing.
+    """
+    own = module.state_dict().keys()
+    wanted = own - frozen_keys(module, own)
+    missing = sorted(wanted - set(present))
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of the {len(wanted)} tensors that train beside the frozen base: "
+            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Resume from a checkpoint of the same "
+            "adapters, or load the base's weights before techniques act (in __init__, setup or configure_model)"
+        )
+
+
+def checkpoint_keys(path: Path) -> set[str]:
+    """The keys of the ``state_dict`` in a checkpoint: of one file, or of a folder of shards; no tensor is read."""
+    if path.is_file():
+        return set(torch.load(path, mmap=True, map_location="cpu", weights_only=True).get("state_dict", ()))
+    from torch.distributed.checkpoint import FileSystemReader
+
+    prefix = "state_dict."
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}

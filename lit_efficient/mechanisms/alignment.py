@@ -1,0 +1,340 @@
+"""What techniques share that pull features towards those of a frozen teacher: taps, heads, and where heads are kept.
+
+    loss <- loss + weight * term(head(student features), teacher features)    for optimizer steps < stop_at
+
+The teacher lives in the technique, outside of the module. Layers are listened to through a mix-in that records nothing
+between steps, so copies and pickles of the module are clean. Heads are submodules of the module, so that optimizers,
+devices and data parallelism find them; in checkpoints they stand beside the weights, which load and export as if they
+had never been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.mechanisms.blocks.freezing import NewLayer
+from lit_efficient.models.teachers import Teacher, feature_of, name_of
+from lit_efficient.surgery import count, mix_in
+from lit_efficient.technique import Phase, Report, Technique
+
+PROJECTIONS = ("none", "linear", "mlp")
+_ASIDE = "training_only"  # in checkpoints: tensors by the name they have in the module
+Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, keyword arguments, output
+
+
+# Taps ----------------------------------------------------------------------------------------------------------------
+
+
+class Tapped(nn.Module):
+    """Mix-in of a layer that shows its calls to whoever listens at the moment."""
+
+    _taps: dict[str, list[Call]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As without the mix-in."""
+        output = super().forward(*args, **kwargs)
+        for calls in () if torch._C._current_graph_task_id() >= 0 else self._taps.values():
+            calls.append((args, kwargs, output))  # in a backward pass a checkpoint repeats what was recorded
+        return output
+
+
+def tap(layer: nn.Module) -> None:
+    """Make a layer one that can be listened to."""
+    mix_in(layer, Tapped, _taps={})
+
+
+@contextmanager
+def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[str, list[Call]]]:
+    """The calls of tapped layers by dotted name, as they happen while the context is open."""
+    calls: dict[str, list[Call]] = {name: [] for name in names}
+    layers: dict[str, Any] = {name: root.get_submodule(name) for name in calls}
+    for name, layer in layers.items():
+        layer._taps[who] = calls[name]
+    try:
+        yield calls
+    finally:
+        for layer in layers.values():
+            layer._taps.pop(who, None)
+        calls.clear()  # they hold the step's graph
+
+
+# Heads ---------------------------------------------------------------------------------------------------------------
+
+
+class Heads(nn.ModuleDict):
+    """Projections by name. Weights that are loaded need not hold them: then they stay as they are."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name, tensor in self.state_dict(prefix=prefix).items():
+            state_dict.setdefault(name, tensor)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bool = True) -> nn.Module:
+    """A projection of the last dimension: [..., inputs] -> [..., outputs].
+
+    Args:
+        kind: ``none``, ``linear``, or ``mlp`` of three layers with SiLU, as in REPA.
+        inputs: Width of the student's features.
+        outputs: Width of the teacher's.
+        hidden: Hidden width of the MLP.
+        bias: Whether a linear one has a bias.
+    """
+    if kind == "none":
+        return nn.Identity()
+    if kind == "linear":
+        head: nn.Module = nn.Linear(inputs, outputs, bias=bias)
+    else:
+        sizes = (nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
+        head = nn.Sequential(*sizes)
+    mix_in(head, NewLayer)  # it trains whole, whatever else is frozen
+    return head
+
+
+# The techniques' base ------------------------------------------------------------------------------------------------
+
+
+class Alignment(Technique):
+    """Base of techniques that add a term between features of the module and of a frozen teacher.
+
+    A subclass has the arguments ``teacher``, ``weight``, ``stop_at`` and ``seed``, and says which layers it listens to
+    (:meth:`listens_to`), which heads it needs (:meth:`build_heads`) and what the term is (:meth:`term`).
+    """
+
+    phase = Phase.FREEZE  # after adapters have frozen the base, which is not to freeze the heads
+    alters = ("optimizer",)
+    training_only = True
+    heads_name: ClassVar[str]  # attribute of the module; also the name of the logged value
+
+    teacher: str | nn.Module | None
+    weight: float
+    stop_at: int | None
+    seed: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._teacher: Teacher | None = None
+        self._calls: dict[str, list[Call]] = {}
+        self._names: list[str] | None = None
+
+    # What a subclass says.
+
+    def find(self, data: Any) -> Teacher | None:
+        """The teacher; ``data`` is the data module, if there is one."""
+        raise NotImplementedError
+
+    def listens_to(self, module: nn.Module) -> list[str]:
+        """Dotted names of the layers to listen to, always in one order."""
+        raise NotImplementedError
+
+    def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Projections by name; random numbers may be drawn."""
+        raise NotImplementedError
+
+    def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
+        """The alignment of one step, a scalar, before its weight."""
+        raise NotImplementedError
+
+    def scale(self, term: Tensor, output: Any, module: nn.Module) -> Tensor | float:
+        """What the term is multiplied by."""
+        return self.weight
+
+    # What the base does.
+
+    def check_common(self) -> None:
+        """Check the arguments that all have in common."""
+        name = type(self).__name__
+        if not (isinstance(self.weight, int | float) and 0 <= self.weight < float("inf")):
+            raise ConfigurationError(f"{name}: weight must be a finite number of at least 0, got {self.weight!r}")
+        if self.stop_at is not None and self.stop_at < 1:
+            raise ConfigurationError(
+                f"{name}: stop_at must be at least 1 (optimizer steps) or null, got {self.stop_at}"
+            )
+        if isinstance(self.teacher, str) and not self.teacher:
+            raise ConfigurationError(f"{name}: teacher must be a module or a name, got an empty one")
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments; a teacher that was given in code as its class and a digest of its weights."""
+        teacher, self.teacher = self.teacher, None
+        try:
+            arguments = super().arguments()
+        finally:
+            self.teacher = teacher
+        return arguments | {"teacher": None if teacher is None else name_of(teacher)}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the teacher before the network is changed for it."""
+        super().setup(trainer, pl_module, stage)
+        self._names = None
+        if self._teacher is None:
+            self._teacher = self.find(trainer.datamodule)
+        ours = {id(parameter) for parameter in pl_module.parameters()}
+        if self._teacher is not None and any(id(p) in ours for p in self._teacher.network.parameters()):
+            raise ConflictError(
+                f"{type(self).__name__}: the teacher shares parameters with the module, which would be frozen: give a "
+                "copy (copy.deepcopy) that the module does not hold"
+            )
+
+    def transform(self, module: nn.Module) -> Report:
+        """Make the layers ones that can be listened to, and put the heads beside them."""
+        if self._teacher is None:
+            self._teacher = self.find(None)
+        self._names = None
+        names = self.names(module)
+        for name in names:
+            tap(module.get_submodule(name))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            made = self.build_heads(module)
+        like = next((p for p in module.parameters() if p.is_floating_point()), None)
+        heads = Heads({name: head for name, head in made.items() if any(True for _ in head.parameters())})
+        if heads:
+            setattr(module, self.heads_name, heads if like is None else heads.to(like.device))
+        size = count(heads.parameters())
+        until = "" if self.stop_at is None else f" until step {self.stop_at}"
+        return Report(
+            f"{', '.join(n or type(module).__name__ for n in names)} by {self._described()}, weight {self.weight:g}"
+            f"{until}; heads of {size:,} parameters train and are not exported",
+            modules=tuple(names),
+            parameters=size,
+            details={"head_parameters": size},
+        )
+
+    def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
+        """See that the heads are stepped: one that was built over other parts gets them in its first group."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        lost = [p for p in self.heads(module).parameters() if id(p) not in stepped]
+        optimizer.param_groups[0]["params"].extend(lost)
+        report: Report = next(
+            e.report for e in module.__dict__["_lit_efficient_ledger"] if e.record["name"] == type(self).__name__
+        )
+        return report
+
+    def names(self, module: nn.Module) -> list[str]:
+        """The layers' names, searched for once a run."""
+        if self._names is None:
+            self._names = self.listens_to(module)
+        return self._names
+
+    def heads(self, module: nn.Module) -> nn.ModuleDict:
+        """The heads that :meth:`transform` has built, by name."""
+        return getattr(module, self.heads_name, None) or nn.ModuleDict()
+
+    def active(self, module: Any) -> bool:
+        """Whether the term counts in this step."""
+        return self.stop_at is None or module.trainer.global_step < self.stop_at
+
+    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
+        """Listen to the layers while the term counts."""
+        return self._watched(module) if self.active(module) else None
+
+    @contextmanager
+    def _watched(self, module: nn.Module) -> Iterator[None]:
+        with listening(module, self.names(module), type(self).__name__) as self._calls:
+            yield
+
+    def extra_loss(self, output: Any, module: Any, batch: Any) -> Tensor | None:
+        """The weighted term; its value is logged as ``train/<heads_name>`` without the weight."""
+        if not self.active(module):
+            return self._nothing(module)
+        if self._teacher is not None:
+            self._teacher.to(module.device)
+        with torch.set_grad_enabled(self.weight > 0):
+            term = self.term(self._calls, output, module, batch)
+        module.log(f"train/{self.heads_name.removesuffix('_heads')}", term.detach(), batch_size=1)
+        return term * self.scale(term, output, module) if self.weight > 0 else self._nothing(module)
+
+    def _nothing(self, module: nn.Module) -> Tensor | None:
+        """No term; on several processes a zero, because all of them wait for a gradient of each parameter."""
+        heads = list(self.heads(module).parameters())
+        return torch.stack([p.sum() * 0.0 for p in heads]).sum() if heads and _several() else None
+
+    def features(self, calls: Sequence[Call], module: nn.Module, name: str) -> list[Tensor]:
+        """The outputs of a layer's calls, which must carry gradients if the layer trains."""
+        found = [feature_of(output) for _, _, output in calls]
+        trains = any(p.requires_grad for p in module.get_submodule(name).parameters())
+        if trains and torch.is_grad_enabled() and any(not feature.requires_grad for feature in found):
+            raise ConfigurationError(
+                f"{type(self).__name__}: the output of {name!r} carries no gradient although the layer trains: it ran "
+                "without one, as inside a reentrant checkpoint (use_reentrant=False does)"
+            )
+        return found
+
+    def project(self, module: nn.Module, name: str, tokens: Tensor, layer: str) -> Tensor:
+        """Tokens through the head ``name``, or as they are."""
+        heads = self.heads(module)
+        if name not in heads:
+            return tokens
+        expected = next(heads[name].parameters()).shape[1]
+        if tokens.shape[-1] != expected:
+            raise ConfigurationError(
+                f"{type(self).__name__}: {layer!r} has features of width {tokens.shape[-1]}, and its head was built "
+                f"for {expected}: give widths"
+            )
+        return heads[name](tokens)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let go of the last step."""
+        self._calls = {}
+
+    # Checkpoints: weights as without the technique, the heads beside them.
+
+    @classmethod
+    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Move the heads out of the weights; a checkpoint of weights alone keeps their names only."""
+        state = checkpoint["state_dict"]
+        own = [key for key in state if key.startswith(f"{cls.heads_name}.")]
+        alone = "callbacks" not in checkpoint
+        aside = checkpoint["lit_efficient"].setdefault(_ASIDE, {})
+        aside.update({key: None if alone else state[key] for key in own})
+        checkpoint["state_dict"] = {key: tensor for key, tensor in state.items() if key not in own}
+
+    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+        """Put the heads that a checkpoint holds into the module."""
+        aside: Mapping[str, Any] = checkpoint.get("lit_efficient", {}).get(_ASIDE, {})
+        prefix = f"{self.heads_name}."
+        kept = {key.removeprefix(prefix): t for key, t in aside.items() if key.startswith(prefix) and t is not None}
+        if kept:
+            self.heads(module).load_state_dict(kept)
+
+    def _described(self) -> str:
+        return name_of(self.teacher) if self.teacher is not None else "features in the batch"
+
+
+def unknown_width(who: str, what: str, remedy: str) -> ConfigurationError:
+    """The error for a layer that does not say how wide its features are."""
+    return ConfigurationError(f"{who}: cannot tell the width of the features of {what}: {remedy}")
+
+
+def member(batch: Any, path: str, who: str) -> Any:
+    """What a dotted path names in a batch: keys of mappings, positions in sequences.
+
+    Raises:
+        ConfigurationError: If there is no such thing.
+    """
+    target = batch
+    for part in path.split("."):
+        if isinstance(target, Mapping) and part in target:
+            target = target[part]
+        elif isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
+            target = target[int(part)]
+        else:
+            has = sorted(map(str, target)) if isinstance(target, Mapping) else type(target).__name__
+            raise ConfigurationError(f"{who}: the batch has no {path!r}; it has {has}")
+    return target
+
+
+def mean(values: Sequence[Tensor]) -> Tensor:
+    """Mean of scalars."""
+    return torch.stack(list(values)).mean()
+
+
+def _several() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

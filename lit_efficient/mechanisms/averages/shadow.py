@@ -1,0 +1,169 @@
+"""What techniques share that keep a second set of weights: evaluation uses it, training never notices.
+
+The second set is copied into the module before each validation, test and prediction, and the raw weights are copied
+back after it or after an exception anywhere. Only parameters are exchanged: buffers are always those of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.mechanisms.averages.weights import local, placed_like, whole
+from lit_efficient.technique import Phase, Technique
+
+
+def outside_autograd(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run without gradients, and not in inference mode, whose tensors could never be updated in place again."""
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
+
+
+class ShadowWeights(Technique):
+    """Base of techniques that evaluate with other weights than they train. A subclass says which: :meth:`average`."""
+
+    phase = Phase.AVERAGE
+    label: ClassVar[str] = "average"  # what a checkpoint of these weights says it holds
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._raw: dict[str, Tensor] | None = None  # the module's own weights, while the average stands in the module
+        self._module: int | None = None  # whose average it is: another module must not get it
+
+    def average(self, module: Any) -> Mapping[str, Tensor] | None:
+        """The weights to evaluate with, by name, or ``None`` while there are none."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop the average: other weights are about to be loaded, or another module is met."""
+        raise NotImplementedError
+
+    # The exchange
+
+    @outside_autograd
+    def swap_in(self, module: Any) -> None:
+        """Put the average into ``module``; nothing happens while there is none, or if it stands there already."""
+        average = None if self._raw is not None else self.average(module)
+        if average is None:
+            return
+        _reshard(module)
+        parameters = dict(module.named_parameters())
+        self._raw = {n: placed_like(parameters[n], t, parameters[n].dtype) for n, t in average.items()}
+        _copy(average, parameters)
+
+    @outside_autograd
+    def swap_out(self, module: Any) -> None:
+        """Put the raw weights back, bit for bit."""
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            _reshard(module)
+            _copy(raw, dict(module.named_parameters()))
+
+    @contextmanager
+    def averaged(self, module: Any) -> Iterator[None]:
+        """Use the average in your own code: ``with ema.averaged(module): ...``."""
+        self.swap_in(module)
+        try:
+            yield
+        finally:
+            self.swap_out(module)
+
+    @contextmanager
+    def raw(self, module: Any) -> Iterator[bool]:
+        """Use the raw weights where the average stands in, as in validation, to see both side by side.
+
+        Yields:
+            Whether the average stood in the module; if not, the weights were the raw ones already.
+        """
+        stood = self._raw is not None
+        self.swap_out(module)
+        try:
+            yield stood
+        finally:
+            if stood:
+                self.swap_in(module)
+
+    # Checkpoints
+
+    def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
+        """Full checkpoints hold raw weights, those of weights alone the average; each says which."""
+        alone = "callbacks" not in checkpoint
+        average = self.average(module) if alone else None
+        source = average if average is not None else self._raw
+        if source is not None:
+            put_into_state_dict(checkpoint["state_dict"], source, module)
+        checkpoint.setdefault("lit_efficient", {})["weights"] = "raw" if average is None else self.label
+
+    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+        """An average in memory does not belong to the weights that are about to be loaded."""
+        self.forget()
+
+    # Hooks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Meet a module: the average of another one is dropped."""
+        super().setup(trainer, pl_module, stage)
+        if self._module != id(pl_module):
+            self.forget()
+        self._module = id(pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validate with the average."""
+        self.swap_in(pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Train on with the raw weights."""
+        self.swap_out(pl_module)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The raw weights come back."""
+        self.swap_out(pl_module)
+        super().on_exception(trainer, pl_module, exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Likewise."""
+        self.swap_out(pl_module)
+        super().teardown(trainer, pl_module, stage)
+
+
+def put_into_state_dict(state_dict: dict[str, Any], source: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Replace the entries of a module's ``state_dict`` by the tensors of ``source``, under every tied name.
+
+    Sharded tensors are gathered unless the state dict holds shards itself; all processes must call this.
+    """
+    canonical: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(canonical.setdefault(id(parameter), name), []).append(name)
+    sharded = any(hasattr(entry, "placements") for entry in state_dict.values())
+    for name, average in source.items():
+        tensor = average if sharded else whole(average)
+        for key in names[name]:
+            if key in state_dict:  # adapters-only checkpoints leave some out, other ranks leave all out
+                state_dict[key] = tensor.to(state_dict[key].device, state_dict[key].dtype)
+
+
+def _copy(source: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    targets = [local(parameters[name]) for name in source]
+    torch._foreach_copy_(targets, [local(tensor) for tensor in source.values()])
+
+
+def _reshard(module: nn.Module) -> None:
+    """Drop gathered copies of FSDP2's shards: a forward would go on using them, and their names hide the shards."""
+    part: Any
+    for part in module.modules():
+        if type(part).__name__.startswith("FSDP") and hasattr(part, "reshard"):
+            part.reshard()

@@ -1,0 +1,89 @@
+"""Thin snapshots of averages: one file a step and width, weights only, and any width built from them.
+
+    weights of width s at step T = sum_i c_i snapshot_i
+
+The c are :func:`lit_efficient.mechanisms.averages.weights.synthesis_weights`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.checkpoints import read, write
+from lit_efficient.mechanisms.averages.weights import precise, synthesis_weights
+
+_NAME = re.compile(r"average-step=(\d+)-sigma_rel=([0-9.e-]+)\.safetensors")
+
+
+@dataclass(frozen=True, order=True)
+class Snapshot:
+    """An average of the width ``sigma_rel`` after ``step`` updates."""
+
+    step: int
+    sigma_rel: float
+
+    @property
+    def filename(self) -> str:
+        """Name of its file, which says all there is to say."""
+        return f"average-step={self.step:08d}-sigma_rel={self.sigma_rel!r}.safetensors"
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, tensors: dict[str, Tensor]) -> None:
+    """Write one file, whole or not at all."""
+    write(folder / snapshot.filename, {"state_dict": tensors})
+
+
+def find_snapshots(folder: str | Path) -> list[Snapshot]:
+    """The snapshots in a folder, in the order of their steps.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    matches = (_NAME.fullmatch(path.name) for path in Path(folder).glob("average-step=*"))
+    found = sorted(Snapshot(int(match[1]), float(match[2])) for match in matches if match)
+    if not found:
+        raise CheckpointError(
+            f"there are no snapshots in {folder}: PowerEMA writes files average-step=*-sigma_rel=*.safetensors"
+        )
+    return found
+
+
+def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None = None) -> list[dict[str, Tensor]]:
+    """Build averages of any width from the snapshots in a folder; each file is read once.
+
+    Args:
+        folder: Where :class:`lit_efficient.PowerEMA` put them.
+        sigma_rels: Widths to build, each above 0 and below 0.2887. Those between the tracked ones come out best; up to
+            about twice the widest is good.
+        step: Step at which the averages end; ``None`` for the last. It must be one of the snapshots'.
+
+    Returns:
+        One state dict a width, in float32 at least.
+
+    Raises:
+        ConfigurationError: For a width out of range or a step without a snapshot.
+        CheckpointError: If there are no snapshots, or one cannot be read.
+    """
+    found = find_snapshots(folder)
+    steps = sorted({snapshot.step for snapshot in found})
+    end = steps[-1] if step is None else step
+    if end not in steps:
+        raise ConfigurationError(f"step must be one of the {len(steps)} of the snapshots {steps[:20]}, got {step}")
+    used = [snapshot for snapshot in found if snapshot.step <= end]
+    stored = [snapshot.sigma_rel for snapshot in used]
+    shares = [synthesis_weights([snapshot.step for snapshot in used], stored, end, s) for s in sigma_rels]
+    built: list[dict[str, Tensor]] = [{} for _ in sigma_rels]
+    for i, snapshot in enumerate(used):
+        for name, tensor in read(Path(folder) / snapshot.filename)["state_dict"].items():
+            for width, share in zip(built, shares):
+                if i == 0:
+                    width[name] = torch.zeros_like(tensor, dtype=precise(tensor.dtype))
+                width[name].add_(tensor, alpha=share[i])
+    return built

@@ -1,0 +1,238 @@
+"""Batches of keys (index, variant) with one image shape each: a pure function of (seed, epoch), on any number of ranks.
+
+    order of epoch e   = permutation of the index, hash(seed, e)
+    batches of all ranks = the order, filled into one open batch for each bucket; then themselves in random order
+    rank r's part      = every num_replicas-th key of it, from the r-th on
+    variant of image i = hash(seed, e, i) mod variants
+
+So the ranks of a step have the same shape and the same number of images, and R ranks with batches of B see, step by
+step, what one process with batches of R * B sees. What is cached by key and what is computed anew by key are read in
+the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.resumable_sampler import epoch_order, mix_seed, shard
+
+Key = tuple[int, int]
+"""Index of an image in its data set, and number of its variant."""
+
+
+def variant_of(seed: int, epoch: int, index: int, variants: int) -> int:
+    """Which variant of an image an epoch shows, in ``[0, variants)``: a pure function of its arguments.
+
+    Args:
+        seed: The sampler's seed.
+        epoch: Number of the epoch.
+        index: Index of the image in its data set.
+        variants: How many there are.
+    """
+    return mix_seed(seed, epoch, index) % variants if variants > 1 else 0
+
+
+def fill_batches(order: Sequence[int], buckets: Sequence[Hashable], size: int, drop_last: bool) -> list[list[int]]:
+    """Deal positions into batches of one bucket each; a batch stands where its last one stood, incomplete ones last.
+
+    Args:
+        order: Positions, each at most once.
+        buckets: Bucket of each position, [N].
+        size: Positions a batch.
+        drop_last: Leave incomplete batches out.
+    """
+    full: list[list[int]] = []
+    opened: dict[Hashable, list[int]] = {}
+    for position in order:
+        batch = opened.setdefault(buckets[position], [])
+        batch.append(position)
+        if len(batch) == size:
+            full.append(opened.pop(buckets[position]))
+    return full if drop_last else [*full, *opened.values()]
+
+
+class KeyedBatchSampler(DistributedSampler[list[Key]]):
+    """Yields batches of (index, variant), each of one bucket, as a pure function of ``(seed, epoch)``.
+
+    Give it to :func:`keyed_loader`. Lightning then tells it the epoch and leaves it alone under DDP, because it is a
+    ``DistributedSampler``; ``ExactResume`` goes on in the middle of an epoch with the same batches.
+
+    Args:
+        index: Indices of the images, each once.
+        batch_size: Keys a batch, for each rank.
+        bucket_of: Shape (height, width) of an image by its index: those of a batch are equal. ``None``: all are equal.
+        variants: How many variants each image has; an epoch shows one of them, see :func:`variant_of`.
+        seed: Seed of the order and of the variants.
+        shuffle: Permute images and batches anew in each epoch. Without, images are in the order of ``index`` within
+            their bucket, and so are the batches by their last image.
+        drop_last: Leave incomplete batches out. Without, they come with what is left, filled up to equal length on all
+            ranks with images of their own.
+        num_replicas: Number of ranks. ``None`` asks the process group, one without it; see :func:`data_parallel_part`.
+        rank: Which of them. ``None`` asks the process group, 0 without it.
+
+    Raises:
+        ConfigurationError: If an argument is out of range, or ``drop_last`` would never show the images of a bucket.
+    """
+
+    def __init__(
+        self,
+        index: Sequence[int],
+        batch_size: int,
+        bucket_of: Callable[[int], Hashable] | None = None,
+        variants: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if isinstance(index, Sampler):  # what Lightning would do to a batch sampler under DDP
+            raise ConfigurationError(
+                "KeyedBatchSampler: index must be a sequence of integers, not a sampler. As `batch_sampler` of a "
+                "loader Lightning replaces it under DDP: make the loader with keyed_loader()."
+            )
+        grouped = distributed.is_available() and distributed.is_initialized()
+        num_replicas = num_replicas if num_replicas is not None else distributed.get_world_size() if grouped else 1
+        rank = rank if rank is not None else distributed.get_rank() if grouped else 0
+        least = {"batch_size": (batch_size, 1), "variants": (variants, 1), "seed": (seed, 0)}
+        for name, (value, smallest) in {**least, "num_replicas": (num_replicas, 1)}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ConfigurationError(f"KeyedBatchSampler: {name} must be an integer >= {smallest}, not {value!r}.")
+        if not 0 <= rank < num_replicas:
+            raise ConfigurationError(f"KeyedBatchSampler: rank must be in [0, {num_replicas}), not {rank!r}.")
+        if not len(index):
+            raise ConfigurationError("KeyedBatchSampler: index must hold at least one image, it is empty.")
+        super().__init__(index, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+        self.index = list(index)
+        self.batch_size = batch_size
+        self.variants = variants
+        self.round = 0  # a loader that is begun again within an epoch gets another order
+        self._buckets: list[Hashable] = [bucket_of(i) if bucket_of else None for i in self.index]
+        counts, whole = Counter(self._buckets), batch_size * num_replicas
+        if drop_last and (never := {bucket: count for bucket, count in counts.items() if count < whole}):
+            listed = ", ".join(f"{bucket}: {count}" for bucket, count in sorted(never.items(), key=str)[:5])
+            raise ConfigurationError(
+                f"KeyedBatchSampler: drop_last would leave out all images of buckets with fewer than the {whole} of a "
+                f"step ({listed}). Use drop_last=False or a smaller batch_size."
+            )
+        self._length = sum(count // whole if drop_last else math.ceil(count / whole) for count in counts.values())
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        epoch, key = self.epoch, (self.seed, self.epoch, self.round)  # a later set_epoch is for later passes
+        order = epoch_order(self.index, self.shuffle, *key)
+        batches = fill_batches(order, self._buckets, self.batch_size * self.num_replicas, self.drop_last)
+        # Incomplete batches, and those of rare shapes, would otherwise gather at the end of every epoch.
+        for number in epoch_order(batches, self.shuffle, mix_seed(*key), epoch):
+            part = shard(batches[number], self.rank, self.num_replicas, drop_last=False)
+            yield [(i, variant_of(self.seed, epoch, i, self.variants)) for i in (self.index[p] for p in part)]
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def data_parallel_part(trainer: Any) -> dict[str, Any]:
+    """``num_replicas`` and ``rank`` for a :class:`KeyedBatchSampler`, as the trainer's strategy has them.
+
+    With tensor parallelism several processes share one part, which the process group cannot tell.
+
+    Args:
+        trainer: Lightning's; ``None``, or one of a single device, leaves both to the process group.
+    """
+    return dict(getattr(trainer, "distributed_sampler_kwargs", None) or {})
+
+
+class KeyedBatches(Dataset[list[Any]]):
+    """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``.
+
+    Args:
+        dataset: Its items are found by (index, variant).
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, keys: list[Key]) -> list[Any]:
+        if not isinstance(keys, list):
+            raise ConfigurationError(
+                f"KeyedBatches: an item is found by a list of (index, variant), not by {keys!r}. Something replaced "
+                "the loader's KeyedBatchSampler; Trainer(overfit_batches=...) does, and limit_train_batches does not."
+            )
+        return [self.dataset[key] for key in keys]
+
+
+def keyed_loader(
+    dataset: Any,
+    sampler: KeyedBatchSampler,
+    collate: Callable[[list[Any]], Any],
+    num_workers: int = 0,
+    **arguments: Any,
+) -> DataLoader[Any]:
+    """A loader of the sampler's batches.
+
+    The sampler is the loader's ``sampler`` and not its ``batch_sampler``: Lightning takes batch samplers apart under
+    DDP and for prediction, and never tells them the epoch; a ``DistributedSampler`` in that place it leaves whole.
+
+    Args:
+        dataset: Its items are found by (index, variant).
+        sampler: Which batches, in which order.
+        collate: Makes a batch of a list of items. With workers started by "spawn" it must be picklable.
+        num_workers: Worker processes.
+        **arguments: Further ones of ``DataLoader``: ``pin_memory``, ``persistent_workers``, ``prefetch_factor``, ...
+    """
+    # Workers' base seed is drawn when iterating begins: from a generator of its own, or validating would change the
+    # training that follows.
+    generator = torch.Generator().manual_seed(mix_seed(sampler.seed))
+    return DataLoader(
+        KeyedBatches(dataset),
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
+        generator=generator,
+        **arguments,
+    )
+
+
+def module_loader(
+    trainer: Any,
+    dataset: Any,
+    index: Sequence[int],
+    collate: Callable[[list[Any]], Any],
+    batch_size: int,
+    *,
+    training: bool,
+    bucket_of: Callable[[int], Hashable] | None = None,
+    variants: int = 1,
+    seed: int = 0,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """The loader of a data module's part, as :func:`keyed_loader` makes it.
+
+    Args:
+        trainer: The module's: its strategy tells which part of an epoch is this process's.
+        dataset: Its items are found by (index, variant).
+        index: Of the part's items.
+        collate: Makes a batch of a list of items.
+        batch_size: Items a batch, for each process.
+        training: Shuffle, one variant of each item an epoch, and keep the workers from epoch to epoch; otherwise in
+            order, variant 0.
+        bucket_of: Shape of an item.
+        variants: How many each item has.
+        seed: Seed of the order.
+        num_workers: Worker processes.
+    """
+    part = data_parallel_part(trainer)
+    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants if training else 1, seed, training, **part)
+    workers = {"persistent_workers": True} if num_workers and training else {}
+    return keyed_loader(dataset, sampler, collate, num_workers, **workers)

@@ -1,0 +1,73 @@
+"""A trained module from its checkpoint alone, without a trainer: techniques applied again, averaged weights chosen.
+
+What a checkpoint records of techniques is enough to change a fresh network as the training run did; the weights then
+fit it. Of a run with `EMA` or `CheckpointAverage` the average is what evaluation used, so it is what is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import lit_efficient
+from lit_efficient.application import replay
+from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.averages.shadow import ShadowWeights
+
+
+def restore(module: nn.Module, checkpoint: Mapping[str, Any], weights: Literal["auto", "average", "raw"]) -> str:
+    """Give ``module`` what a checkpoint holds, in place, and put it into eval mode.
+
+    Args:
+        module: as it was built before techniques changed it; its ``on_load_checkpoint`` has been called.
+        checkpoint: a Lightning checkpoint.
+        weights: ``average`` of a run that kept one, the ``raw`` weights, or ``auto``: the average where there is one.
+
+    Returns:
+        Which weights they are: ``raw``, or what the technique calls its average.
+
+    Raises:
+        CheckpointError: for an average that the checkpoint does not hold, or tensors that do not fit.
+    """
+    replay(module, checkpoint)
+    try:
+        module.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint does not fit the model: {' '.join(str(error).split())[:300]}") from error
+    module.eval()
+    held = str(checkpoint.get("lit_efficient", {}).get("weights", "raw"))
+    if held != "raw" and weights == "raw":
+        raise CheckpointError(f"the checkpoint holds the weights {held!r} alone, and no raw ones")
+    if held != "raw" or weights == "raw":
+        return held
+    for technique in _shadows(checkpoint):
+        average = technique.average(module)
+        if average:
+            parameters = dict(module.named_parameters())
+            with torch.no_grad():
+                for name, tensor in average.items():
+                    parameters[name].copy_(tensor)
+            return technique.label
+    if weights == "average":
+        raise CheckpointError(
+            "the checkpoint holds no average of weights: the run had neither EMA nor CheckpointAverage"
+        )
+    return "raw"
+
+
+def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:
+    """The averaging techniques of the run, with their state."""
+    found = []
+    for record in checkpoint.get("lit_efficient", {}).get("techniques", ()):
+        cls: Any = getattr(lit_efficient, record["name"], None) if record["name"] in lit_efficient.PUBLIC else None
+        if not (isinstance(cls, type) and issubclass(cls, ShadowWeights)):
+            continue
+        technique = cls(**record["arguments"])
+        state = checkpoint.get("callbacks", {}).get(technique.state_key)
+        if state:
+            technique.load_state_dict(state)
+            found.append(technique)
+    return found

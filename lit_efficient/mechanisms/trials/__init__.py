@@ -1,0 +1,1 @@
+"""Steps that are taken back: batch sizes and learning rates are tried, memory is measured."""

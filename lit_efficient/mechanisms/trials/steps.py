@@ -1,0 +1,247 @@
+"""Steps that leave no trace: run real training and validation steps of a fit before its first epoch, and undo them.
+
+    at the first epoch's start:  record everything, then n times (steps, put everything back), then go on
+
+That is the one point at which all is as in training: weights and optimizer states are restored, the strategy has
+wrapped the model, and every ``on_train_start`` has been called; and nothing has been trained. Steps go through the
+trainer's own loop, so that transforms, rewritten optimizers, precision, clipping and the hooks of all callbacks take
+part. What would leave a trace outside the process does not: loggers, checkpoints, progress bars, writers of files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import distributed
+
+from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
+from lit_efficient.mechanisms.trials.rewind import Rewind, random_states
+from lit_efficient.technique import Technique
+
+# By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
+_WRITERS = {"Checkpoint", "ProgressBar", "PowerEMA", "SampleImages", "SampleText", "SignalCheckpoint"}
+_MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", "_DataFetcher"}
+
+
+class Trials:
+    """The record of a fit's state, and the means to run steps from it.
+
+    Args:
+        trainer: A trainer at the start of its first epoch.
+        idle: Names of callback classes that must not act in trials, beside loggers, checkpoints and progress bars.
+    """
+
+    def __init__(self, trainer: Any, idle: Iterable[str] = ()) -> None:
+        self.trainer = trainer
+        self._idle = {*idle, *_WRITERS}
+        strategy, data = trainer.strategy, trainer.datamodule
+        roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
+        roots += [trainer.fit_loop, trainer._logger_connector, trainer.state, strategy.precision_plugin]
+        shallow = [trainer, strategy, *([data] if data is not None else [])]
+        self.record = Rewind(roots, shallow, _is_machinery)
+
+    @contextmanager
+    def trial(self, accumulate: int = 1, alone: bool = True) -> Iterator[None]:
+        """Prepare the trainer for steps that nobody is to notice, and put everything back afterwards.
+
+        Args:
+            accumulate: Batches that an optimizer step has meanwhile.
+            alone: Whether each process steps without the others, as it must where one may run out of memory, and
+                techniques that spare memory by chance do not.
+        """
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        with collected(), tempfile.TemporaryDirectory() as folder:
+            try:
+                trainer.callbacks = [callback for callback in trainer.callbacks if self._acts(callback)]
+                trainer.loggers = [DummyLogger()] if trainer.loggers else []
+                trainer.profiler = PassThroughProfiler()
+                trainer._default_root_dir = str(Path(folder))
+                trainer.save_checkpoint = _nothing
+                trainer.accumulate_grad_batches = accumulate
+                for callback in trainer.callbacks if alone else ():
+                    if isinstance(callback, Technique):
+                        callback.worst_case = True
+                if alone:
+                    self._step_alone()
+                for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+                    part._restarting = False
+                loop.max_batches = float("inf")
+                loop.epoch_loop.batch_progress.current.reset()
+                loop.epoch_loop.batch_progress.is_last_batch = False
+                self._hook("on_train_epoch_start")
+                yield
+            finally:
+                self.record.restore()
+
+    def train(self, batch: Callable[[], Any]) -> None:
+        """Run one batch through the training loop: hooks, forward, backward and, at a window's end, the optimizer.
+
+        Raises:
+            OutOfMemoryError: If memory ran out, on this process or on another one.
+        """
+        self._attempt(lambda: self.trainer.fit_loop.epoch_loop.advance(_Feed(batch)))
+
+    def validate(self, batches: Sequence[Callable[[], Any]]) -> None:
+        """Run one batch of each validation loader through the validation loop.
+
+        Raises:
+            OutOfMemoryError: If memory ran out, on this process or on another one.
+        """
+        self._attempt(lambda: self._validate(batches))
+
+    def agree(self, own: float) -> float:
+        """The smallest of all processes' values."""
+        if self.trainer.world_size == 1:
+            return own
+        value = torch.tensor(own, dtype=torch.float64, device=self.trainer.strategy.root_device)
+        distributed.all_reduce(value, distributed.ReduceOp.MIN)
+        return float(value)
+
+    def finish(self) -> None:
+        """Wrap the model for several processes anew, if it is: the old wrapper has seen backward passes of trials."""
+        strategy = self.trainer.strategy
+        if self.trainer.world_size > 1:
+            strategy.model = self.trainer.lightning_module
+            strategy.configure_ddp()
+
+    def _validate(self, batches: Sequence[Callable[[], Any]]) -> None:
+        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
+        trainer.validating = True
+        call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
+        loop._combined_loader = CombinedLoader([_One(batch) for batch in batches], "sequential")
+        loop._max_batches = [1] * len(batches)
+        loop._last_val_dl_reload_epoch = trainer.current_epoch
+        loop.run()
+        trainer.training = True
+
+    def _attempt(self, unit: Callable[[], None]) -> None:
+        """Run a unit on all processes, and let all of them know whether one has run out of memory."""
+        complaint = ""
+        try:
+            unit()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            complaint = str(error).splitlines()[0]
+            release_frames(error)
+        if self.agree(0.0 if complaint else 1.0) < 1.0:
+            raise OutOfMemoryError(complaint or "out of memory on another process")
+
+    def _step_alone(self) -> None:
+        """Leave out what processes do together: where one runs out of memory the others would wait for it for ever."""
+        strategy = self.trainer.strategy
+        if self.trainer.world_size > 1:
+            strategy.model = self.trainer.lightning_module
+            strategy.reduce = _itself
+            strategy.barrier = _nothing
+
+    def _acts(self, callback: object) -> bool:
+        return not {base.__name__ for base in type(callback).__mro__} & self._idle
+
+    def _hook(self, name: str) -> None:
+        call._call_callback_hooks(self.trainer, name)
+        call._call_lightning_module_hook(self.trainer, name)
+
+
+class _Feed:
+    """Stands in for Lightning's data fetcher: one batch, and more to come."""
+
+    done = False
+
+    def __init__(self, batch: Callable[[], Any]) -> None:
+        self._make = batch
+
+    def __next__(self) -> tuple[Any, int, int]:
+        return self._make(), 0, 0
+
+
+class _One:
+    """A loader of one batch, which is made when it is asked for."""
+
+    def __init__(self, batch: Callable[[], Any]) -> None:
+        self._make = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._make()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _itself(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _is_machinery(kind: type) -> bool:
+    """Whether a type belongs to the machinery of a run, in either of Lightning's namespaces, which trials go around."""
+    roots = {"lightning", "pytorch_lightning"}
+    return any(base.__name__ in _MACHINERY and base.__module__.partition(".")[0] in roots for base in kind.__mro__)
+
+
+# When ----------------------------------------------------------------------------------------------------------------
+
+
+class _Waiting:
+    """What a fit's loop has still to call, by the point at which it does."""
+
+    def __init__(self) -> None:
+        self.before_run: list[Callable[[dict[str, Any]], None]] = []
+        self.before_epoch: list[tuple[int, Callable[[], None]]] = []
+
+
+def schedule(
+    trainer: Any, before_run: Callable[[dict[str, Any]], None], before_epoch: Callable[[], None], order: int
+) -> None:
+    """Call functions at two points of the coming fit that no hook of Lightning has.
+
+    Args:
+        trainer: The trainer, in ``on_fit_start``.
+        before_run: Called when everything is restored and no data is loaded yet, with the states of all generators.
+        before_epoch: Called at the first epoch's start, after every ``on_train_start``.
+        order: The smaller, the earlier ``before_epoch`` is called.
+    """
+    loop = trainer.fit_loop
+    waiting: _Waiting | None = loop.__dict__.get("_lit_efficient_waiting")
+    if waiting is None:
+        waiting = loop.__dict__["_lit_efficient_waiting"] = _Waiting()
+        loop.__dict__["run"] = types.MethodType(_run, loop)
+        loop.__dict__["on_advance_start"] = types.MethodType(_on_advance_start, loop)
+    waiting.before_run.append(before_run)
+    waiting.before_epoch.append((order, before_epoch))
+
+
+def unschedule(trainer: Any) -> None:
+    """Forget what has not been called."""
+    for name in ("_lit_efficient_waiting", "run", "on_advance_start"):
+        trainer.fit_loop.__dict__.pop(name, None)
+
+
+def _run(self: Any) -> None:
+    del self.__dict__["run"]
+    states = random_states()
+    for function in self.__dict__["_lit_efficient_waiting"].before_run:
+        function(states)
+    self.run()
+
+
+def _on_advance_start(self: Any) -> None:
+    waiting = self.__dict__.pop("_lit_efficient_waiting")
+    del self.__dict__["on_advance_start"]
+    for _, function in sorted(waiting.before_epoch, key=lambda entry: entry[0]):
+        function()
+    self.on_advance_start()

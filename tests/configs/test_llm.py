@@ -1,0 +1,124 @@
+"""The configs for language models: all parse, the small ones run, the real one has the size that it should."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lit_efficient import LoRA
+from lit_efficient.__main__ import main
+from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer, train_chat_tokenizer
+from lit_efficient.data.text.chat_tokens import ChatTokens
+from lit_efficient.mechanisms.adapters.low_rank import LowRank, add_low_rank
+from lit_efficient.mechanisms.adapters.targets import find_targets
+from lit_efficient.models import causal_lm
+from tests.support_cli import Parts
+
+FOLDER = Path(__file__).parents[2] / "configs" / "llm"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+REAL = FOLDER / "llama_3_1_8b_qlora.yaml"
+LLAMA = Path(__file__).parent / "llama_3_1_8b.json"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
+    text = path.read_text("utf-8")
+    parts: Any = Parts(args=["fit", "-c", str(path)])
+    written = yaml.safe_load(text)
+    names = [type(callback).__name__ for callback in parts.trainer.callbacks]
+    assert {entry["class_path"] for entry in written["trainer"]["callbacks"]} <= set(names)
+    assert type(parts.model).__name__ == written["model"]["class_path"]
+    assert type(parts.datamodule).__name__ == written["data"]["class_path"]
+    header = text[: text.index("seed_everything")]
+    assert f"python -m lit_efficient fit -c configs/llm/{path.name}" in header
+    assert path.name in (FOLDER / "README.md").read_text("utf-8")
+
+
+def test_pretraining_leaves_a_base_that_fine_tuning_starts_from(tmp_path: Path) -> None:
+    """As the headers say it, with few rows and steps: fit, export, fit."""
+    from transformers import AutoModelForCausalLM
+
+    few = ["--trainer.max_steps=2", "--trainer.logger=false"]
+    few += ["--trainer.val_check_interval=2", "--data.init_args.val_fraction=0.2"]
+    few += ["--trainer.enable_model_summary=false"]
+    pretrain = [*few, "--data.init_args.max_rows=12"]
+    assert main(["fit", "-c", str(FOLDER / "pretrain.yaml"), *pretrain]) == 0
+    checkpoint = "runs/llm/pretrain/best.ckpt"
+    assert main(["export", checkpoint, "--format", "merged", "--output", "runs/llm/base"]) == 0
+    state = torch.load(checkpoint, weights_only=True)
+    base = AutoModelForCausalLM.from_pretrained("runs/llm/base")
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(tensor, state["state_dict"][f"network.{name}"]), name
+    theirs = load_chat_tokenizer("runs/llm/base")
+    assert len(theirs) == base.config.vocab_size
+    assert theirs.chat_template == state["language_modeling"]["tokenizer"]["chat_template"]
+    assert main(["fit", "-c", str(FOLDER / "qlora.yaml"), *few, "--data.init_args.max_rows=40"]) == 0
+    tuned = torch.load("runs/llm/qlora/best.ckpt", weights_only=True)
+    moved = {key: tensor.abs().max() > 0 for key, tensor in tuned["state_dict"].items() if key.endswith("lora_B")}
+    assert len(moved) == 4 * 7
+    assert all(moved.values())
+    assert not [key for key in tuned["state_dict"] if key.endswith("proj.weight")]  # the base stays in its folder
+    sample = next((tmp_path / "runs" / "llm" / "samples").glob("step-2.txt")).read_text("utf-8")
+    assert "<|im_start|>user\nWrite the body" in sample
+    assert "<|im_end|>\n<|im_start|>assistant\n" in sample
+
+
+@pytest.mark.parametrize("name", ["lora", "full_finetune"])
+def test_without_the_base_the_command_that_makes_it_is_said(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "-c", str(FOLDER / f"{name}.yaml"), "--trainer.logger=false"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "there is no folder runs/llm/base" in said
+    assert "python -m lit_efficient export CKPT --format merged --output runs/llm/base" in said
+    assert "Traceback" not in said
+
+
+def test_the_real_size_is_built_on_the_meta_device_with_the_adapters_of_its_config(tmp_path: Path) -> None:
+    """Every shape of Llama 3.1 8B and of its adapters, without a byte of weights."""
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations import replace_with_bnb_linear
+
+    (tmp_path / "config.json").write_text(LLAMA.read_text("utf-8"))
+    parts: Any = Parts(args=["fit", "-c", str(REAL), "--model.init_args.model.name_or_path", str(tmp_path)])
+    spec = parts.model.model
+    lora = next(callback for callback in parts.trainer.callbacks if isinstance(callback, LoRA))
+    assert (spec.quantize, lora.rank, lora.targets) == ("nf4", 128, "all-linear")
+    with torch.device("meta"):
+        network: Any = causal_lm.build(dataclasses.replace(spec, random_weights=True, quantize=None))
+        assert {p.device.type for p in network.parameters()} == {"meta"}
+        assert sum(p.numel() for p in network.parameters()) == 8_030_261_248
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        network = replace_with_bnb_linear(network, modules_to_not_convert=["lm_head"], quantization_config=how)
+        found = find_targets(network, lora.targets, who="LoRA")
+        assert {type(layer).__name__ for _, layer in found} == {"Linear4bit"}
+        for name, layer in found:
+            add_low_rank(layer, name, rank=lora.rank, alpha=lora.alpha, variant=lora.variant)
+    added = [p for name, p in network.named_parameters() if name.rpartition(".")[2].startswith("lora_")]
+    hidden, inner, key_value, layers = 4096, 14336, 8 * 128, 32
+    ins_and_outs = 2 * (hidden + hidden) + 2 * (hidden + key_value) + 3 * (hidden + inner)
+    assert sum(p.numel() for p in added) == layers * lora.rank * ins_and_outs == 335_544_320
+    assert {p.dtype for p in added} == {torch.float32}
+    assert sum(isinstance(part, LowRank) for part in network.modules()) == 7 * layers
+
+
+def test_the_real_template_trains_the_answer_and_its_end() -> None:
+    """The base's own end of text ends a turn: its weights know that token, and not those of the chat models."""
+    written = yaml.safe_load(REAL.read_text("utf-8"))["data"]["init_args"]
+    tokenizer = train_chat_tokenizer(["### User\nhello\n### Assistant\nyes\n"], 300)
+    tokenizer.chat_template = written["chat_template"]
+    encoder = ChatTokens(tokenizer, "assistant", "refuse")
+    assert encoder.check_end_of_turn() is None
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert text == f"### User\n2+2?\n### Assistant\n4{tokenizer.eos_token}\n"
+    asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == "### User\n2+2?\n### Assistant\n"

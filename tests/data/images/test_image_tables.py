@@ -1,0 +1,325 @@
+"""Each layout that people have their images in gives the same images, labels and captions."""
+
+import json
+import pickle
+
+import datasets
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from lit_efficient import ImageData
+from lit_efficient.errors import ConfigurationError
+from tests.data.images.image_kit import encoded, number_of, picture, write, write_metadata
+
+COUNT = 8
+CAPTIONS = [f"picture {number}, \u00e9" for number in range(COUNT)]
+
+
+def opened(train, **arguments):
+    data = ImageData(train=str(train), **{"resolution": 16, "val_fraction": 0.3, "batch_size": 3} | arguments)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def contents(data):
+    """{number of the picture: (name of its class, caption)}"""
+    found = {}
+    for index in range(len(data.dataset)):
+        item = data.dataset[(index, 0)]
+        label = data.class_names[item["labels"]] if "labels" in item else None
+        found[number_of(item["images"])] = (label, item.get("captions"))
+    assert sorted(data.train_index + data.val_index) == list(range(len(data.dataset))) == list(range(len(found)))
+    return found
+
+
+def rows(image=lambda number: encoded(picture(number))):
+    return {
+        "image": [image(number) for number in range(COUNT)],
+        "label": [number % 2 for number in range(COUNT)],
+        "text": CAPTIONS,
+    }
+
+
+def table(**changes):
+    return pyarrow.table({**rows(), **changes})
+
+
+EXPECTED = {number: ("01"[number % 2], CAPTIONS[number]) for number in range(COUNT)}
+NAMED = {number: (("cat", "dog")[number % 2], CAPTIONS[number]) for number in range(COUNT)}
+
+
+def test_subfolders_are_classes(tmp_path):
+    write(tmp_path, [f"{'dog' if n % 2 else 'cat'}/deep/{n}.png" for n in range(COUNT)])
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "x.png").write_bytes(b"")
+    data = opened(tmp_path)
+    assert contents(data) == {number: (name, None) for number, (name, _) in NAMED.items()}
+    assert (data.num_classes, data.class_names) == (2, ["cat", "dog"])
+    assert contents(opened(tmp_path, label_column=None)) == dict.fromkeys(range(COUNT), (None, None))
+
+
+def test_subfolders_with_the_names_of_splits_are_no_classes(tmp_path):
+    write(tmp_path, [f"train/{'dog' if n % 2 else 'cat'}/{n}_test.png" for n in range(COUNT)])
+    write(tmp_path, ["val/cat/0.png"])
+    assert contents(opened(tmp_path)) == {number: (name, None) for number, (name, _) in NAMED.items()}
+    data = opened(tmp_path, val=str(tmp_path))
+    assert (len(data.train_index), len(data.val_index), data.class_names) == (COUNT, 1, ["cat", "dog"])
+    with pytest.raises(ConfigurationError, match="has train, val: no single one of them is the split 'test'"):
+        opened(tmp_path, split="test")
+
+
+def test_classes_with_numbers_as_names_are_in_their_order(tmp_path):
+    write(tmp_path, [f"{n + 4}/{n}.png" for n in range(COUNT)])
+    assert opened(tmp_path).class_names == [str(n + 4) for n in range(COUNT)]
+
+
+@pytest.mark.parametrize("folder", ["", "10_cat/"])
+def test_captions_beside_the_images(tmp_path, folder):
+    write(tmp_path, [f"{folder}{n}.png" for n in range(COUNT)], [f" {caption}\n" for caption in CAPTIONS])
+    data = opened(tmp_path)
+    assert contents(data) == {number: (None, caption) for number, (_, caption) in NAMED.items()}
+    assert data.num_classes == 0
+    batch = next(iter(data.train_dataloader()))
+    assert batch["captions"] == [CAPTIONS[number_of(image)] for image in batch["images"]]
+    assert "labels" not in batch
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_metadata_of_an_image_folder(tmp_path, kind):
+    write(tmp_path, [f"a/{n}.png" for n in range(COUNT)] + ["a/more.png"])
+    listed = [
+        {"file_name": f"{'' if kind == 'csv' else 'a/'}{n}.png", "text": CAPTIONS[n], "label": ("cat", "dog")[n % 2]}
+        for n in reversed(range(COUNT))
+    ]
+    write_metadata(tmp_path / "a" if kind == "csv" else tmp_path, listed, kind)
+    assert contents(opened(tmp_path)) == NAMED
+
+
+def test_metadata_with_columns_of_other_names(tmp_path):
+    write(tmp_path, [f"{n}.png" for n in range(COUNT)])
+    listed = [{"file_name": f"{n}.png", "words": CAPTIONS[n], "kind": n % 2, "text": "no"} for n in range(COUNT)]
+    write_metadata(tmp_path, listed)
+    assert contents(opened(tmp_path, caption_column="words", label_column="kind")) == EXPECTED
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path):
+    folder = write(tmp_path / "data", [f"{'dog' if n % 2 else 'cat'}/{n}.png" for n in range(COUNT)])
+    (folder / "dog").rename(tmp_path / "elsewhere")
+    (folder / "dog").symlink_to(tmp_path / "elsewhere")
+    (folder / "cat/again").symlink_to(folder)
+    (folder / "cat/here").symlink_to(folder / "cat")
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("data", "link"):
+        assert contents(opened(tmp_path / name)) == {number: (name, None) for number, (name, _) in NAMED.items()}
+
+
+def test_links_to_one_file_are_several_images(tmp_path):
+    """As the hub's snapshots link to blobs, by content."""
+    write(tmp_path / "blobs", [f"{n}.png" for n in range(4)])
+    (tmp_path / "data").mkdir()
+    for number in range(COUNT):
+        (tmp_path / f"data/{number}.png").symlink_to(tmp_path / f"blobs/{number % 4}.png")
+    write_metadata(tmp_path / "data", [{"file_name": f"./{n}.png", "text": CAPTIONS[n]} for n in range(COUNT)])
+    data = opened(tmp_path / "data")
+    assert data.dataset.captions == CAPTIONS
+    assert [number_of(data.dataset[(n, 0)]["images"]) for n in range(COUNT)] == [0, 1, 2, 3] * 2
+
+
+def test_metadata_above_the_folders_of_splits(tmp_path):
+    names = [f"{'validation' if n % 4 == 3 else 'train'}/{n}.png" for n in range(COUNT)]
+    write(tmp_path, names)
+    write_metadata(tmp_path, [{"file_name": names[n], "text": CAPTIONS[n]} for n in range(COUNT)])
+    assert contents(opened(tmp_path)) == {n: (None, CAPTIONS[n]) for n in range(COUNT) if n % 4 != 3}
+    assert sorted(opened(tmp_path, val=str(tmp_path)).dataset.captions) == sorted(CAPTIONS)
+    write_metadata(tmp_path, [{"file_name": "train/99.png", "text": "?"}])
+    with pytest.raises(ConfigurationError, match=r"metadata.jsonl, line 1: there is no image 'train/99.png'"):
+        opened(tmp_path)
+    write_metadata(tmp_path, [{"file_name": "validation/3.png", "text": "?"}])
+    with pytest.raises(ConfigurationError, match=r"metadata.jsonl lists no image of .*train"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_any_character_may_be_in_a_caption(tmp_path, kind):
+    captions = [f"a\u2028b \x85 \x0c \x1c {n}" + (", \r\n c\n" if kind == "csv" else "") for n in range(COUNT)]
+    write(tmp_path, [f"{n}.png" for n in range(COUNT)])
+    rows = [{"file_name": f"{n}.png", "text": captions[n]} for n in range(COUNT)]
+    if kind == "csv":
+        write_metadata(tmp_path, rows, kind)
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (tmp_path / "metadata.jsonl").write_bytes("\r\n".join(lines).encode())
+    assert contents(opened(tmp_path)) == {n: (None, captions[n]) for n in range(COUNT)}
+
+
+@pytest.mark.parametrize("kind", ["images", "bytes", "dicts"])
+def test_data_sets_saved_to_disk(tmp_path, kind):
+    given = rows({"images": picture, "bytes": lambda n: encoded(picture(n))}.get(kind, as_dict))
+    features = datasets.Dataset.from_dict(given).features.copy()
+    features["label"] = datasets.ClassLabel(names=["cat", "dog"])
+    if kind == "images":
+        features["image"] = datasets.Image()
+    saved = datasets.Dataset.from_dict(given, features=features)
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    assert contents(opened(tmp_path / "one")) == NAMED
+    datasets.DatasetDict({"train": saved, "other": saved.select([0])}).save_to_disk(tmp_path / "both")
+    assert contents(opened(tmp_path / "both")) == NAMED
+    data = opened(tmp_path / "both", val=str(tmp_path / "both"), val_split="other")
+    assert (len(data.train_index), len(data.val_index)) == (COUNT, 1)
+    assert number_of(data.dataset[(COUNT, 0)]["images"]) == 0
+    with pytest.raises(ConfigurationError, match=r"has no split 'validation'; it has train, other"):
+        opened(tmp_path / "both", val=str(tmp_path / "both"))
+    arrows = sorted((tmp_path / "one").glob("*.arrow"))
+    (tmp_path / "arrows").mkdir()
+    for arrow in arrows:
+        (tmp_path / "arrows" / arrow.name).write_bytes(arrow.read_bytes())
+    assert contents(opened(tmp_path / "arrows")) == NAMED
+
+
+def as_dict(number):
+    return {"bytes": encoded(picture(number)), "path": None}
+
+
+def test_rows_that_name_files_follow_their_content(tmp_path):
+    write(tmp_path / "files", [f"{n}.png" for n in range(COUNT)])
+    paths = [{"bytes": None, "path": str(tmp_path / "files" / f"{n}.png")} for n in range(COUNT)]
+    features = datasets.Features({"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}})
+    datasets.Dataset.from_dict({"image": paths}, features=features).save_to_disk(tmp_path / "saved")
+    data = opened(tmp_path / "saved")
+    assert sorted(contents(data)) == list(range(COUNT))
+    picture(20).save(tmp_path / "files" / "3.png")
+    assert opened(tmp_path / "saved").identity()["data"] != data.identity()["data"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "dicts"])
+def test_parquet(tmp_path, kind):
+    whole = pyarrow.table(rows(as_dict if kind == "dicts" else lambda n: encoded(picture(n))))
+    parquet.write_table(whole, tmp_path / "one.parquet", row_group_size=3)
+    assert contents(opened(tmp_path / "one.parquet")) == EXPECTED
+    folder = tmp_path / "repo" / "data"
+    folder.mkdir(parents=True)
+    parquet.write_table(whole[:5], folder / "train-00000-of-00002.parquet")
+    parquet.write_table(whole[5:], folder / "train-00001-of-00002.parquet")
+    parquet.write_table(whole[:1], folder / "validation-00000-of-00001.parquet")
+    data = opened(tmp_path / "repo", val=str(tmp_path / "repo"))
+    assert (len(data.train_index), len(data.val_index)) == (8, 1)
+    assert [number_of(data.dataset[(n, 0)]["images"]) for n in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    with pytest.raises(ConfigurationError, match="no files of split 'test'; it has train, validation"):
+        opened(tmp_path / "repo", split="test")
+
+
+def test_parquet_as_data_sets_writes_it_knows_the_names_of_classes(tmp_path):
+    features = datasets.Features(
+        {
+            "picture": datasets.Image(),
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+            "text": datasets.Value("string"),
+        }
+    )
+    given = rows(picture)
+    given["picture"] = given.pop("image")
+    datasets.Dataset.from_dict(given, features=features).to_parquet(tmp_path / "x.parquet")
+    assert contents(opened(tmp_path)) == NAMED
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_rows_are_read_by_workers(tmp_path, kind):
+    if kind == "parquet":
+        parquet.write_table(table(), tmp_path / "x.parquet", row_group_size=2)
+    else:
+        datasets.Dataset.from_dict(rows()).save_to_disk(tmp_path)
+    data = opened(tmp_path, num_workers=2)
+    dataset = pickle.loads(pickle.dumps(data.dataset))  # as spawned workers are given it
+    assert torch.equal(dataset[(5, 0)]["images"], data.dataset[(5, 0)]["images"])
+    alone, helped = (list(opened(tmp_path, num_workers=n).train_dataloader()) for n in (0, 2))
+    for ours, theirs in zip(alone, helped, strict=True):
+        assert torch.equal(ours["images"], theirs["images"])
+        assert ours["captions"] == theirs["captions"]
+
+
+def broken(folder, kind):
+    """Make ``folder`` wrong in one way."""
+    names = [f"{n}.png" for n in range(COUNT)]
+    listed = [{"file_name": name, "text": "x", "label": 1} for name in names]
+    if kind == "empty":
+        folder.mkdir()
+    elif kind in ("sidecar", "nothing said"):
+        write(folder, names, [None if n == 4 and kind == "sidecar" else "x" for n in range(COUNT)])
+    elif kind in ("plain", "mixed"):
+        write(folder, names)
+        if kind == "mixed":
+            parquet.write_table(table(), folder / "x.parquet")
+    elif kind in ("both", "file_name", "no image", "twice", "no json", "no label", "no caption", "unlisted"):
+        write(folder, names)
+        listed[2] |= {"no label": {"label": None}, "no caption": {"text": 3}}.get(kind, {})
+        listed[2] |= {"no image": {"file_name": "20.png"}, "twice": {"file_name": "1.png"}}.get(kind, {})
+        write_metadata(folder, [{"file": name} for name in names] if kind == "file_name" else listed)
+        if kind == "both":
+            write_metadata(folder, listed, "csv")
+        if kind == "no json":
+            (folder / "metadata.jsonl").write_text('{"file_name": "0.png"}\nnonsense\n')
+    else:
+        folder.mkdir()
+        changed = {
+            "numbers": {"image": list(range(COUNT))},
+            "negative": {"label": [-1] * COUNT},
+        }[kind]
+        parquet.write_table(table(**changed), folder / "x.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("empty", {}, r"holds no image \(\.jpg, .*\), \.parquet or \.arrow file"),
+        ("mixed", {}, r"holds images and \.parquet: name one of them"),
+        ("sidecar", {}, r"1 of 8 images have no caption beside them, the first is .*4\.png.*caption_column: null"),
+        ("plain", {"label_column": "kind"}, r"label_column is 'kind', but .* holds no metadata\.jsonl"),
+        ("both", {}, r"metadata\.jsonl and metadata\.csv: leave one"),
+        ("file_name", {}, r"has no column file_name; its columns are file\."),
+        ("no image", {}, r"metadata\.jsonl, line 3: there is no image '20\.png'"),
+        ("twice", {}, r"line 3: the image '1\.png' is listed twice"),
+        ("no json", {}, r"line 2 is no JSON"),
+        ("no label", {}, r"line 3: the label in 'label' must be a number from 0 or a name, not None"),
+        ("no caption", {}, r"line 3: the caption in 'text' must be a text, not 3"),
+        ("unlisted", {"caption_column": "words"}, r"caption_column is 'words', but .* it has file_name, text, label"),
+        ("negative", {}, r"row 1: the label in 'label' must be a number from 0 or a name, not -1"),
+        ("numbers", {"image_column": "image"}, r"the column 'image' of .* must hold bytes or a struct .*, not int64"),
+        ("numbers", {"image_column": "picture"}, r"image_column is 'picture', but .* it has image, label, text"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, kind, arguments, message):
+    with pytest.raises(ConfigurationError, match=f"(?s)ImageData: .*{message}"):
+        opened(broken(tmp_path / "x", kind), **arguments)
+
+
+def test_paths_that_are_nothing(tmp_path):
+    (tmp_path / "a.zip").write_bytes(b"")
+    (tmp_path / "b.parquet").write_bytes(b"no")
+    for name, message in (
+        ("there", "no such folder or file: .*there"),
+        ("a.zip", r"is a file that is neither \.parquet nor \.arrow"),
+        ("b.parquet", "no parquet that can be read"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            opened(tmp_path / name)
+
+
+def test_one_of_several_sources_without_captions_is_an_error(tmp_path):
+    write(tmp_path / "with", [f"{n}.png" for n in range(4)], ["x"] * 4)
+    write(tmp_path / "without", [f"{n}.png" for n in range(4)])
+    with pytest.raises(ConfigurationError, match=r"with has captions, without has none.*caption_column: null"):
+        opened(tmp_path / "with", val=str(tmp_path / "without"))
+    both = ImageData(train=[str(tmp_path / "with"), str(tmp_path / "without")], caption_column=None, resolution=16)
+    both.setup("fit")
+    assert len(both.dataset) == 8
+
+
+def test_a_class_that_is_not_trained_on_is_an_error(tmp_path):
+    write(tmp_path / "train", ["cat/0.png", "dog/1.png"])
+    write(tmp_path / "val", ["cat/0.png", "emu/1.png"])
+    with pytest.raises(ConfigurationError, match=r"the label 'emu' is not among the 2 classes .* \(cat, dog\)"):
+        opened(tmp_path / "train", val=str(tmp_path / "val"))

@@ -1,0 +1,148 @@
+"""Adapters beside layers of all kinds: start unchanged, merge to the same output, equal peft's numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import ConfigurationError, merge_adapters
+from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, dora_norm
+from lit_efficient.mechanisms.adapters.targets import find_targets
+
+
+def _conv1d() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(6, 5)
+
+
+LAYERS: dict[str, Any] = {
+    "linear": (lambda: nn.Linear(5, 6), lambda: torch.randn(3, 5)),
+    "no_bias": (lambda: nn.Linear(5, 6, bias=False), lambda: torch.randn(2, 3, 5)),
+    "conv1d": (_conv1d, lambda: torch.randn(3, 5)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), lambda: torch.randn(2, 4, 7, 7)),
+    "reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), lambda: torch.randn(2, 4, 5, 5)),
+    "embedding": (lambda: nn.Embedding(9, 6, padding_idx=0), lambda: torch.arange(9).view(3, 3)),
+}
+
+
+def _adapted(kind: str, variant: str, *, trained: bool = True) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    make, inputs = LAYERS[kind]
+    layer, x = make(), inputs()
+    before = layer(x)
+    add_low_rank(layer, kind, rank=3, alpha=6.0, variant=variant)
+    if trained:
+        with torch.no_grad():
+            for name, p in layer.named_parameters():
+                if name.startswith("lora_"):
+                    p.add_(0.3 * torch.randn_like(p))
+    return layer, x, before
+
+
+FLOAT = [variant for variant in VARIANTS if variant != "qalora"]  # which is for int4: see test_int4.py
+CASES = [(k, v) for k in LAYERS for v in FLOAT if k != "embedding" or v in ("lora", "rslora")]
+
+
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+def test_starts_as_the_base_bit_for_bit_and_keeps_its_names(kind: str, variant: str) -> None:
+    layer, x, before = _adapted(kind, variant, trained=False)
+    assert torch.equal(layer(x), before)
+    plain = LAYERS[kind][0]()
+    assert plain.state_dict().keys() <= layer.state_dict().keys()
+    assert isinstance(layer, type(plain))
+    assert type(layer).__name__ == type(plain).__name__
+
+
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+def test_merged_equals_unmerged(kind: str, variant: str) -> None:
+    layer, x, before = _adapted(kind, variant)
+    root = nn.Sequential(layer)
+    y = root(x)
+    assert not torch.allclose(y, before, atol=1e-2)
+    copies = [copy.deepcopy(root), pickle.loads(pickle.dumps(root))]
+    assert all(torch.equal(twin(x), y) for twin in copies)
+    merge_adapters(root)
+    torch.testing.assert_close(root(x), y, rtol=1e-5, atol=1e-5)
+    plain = LAYERS[kind][0]()
+    assert type(root[0]) is type(plain)
+    assert root[0].state_dict().keys() == plain.state_dict().keys()
+
+
+def test_merging_a_tied_head_unties_it_first() -> None:
+    table, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = table.weight
+    root = nn.ModuleDict({"table": table, "head": head})
+    add_low_rank(head, "head", rank=2, alpha=2.0)
+    nn.init.normal_(head.lora_B)
+    x = torch.randn(3, 4)
+    y, rows = head(x), table.weight.clone()
+    merge_adapters(root)
+    torch.testing.assert_close(head(x), y, rtol=1e-5, atol=1e-5)
+    assert torch.equal(table.weight, rows)
+
+
+@pytest.mark.parametrize("variant", FLOAT)
+def test_equals_peft_in_outputs_and_gradients(variant: str) -> None:
+    import peft
+
+    layer, x, _ = _adapted("linear", variant)
+    base = nn.Linear(5, 6)
+    base.load_state_dict({key: layer.state_dict()[key] for key in ("weight", "bias")})
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=["0"], use_dora=variant == "dora", use_rslora=variant == "rslora",
+        init_lora_weights="pissa" if variant == "pissa" else True,
+    )  # fmt: skip
+    theirs = peft.inject_adapter_in_model(config, nn.Sequential(base))[0]
+    with torch.no_grad():
+        if variant == "pissa":  # signs of singular vectors are arbitrary: compare what they start with
+            start = theirs.scaling["default"] * theirs.lora_B["default"].weight @ theirs.lora_A["default"].weight
+            torch.testing.assert_close(start, layer.lora_scale * layer.lora_B0 @ layer.lora_A0, rtol=1e-4, atol=1e-5)
+        theirs.lora_A["default"].weight.copy_(layer.lora_A)
+        theirs.lora_B["default"].weight.copy_(layer.lora_B)
+        if variant == "dora":
+            theirs.lora_magnitude_vector["default"].weight.copy_(layer.lora_magnitude)
+    ours, other = layer(x), theirs(x)
+    torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+    ours.square().sum().backward()
+    other.square().sum().backward()
+    pairs = [(layer.lora_A, theirs.lora_A), (layer.lora_B, theirs.lora_B)]
+    pairs += [(layer.lora_magnitude, theirs.lora_magnitude_vector)] if variant == "dora" else []
+    for mine, peft_layers in pairs:
+        torch.testing.assert_close(mine.grad, peft_layers["default"].weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_dora_norm_is_the_norm_of_the_sum() -> None:
+    torch.manual_seed(0)
+    w, a, b = torch.randn(7, 5), torch.randn(3, 5), torch.randn(7, 3)
+    expected = (w.double() + 2 * b.double() @ a.double()).norm(dim=1)
+    torch.testing.assert_close(dora_norm(w, a, b, 2.0).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_all_linear_leaves_heads_tied_layers_and_uncalled_layers_out() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
+    names = [name for name, _ in find_targets(model, "all-linear", who="LoRA")]
+    assert [name.rpartition("h.0.")[2] for name in names] == ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    attention = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
+    assert [name for name, _ in find_targets(attention, "all-linear", who="LoRA")] == ["1"]
+    with pytest.raises(ConfigurationError, match=r"'q_proj' matches none of the 1 modules that it could, .*: 1 "):
+        find_targets(attention, ["q_proj"], who="LoRA")
+
+
+def test_the_draw_depends_on_seed_and_name_alone_and_leaves_the_global_generator() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    state = torch.get_rng_state()
+    for layer, (name, seed) in zip(layers, [("a", 0), ("a", 0), ("b", 0), ("a", 1)]):
+        add_low_rank(layer, name, rank=2, alpha=2.0, seed=seed)
+    assert torch.equal(state, torch.get_rng_state())
+    same = [torch.equal(layers[0].lora_A, layer.lora_A) for layer in layers]
+    assert same == [True, True, False, False]
+    assert all(isinstance(layer, LowRank) for layer in layers)

@@ -1,0 +1,137 @@
+"""The functions of averages: decays of the references, formats, profiles, and widths rebuilt afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import ConfigurationError
+from lit_efficient.mechanisms.averages.weights import (
+    averageable,
+    decay_at,
+    gamma_of,
+    position_weights,
+    power_decay,
+    sigma_rel_of,
+    synthesis_weights,
+    update_,
+    weighted_mean,
+)
+from lit_efficient.mechanisms.blocks.freezing import hold
+
+
+@pytest.mark.parametrize("warmup", ["inverse_gamma", "tf"])
+def test_averages_equal_those_of_diffusers(warmup: str) -> None:
+    from diffusers.training_utils import EMAModel
+
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size, generator=generator)) for size in ((7, 5), (3,), ())]
+    reference = EMAModel(weights, decay=0.97, use_ema_warmup=warmup == "inverse_gamma", power=0.75, update_after_step=3)
+    ours = [w.detach().clone() for w in weights]
+    for step in range(200):
+        with torch.no_grad():
+            for w in weights:
+                w.add_(torch.randn(w.shape, generator=generator), alpha=0.1)
+        reference.step(weights)
+        update_(ours, weights, decay_at(step - 3, 0.97, warmup, 0.75))
+    for a, b in zip(ours, reference.shadow_params):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("power", [2 / 3, 1.0])
+def test_averages_equal_those_of_ema_pytorch(power: float) -> None:
+    reference_package = pytest.importorskip("ema_pytorch", reason="it is in the extra `test`")
+    net = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
+    generator = torch.Generator().manual_seed(0)
+    reference = reference_package.EMA(net, beta=0.97, update_every=1, update_after_step=3, power=power)
+    weights = list(net.parameters())
+    ours = [w.detach().clone() for w in weights]
+    for step in range(200):
+        with torch.no_grad():
+            for w in weights:
+                w.add_(torch.randn(w.shape, generator=generator), alpha=0.1)
+        reference.update()
+        update_(ours, weights, decay_at(step - 3, 0.97, "inverse_gamma", power))
+    for a, b in zip(ours, reference.ema_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-6)
+        assert not torch.equal(a, b)  # it takes its decays in float32: were they the same object, nothing was compared
+
+
+def test_decay_equals_the_formula_of_ema_pytorch() -> None:
+    """``EMA.get_current_decay`` of ema-pytorch 0.8: clamp(1 - (1 + epoch / inv_gamma) ** -power, min, beta)."""
+    for step in range(0, 100_000, 997):
+        expected = 0.0 if step <= 0 else min(max(1 - (1 + step / 1.0) ** -(2 / 3), 0.0), 0.9999)
+        assert decay_at(step, 0.9999) == pytest.approx(expected, abs=1e-12)
+    assert decay_at(1_000_000_000, 0.9999) == 0.9999
+    assert [decay_at(n, 0.9, None) for n in (0, 1, 2)] == [0.0, 0.9, 0.9]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_formats_are_averaged_in_float32(dtype: torch.dtype) -> None:
+    weights = [torch.randn(n).to(dtype) for n in (4, 8, 3, 20, 1)] + [torch.randn(5)]
+    weights.append(torch.randn(5, 3).to(dtype).T)  # not contiguous
+    averages = [torch.randn(w.shape) for w in weights]
+    expected = [0.9 * a + 0.1 * w.float() for a, w in zip(averages, weights)]
+    update_(averages, weights, 0.9)
+    torch.testing.assert_close(averages, expected)
+    update_(averages, weights, 0.0)
+    assert all(torch.equal(a, w.float()) for a, w in zip(averages, weights))
+
+
+def test_tied_once_and_frozen_or_quantised_never() -> None:
+    class Packed(nn.Parameter):
+        """As quantised weights are: floating-point by name, packed in truth."""
+
+    net = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3), "d": nn.Linear(3, 3)})
+    net["b"].weight = net["a"].weight
+    net["c"].requires_grad_(False)
+    net["d"].weight = Packed(torch.ones(3), requires_grad=False)
+    net["d"].bias = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
+    assert list(averageable(net)) == ["a.weight", "a.bias", "b.bias"]
+    net["c"].bias.requires_grad_(True)
+    hold(net, ["c.bias"])
+    assert list(averageable(net)) == ["a.weight", "a.bias", "b.bias", "c.bias"]
+    assert list(averageable(net, False)) == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
+
+
+def test_weights_by_position() -> None:
+    assert position_weights(4) == [0.25] * 4
+    assert position_weights(3, "linear") == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    assert position_weights(3, "exponential") == pytest.approx([1 / 7, 2 / 7, 4 / 7])
+    assert sum(position_weights(2000, "exponential")) == pytest.approx(1.0)
+    states = [[torch.full((2,), float(i), dtype=torch.bfloat16)] for i in range(3)]
+    torch.testing.assert_close(weighted_mean(states, [0.25, 0.25, 0.5]), [torch.full((2,), 1.25)])
+
+
+def test_widths_and_exponents_are_those_of_the_paper() -> None:
+    assert [round(gamma_of(s), 2) for s in (0.05, 0.10, 0.15, 0.20)] == [16.97, 6.94, 3.56, 1.83]
+    for sigma_rel in (0.01, 0.05, 0.25, 0.28):
+        assert sigma_rel_of(gamma_of(sigma_rel)) == pytest.approx(sigma_rel, rel=1e-9)
+    for bad in (0, -0.1, 0.29):
+        with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2887, got"):
+            gamma_of(bad)
+
+
+def test_other_widths_are_rebuilt_from_two_tracked_ones() -> None:
+    """A random walk of 2,000 steps, 20 snapshots of two widths: others come out as if they had been tracked."""
+    generator = torch.Generator().manual_seed(0)
+    walk = torch.randn(2000, 16, dtype=torch.float64, generator=generator).cumsum(0)
+    targets = (0.05, 0.075, 0.12, 0.2)
+    widths = (0.05, 0.10, *targets)
+    averages = {width: torch.zeros(16, dtype=torch.float64) for width in widths}
+    steps, stored, snapshots = [], [], []
+    for step, weights in enumerate(walk, 1):
+        for width, average in averages.items():
+            update_([average], [weights], power_decay(step, gamma_of(width)))
+        if step % 100 == 0:
+            for width in (0.05, 0.10):
+                steps.append(step)
+                stored.append(width)
+                snapshots.append(averages[width].clone())
+    for target in targets:
+        coefficients = synthesis_weights(steps, stored, 2000, target)
+        assert sum(coefficients) == pytest.approx(1.0)
+        rebuilt = torch.stack(snapshots).T @ torch.tensor(coefficients, dtype=torch.float64)
+        error = (rebuilt - averages[target]).norm() / (walk[-1] - averages[target]).norm()
+        assert error < (1e-6 if target in (0.05, 0.10) else 0.02), (target, float(error))
