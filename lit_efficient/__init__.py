@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 # short class names in YAML with it, `techniques` reads the named files, and the contract tests run over them.
 PUBLIC: dict[str, str] = {
     # the contract
-    "Phase": "technique",
-    "Report": "technique",
+    "Phase": "declaration",
+    "Report": "declaration",
     "Technique": "technique",
     "ConflictError": "errors",
     "ConfigurationError": "errors",

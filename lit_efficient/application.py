@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import Declaration, Report, check_conflicts, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
-from lit_efficient.technique import Report, Technique, check_conflicts, in_order, overrides, techniques_of
 
 _ABSENT = "absent"  # a string, so that it survives a deep copy and a pickle
 
@@ -43,7 +43,7 @@ class Entry:
 
     record: dict[str, Any]
     report: Report
-    kind: type[Technique]
+    kind: type[Declaration]
 
 
 def _ledger(module: nn.Module) -> list[Entry]:
@@ -57,7 +57,7 @@ def _session(module: nn.Module) -> Session | None:
 # The network ---------------------------------------------------------------------------------------------------------
 
 
-def apply(module: nn.Module, techniques: Iterable[Technique]) -> dict[str, Report]:
+def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Report]:
     """Transform ``module`` by all ``techniques``, in phase order, each once in the module's life.
 
     The trainer does this by itself; call it to use techniques outside Lightning.
@@ -98,7 +98,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """
     import lit_efficient
 
-    known = {cls.__name__: cls for cls in _subclasses(Technique)}
+    known = {cls.__name__: cls for cls in _subclasses(Declaration)}
     techniques = []
     for record in checkpoint.get("lit_efficient", {}).get("transforms", ()):
         name = record["name"]
@@ -112,7 +112,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     _check_checkpoint(module, checkpoint)
 
 
-def _subclasses(cls: type[Technique]) -> Iterator[type[Technique]]:
+def _subclasses(cls: type[Declaration]) -> Iterator[type[Declaration]]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
@@ -127,7 +127,7 @@ def _check_order(record: Mapping[str, Any], ledger: list[Entry]) -> None:
         )
 
 
-def _check_sharding(technique: Technique, module: nn.Module) -> None:
+def _check_sharding(technique: Declaration, module: nn.Module) -> None:
     if technique.after_sharding:
         return
     sharded = next((name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"), None)
@@ -188,7 +188,7 @@ def _call_inner(module: Any, name: str, previous: Mapping[str, Any], *args: Any)
     return getattr(type(module), name)(module, *args) if inner == _ABSENT else inner(*args)
 
 
-def _check_run(trainer: Any, module: Any, techniques: list[Technique]) -> None:
+def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
     check_conflicts(trainer.callbacks)
     surgeons = [type(technique).__name__ for technique in techniques if overrides(technique, "transform")]
     launcher = type(getattr(trainer.strategy, "launcher", None)).__name__
@@ -234,7 +234,7 @@ def _configure_optimizers(self: Any) -> Any:
 
 
 def _rewrite_optimizers(
-    module: Any, session: Session, techniques: list[Technique], optimizers: list[Optimizer]
+    module: Any, session: Session, techniques: list[Declaration], optimizers: list[Optimizer]
 ) -> None:
     for technique in techniques:
         if not overrides(technique, "rewrite_optimizer"):
@@ -413,7 +413,7 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 # Reports -------------------------------------------------------------------------------------------------------------
 
 
-def reports_of(module: nn.Module, techniques: Iterable[Technique] = ()) -> dict[str, Report]:
+def reports_of(module: nn.Module, techniques: Iterable[Declaration] = ()) -> dict[str, Report]:
     """What each technique touched on ``module``, by the technique's name, in the order in which they act."""
     session = _session(module)
     reports = {entry.record["name"]: entry.report for entry in _ledger(module)} | (session.reports if session else {})

@@ -1,13 +1,6 @@
-"""The contract: what a technique is, in which order techniques are applied, and when two of them exclude each other.
+"""The callback that every technique is: it lives in a trainer and has its declaration applied there.
 
-A technique is a Lightning callback that says *what* it changes, in a few small methods, and never *when*:
-
-* :meth:`Technique.transform` changes the network, right after the module's own ``configure_model``;
-* :meth:`Technique.rewrite_optimizer` changes each optimizer, right after ``configure_optimizers``;
-* :meth:`Technique.sample_weights` weighs the samples' losses, right after ``training_step``;
-* :meth:`Technique.extra_loss` adds a term to the loss, there, too.
-
-The first technique's ``setup`` checks the whole set at once and wraps those methods on the module's instance;
+The first technique's ``setup`` checks the whole set at once and wraps the methods of the module's instance;
 ``teardown`` or ``on_exception`` takes the wraps off again (see :mod:`lit_efficient.application`). What was done to the
 network is kept in a ledger on the module, so that a second run does not do it twice, and in its checkpoints, so that
 they can be told apart.
@@ -15,78 +8,21 @@ they can be told apart.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch import Callback
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lit_efficient.errors import ConflictError
-
-
-class Phase(IntEnum):
-    """The one order in which techniques act, whatever their order in the trainer's list. Ties: by class name."""
-
-    ARCHITECTURE = 10  # decides which blocks there are: everything later must see the final network
-    QUANTIZE = 20  # compresses the base weights before anything trainable is put beside them
-    ADAPT = 30  # puts adapters on the base as it will be stored
-    FREEZE = 40  # decides what trains, adapters included
-    RECOMPUTE = 50  # wraps the finished forward: what is recomputed must be what was computed
-    LAYOUT = 60  # changes memory formats and number formats, not values
-    COMPILE = 70  # traces what all of the above made
-    SHARD = 80  # splits parameters that nothing may replace any more
-    OPTIMIZER = 90  # sees the parameters as they will be stepped
-    LOSS = 100  # acts in every step, on what the module returned
-    AVERAGE = 110  # shadows the weights after the step
+from lit_efficient import application
+from lit_efficient.declaration import Declaration, in_order, techniques_of
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a technique touched: logged once at the start of a fit and kept in the run's summary.
-
-    Args:
-        summary: One clause for people, as in ``"12 of 12 blocks, rates 0.04 to 0.50"``.
-        modules: Dotted names of the modules that were changed.
-        parameters: Number of elements of the parameters that were touched.
-        bytes_saved: Bytes that this saves for certain, or 0.
-        details: Further figures by name.
-    """
-
-    summary: str
-    modules: tuple[str, ...] = ()
-    parameters: int = 0
-    bytes_saved: int = 0
-    details: Mapping[str, float | int | str] = field(default_factory=dict)
-
-    def figures(self) -> dict[str, float | int | str]:
-        """The report as flat numbers and strings for a logger."""
-        figures: dict[str, float | int | str] = {"summary": self.summary, "modules": len(self.modules)}
-        figures |= {"parameters": self.parameters, "bytes_saved": self.bytes_saved}
-        return figures | dict(self.details)
-
-
-class Technique(Callback):
-    """Base of all techniques. A subclass names its phase and overrides what it needs of the methods below.
+class Technique(Declaration, Callback):
+    """Base of all techniques: what a subclass says is in :class:`lit_efficient.declaration.Declaration`.
 
     A subclass that defines ``setup``, ``teardown``, ``on_exception``, ``on_fit_start`` or ``on_save_checkpoint`` calls
-    ``super()`` in it. Constructor arguments are kept as attributes of the same name and checked in ``__init__``.
+    ``super()`` in it.
     """
-
-    phase: ClassVar[Phase | None] = None  # None: neither network nor optimizer nor loss is touched
-    conflicts: ClassVar[Mapping[str, str]] = {}  # name of another callback's class -> why, and the way out
-    requires: ClassVar[Mapping[str, str]] = {}  # name of another technique -> why
-    alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
-    after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
-    worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
-    retains_graph: ClassVar[bool] = False  # takes gradients before the backward pass: what it needs is read twice
-    repeatable: ClassVar[bool] = False  # may stand in the list more than once
-    training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
 
     def __new__(cls, *args: object, **kwargs: object) -> Technique:
         """Also be a callback of the standalone ``pytorch_lightning`` package, once that is imported."""
@@ -94,77 +30,6 @@ class Technique(Callback):
         if standalone is not None and standalone.Callback not in Technique.__mro__:
             Technique.__bases__ = (*Technique.__bases__, standalone.Callback)
         return super().__new__(cls)
-
-    # What a subclass overrides.
-
-    def check(self, trainer: Any, module: Any) -> None:
-        """Raise :class:`ConflictError` if this trainer, strategy or module cannot work with the technique."""
-
-    def transform(self, module: nn.Module) -> Report:
-        """Change the network in place; must not need a trainer, and draws from generators of its own."""
-        raise NotImplementedError
-
-    def prepare_parameters(self, module: nn.Module) -> None:
-        """Set ``requires_grad``, in each fit, right before ``configure_optimizers`` picks the parameters by it."""
-
-    def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Change one optimizer in place (see :func:`lit_efficient.surgery.become`)."""
-        raise NotImplementedError
-
-    def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
-        """Weights [B] for the samples' losses, from what ``training_step`` returned."""
-        raise NotImplementedError
-
-    def weigh_inside(
-        self, module: nn.Module, weights_of: Callable[[Mapping[str, Any]], Tensor]
-    ) -> AbstractContextManager[None] | None:
-        """For a module that returns no sample losses: a context around ``training_step`` that weighs them in there.
-
-        ``weights_of`` gives the product of all techniques' weights [B] for what they would have been returned.
-        """
-        return None
-
-    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
-        """A context around ``training_step`` in which the technique may listen to what the network computes."""
-        return None
-
-    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
-        """A scalar to add to the loss that ``training_step`` returned in ``output``; ``None`` adds nothing."""
-        raise NotImplementedError
-
-    def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
-        """Change what is about to be saved. Unlike ``on_save_checkpoint`` it also acts on weights-only checkpoints."""
-
-    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
-        """Learn, in any stage, that the weights of ``checkpoint`` are about to be loaded."""
-
-    def describe(self, module: nn.Module) -> Report | None:
-        """What the technique acts on, where none of the methods above reports it."""
-        return None
-
-    @classmethod
-    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Take out of a checkpoint what the transform makes redundant; called for as long as the module lives."""
-
-    @classmethod
-    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Raise :class:`CheckpointError` if the weights of a checkpoint do not belong to the transformed module."""
-
-    # What the base does.
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments by name, as primitives."""
-        parameters = inspect.signature(type(self)).parameters.values()
-        return {p.name: _primitive(getattr(self, p.name)) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-
-    def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the technique, as primitives that load with ``weights_only=True``."""
-        return {
-            "name": type(self).__name__,
-            "phase": int(self.phase or 0),
-            "arguments": self.arguments(),
-            "alters": list(self.alters),
-        }
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check all techniques of the trainer at once and wrap the module, on the first technique's turn."""
@@ -188,53 +53,3 @@ class Technique(Callback):
         checkpoint.setdefault("lit_efficient", {})["techniques"] = [
             technique.record() for technique in in_order(techniques_of(trainer))
         ]
-
-
-def techniques_of(trainer: Any) -> list[Technique]:
-    """The trainer's techniques, in the order of its list."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
-
-
-def in_order(techniques: Iterable[Technique]) -> list[Technique]:
-    """Techniques in the order in which they act."""
-    return sorted(techniques, key=lambda technique: (technique.phase or 0, type(technique).__name__))
-
-
-def overrides(technique: Technique, method: str) -> bool:
-    """Whether the technique's class defines one of the methods of the contract."""
-    return getattr(type(technique), method) is not getattr(Technique, method)
-
-
-def check_conflicts(callbacks: Sequence[object]) -> None:
-    """Refuse a set of callbacks that contains a declared conflict, a missing requirement or a repetition.
-
-    Raises:
-        ConflictError: Naming both techniques, the reason and the way out.
-    """
-    names = {base.__name__ for callback in callbacks for base in type(callback).__mro__}
-    seen: set[type] = set()
-    for technique in (callback for callback in callbacks if isinstance(callback, Technique)):
-        name = type(technique).__name__
-        if type(technique) in seen and not technique.repeatable:
-            raise ConflictError(f"{name} is listed twice in Trainer(callbacks=...); keep one of them")
-        seen.add(type(technique))
-        for other, reason in technique.conflicts.items():
-            if other in names:
-                raise ConflictError(f"{name} cannot be combined with {other}: {reason}")
-        for other, reason in technique.requires.items():
-            if other not in names:
-                raise ConflictError(f"{name} needs {other} in Trainer(callbacks=...): {reason}")
-
-
-def _primitive(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple | set | frozenset):
-        items = sorted(value, key=str) if isinstance(value, set | frozenset) else value
-        return [_primitive(item) for item in items]
-    if isinstance(value, Mapping):
-        return {str(key): _primitive(item) for key, item in value.items()}
-    return repr(value)
-
-
-from lit_efficient import application  # noqa: E402 (it needs the names above)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.blocks.recomputation import (
     OPERATORS,
@@ -30,7 +31,7 @@ from lit_efficient.mechanisms.blocks.recomputation import (
 from lit_efficient.mechanisms.blocks.residual import without_cache
 from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
 from lit_efficient.surgery import mix_in, unmixed
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 
 class _Recomputed(nn.Module):

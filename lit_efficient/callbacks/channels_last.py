@@ -20,9 +20,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.surgery import count
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
@@ -26,7 +27,6 @@ from lit_efficient.mechanisms.averages.weights import (
     weighted_mean,
 )
 from lit_efficient.mechanisms.averages.weights import whole as gathered
-from lit_efficient.technique import Phase, Report
 
 _WEIGHTS = ("uniform", "linear", "exponential")
 

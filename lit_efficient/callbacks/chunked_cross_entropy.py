@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, TokenLoss
 from lit_efficient.losses.deferred_logits import BACKENDS, ChunkedLoss, defer, output_head, takes_labels
 from lit_efficient.losses.liger_cross_entropy import installed
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 
 class ChunkedCrossEntropy(Technique):

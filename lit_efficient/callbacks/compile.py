@@ -21,9 +21,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lit_efficient.application import reports_of
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.surgery import find_blocks, match_modules, mix_in, unmixed
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 _VERSIONS = 16  # of one block: training and evaluation, a fixed and a free batch size, dropped and run, ...

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import averageable, decay_at, placed_like, precise, update_, whole
-from lit_efficient.technique import Phase, Report
 
 _WARMUPS = ("inverse_gamma", "tf", None)
 

@@ -23,10 +23,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
-from lit_efficient.technique import Report, Technique
+from lit_efficient.technique import Technique
 
 
 class ExactResume(Technique):

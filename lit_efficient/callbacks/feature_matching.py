@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.feature_matching import LAYOUTS, LOSSES, match_tokens
 from lit_efficient.mechanisms.alignment import PROJECTIONS, Alignment, Call, make_head, mean, unknown_width
 from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
-from lit_efficient.technique import Phase
 
 
 class FeatureMatching(Alignment):

@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lit_efficient.application import schedulers_of
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, held, hold, label, release
 from lit_efficient.optimizers.rates import split_groups
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 
 def thawed(step: int, milestones: Sequence[int]) -> int:

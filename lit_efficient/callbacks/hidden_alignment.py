@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.feature_matching import match_tokens, repa_loss
 from lit_efficient.mechanisms.alignment import PROJECTIONS, Alignment, Call, make_head, mean, member, unknown_width
 from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
 from lit_efficient.surgery import find_blocks
-from lit_efficient.technique import Phase
 
 
 class HiddenAlignment(Alignment):

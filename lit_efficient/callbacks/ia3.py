@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
 from lit_efficient.mechanisms.adapters.ia3 import add_ia3
@@ -21,7 +22,7 @@ from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_placement
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.surgery import call_layers, count, match_modules
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 # Ends of names: Llama, Mistral, Qwen and Gemma; GPT-2; this package's GPT. Queries are never scaled.
 _FAMILIES = (

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.feature_matching import gradient_ratio, match_tokens, vf_loss
 from lit_efficient.mechanisms.alignment import Alignment, Call, feature_of, make_head, mean, member, unknown_width
 from lit_efficient.models.teachers import Teacher, find_teacher, input_width_of, only_module
-from lit_efficient.technique import Phase
 
 
 class LatentAlignment(Alignment):

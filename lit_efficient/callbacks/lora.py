@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
@@ -28,7 +29,7 @@ from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, quantiz
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, find_targets
 from lit_efficient.surgery import call_layers, count, match_modules
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 
 class LoRA(Technique):

@@ -16,9 +16,10 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.optimizers.low_bit import to_low_bit
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _BITS = (8, 4, "fp8")
 _BACKENDS = ("auto", "bitsandbytes", "torchao")

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
@@ -38,7 +39,7 @@ from lit_efficient.mechanisms.trials.rate_range import (
     suggest_lr,
 )
 from lit_efficient.mechanisms.trials.steps import Trials, schedule, unschedule
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _DECAY = 0.8
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
@@ -30,7 +31,7 @@ from lit_efficient.mechanisms.trials.memory import format_bytes, parse_bytes
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rewind import other_randomness
 from lit_efficient.mechanisms.trials.steps import schedule, unschedule
-from lit_efficient.technique import Report, Technique
+from lit_efficient.technique import Technique
 
 
 class MaxBatchSize(Technique):

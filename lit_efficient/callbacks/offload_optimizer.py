@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _STREAMED = "_lit_efficient_streamed"
 

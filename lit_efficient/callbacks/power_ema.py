@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.averages.shadow import outside_autograd
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, write_snapshot
@@ -33,7 +34,7 @@ from lit_efficient.mechanisms.averages.weights import (
     update_,
     whole,
 )
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.models.gpt import GPT
 from lit_efficient.surgery import count, match_modules
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 
 class PrefixTuning(Technique):

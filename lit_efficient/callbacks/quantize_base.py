@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.adapters.quantized import (
     FORMATS,
@@ -27,7 +28,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     stored_bytes,
 )
 from lit_efficient.surgery import call_layers
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 
 class QuantizeBase(Technique):

@@ -16,11 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.mechanisms.adapters.base import ADDED, has_frozen_base
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, hold, release
 from lit_efficient.surgery import count, find_blocks, match_modules, mix_in
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, timm and most others call it
 

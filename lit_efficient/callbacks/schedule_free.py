@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from lit_efficient.surgery import become
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 
 class ScheduleFree(Technique):

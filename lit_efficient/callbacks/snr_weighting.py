@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.mse_adapter import find_scheduler, noise_method, weigh_mse_loss
 from lit_efficient.losses.snr import GAMMAS, PREDICTIONS, check_snr_arguments, snr_weight
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 # How diffusers' schedulers call the targets.
 _ALIASES = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "flow_prediction": "flow"}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.blocks.residual import (
     Streams,
@@ -28,7 +29,7 @@ from lit_efficient.mechanisms.blocks.residual import (
 )
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.surgery import find_blocks, mix_in
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 Stream = TypeVar("Stream", Tensor, tuple[Tensor, ...])  # one residual stream, or several of them
 

@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.losses.deferred_logits import shifts_labels
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 _COUNTER = "num_tokens"  # a method of the module that `auto` asks first
 

@@ -85,7 +85,7 @@ class LitEfficientCLI(LightningCLI):
         callbacks = callbacks_of(self.trainer)
         techniques = [c for c in callbacks if getattr(c, "phase", None) is not None]
         if techniques:
-            from lit_efficient.technique import check_conflicts
+            from lit_efficient.declaration import check_conflicts
 
             check_conflicts(callbacks)  # a fit does so as well, but after it has prepared the data
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has

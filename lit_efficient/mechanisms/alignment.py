@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
 from lit_efficient.surgery import count, mix_in
-from lit_efficient.technique import Phase, Report, Technique
+from lit_efficient.technique import Technique
 
 PROJECTIONS = ("none", "linear", "mlp")
 _ASIDE = "training_only"  # in checkpoints: tensors by the name they have in the module

@@ -40,7 +40,7 @@ from lit_efficient import (
     Technique,
     TokenWeightedAccumulation,
 )
-from lit_efficient.technique import check_conflicts
+from lit_efficient.declaration import check_conflicts
 from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet, convolved
 
 

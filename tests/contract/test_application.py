@@ -22,7 +22,8 @@ from lit_efficient import (
     StochasticDepth,
 )
 from lit_efficient.application import apply, compare_techniques, find_optimizers, install, replay
-from lit_efficient.technique import Technique, check_conflicts
+from lit_efficient.declaration import check_conflicts
+from lit_efficient.technique import Technique
 from tests.support import SCHEDULERS, Toy, ToyOnBatch, assert_equal, data, trainer, weights
 
 

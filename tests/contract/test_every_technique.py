@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import lit_efficient
 from lit_efficient import ConflictError, Technique
-from lit_efficient.technique import check_conflicts, in_order
+from lit_efficient.declaration import check_conflicts, in_order
 from tests.contract.table import CASES, TOGETHER, UNCOMPILED, make_all, network_of
 from tests.support import Toy, ToyMethods, assert_equal, data, run_script, trainer, weights
 

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase
 from lit_efficient.mechanisms.averages.weights import local, placed_like, whole
-from lit_efficient.technique import Phase, Technique
+from lit_efficient.technique import Technique
 
 
 def outside_autograd(method: Callable[..., Any]) -> Callable[..., Any]:
