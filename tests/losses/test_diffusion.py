@@ -98,12 +98,15 @@ def test_tables_noise_and_velocity_are_those_of_diffusers(name, zero):
     index = torch.tensor([0, 1, 17, 500, 997, 998, 999])
     t = (index + 1) / 1000
     x0, eps = (part.float() for part in draw()[:2])
-    # Near the clean end theirs loses digits to sqrt(1 - abar).
+    # Their table is in float32, and near the clean end sqrt(1 - abar) makes much of its last digit.
+    error = (alphas_cumprod(process)[index] - theirs.alphas_cumprod[index].double()).abs()
+    slack = 2e-6 + 3 * (error / (2 * (1 - theirs.alphas_cumprod[index].double()).sqrt())).max().item()
+    assert slack < 3e-4
     torch.testing.assert_close(
-        diffusion.add_noise(x0, eps, t, process), theirs.add_noise(x0, eps, index), atol=2e-5, rtol=0
+        diffusion.add_noise(x0, eps, t, process), theirs.add_noise(x0, eps, index), atol=slack, rtol=0
     )
     velocity = diffusion.target(x0, eps, t, process, "v")
-    torch.testing.assert_close(velocity, theirs.get_velocity(x0, eps, index), atol=2e-5, rtol=0)
+    torch.testing.assert_close(velocity, theirs.get_velocity(x0, eps, index), atol=slack, rtol=0)
     torch.testing.assert_close(process.network_time(t) * 1000, index.float(), atol=1e-3, rtol=0)
 
 
