@@ -9,6 +9,10 @@
 The command line prints any of them without a traceback and exits with code 2.
 """
 
+import math
+import operator
+from collections.abc import Collection
+
 
 class LitEfficientError(Exception):
     """Base of all errors of this package."""
@@ -28,3 +32,72 @@ class CheckpointError(LitEfficientError, RuntimeError):
 
 class OutOfMemoryError(LitEfficientError, RuntimeError):
     """A step that needs more memory than there is, or than it may take. The message gives both in bytes."""
+
+
+def refusal(owner: str, name: str, allowed: str, value: object) -> ConfigurationError:
+    """The error of an argument that is not what it must be: ``refusal("LoRA", "rank", "at least 1", 0)``.
+
+    Args:
+        owner: Whose argument it is, as people know it: a class, or a subcommand.
+        name: The argument; of a block in YAML with dots.
+        allowed: What would be right, to be read after "must be".
+        value: What was given.
+    """
+    return ConfigurationError(f"{owner}: {name} must be {allowed}, got {value!r}")
+
+
+def check_choice(owner: str, name: str, value: object, choices: Collection[object], *, null: bool = False) -> None:
+    """Raise the refusal of an argument that is none of ``choices`` (nor, with ``null``, ``None``).
+
+    Raises:
+        ConfigurationError: Naming argument, choices and value.
+    """
+    if not (value is None and null) and not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise refusal(owner, name, f"one of {', '.join(map(str, choices))}" + (" or null" if null else ""), value)
+
+
+def check_number(
+    owner: str,
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    whole: bool = False,
+    null: bool = False,
+) -> None:
+    """Raise the refusal of an argument that is no finite number in its range; a truth value is no number.
+
+    Args:
+        owner: Whose argument it is.
+        name: The argument.
+        value: What was given.
+        least: The smallest value allowed.
+        above: What the value must exceed.
+        most: The largest value allowed.
+        below: What must exceed the value.
+        whole: Allow integers only.
+        null: Allow ``None``, too.
+
+    Raises:
+        ConfigurationError: Naming argument, range and value.
+
+    Example:
+        >>> check_number("LoRA", "rank", 0, least=1, whole=True)
+        Traceback (most recent call last):
+        lit_efficient.errors.ConfigurationError: LoRA: rank must be a whole number of at least 1, got 0
+    """
+    if value is None and null:
+        return
+    bounds = {"at least": (least, operator.ge), "above": (above, operator.gt)}
+    bounds |= {"at most": (most, operator.le), "below": (below, operator.lt)}
+    given = {words: (bound, holds) for words, (bound, holds) in bounds.items() if bound is not None}
+    kinds = int if whole else (int, float)
+    if isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value):
+        if all(holds(value, bound) for bound, holds in given.values()):
+            return
+    range_ = " and ".join(f"{words} {bound:g}" for words, (bound, _) in given.items())
+    kind = ("a whole number" if whole else "" if given else "a number") + (" of " if whole and given else "")
+    raise refusal(owner, name, kind + range_ + (" or null" if null else ""), value)

@@ -1,0 +1,44 @@
+"""Bad arguments are named with their range and the value that was given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
+
+
+@pytest.mark.parametrize(
+    ("value", "limits", "words"),
+    [
+        (0, {"least": 1, "whole": True}, "a whole number of at least 1, got 0"),
+        (1.5, {"least": 1, "whole": True}, "a whole number of at least 1, got 1.5"),
+        (True, {"least": 0}, "at least 0, got True"),
+        ("1", {"above": 0}, "above 0, got '1'"),
+        (1.0, {"least": 0, "below": 1}, "at least 0 and below 1, got 1.0"),
+        (1.1, {"above": 0, "most": 1, "null": True}, "above 0 and at most 1 or null, got 1.1"),
+        (math.nan, {}, "a number, got nan"),
+        (math.inf, {"above": 0}, "above 0, got inf"),
+        (None, {"above": 0}, "above 0, got None"),
+    ],
+)
+def test_a_number_outside_its_range_is_named(value: Any, limits: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_number("Owner", "name", value, **limits)
+    assert str(caught.value) == f"Owner: name must be {words}"
+
+
+def test_the_ends_of_a_range_belong_to_it_or_not() -> None:
+    check_number("Owner", "name", 1, least=1, most=1, whole=True)
+    check_number("Owner", "name", None, above=0, null=True)
+    check_number("Owner", "name", 0.5, above=0, below=1)
+
+
+def test_a_choice_is_one_of_its_kind() -> None:
+    check_choice("Owner", "bits", 8, (8, 4, "fp8"))
+    check_choice("Owner", "mode", None, ("a", "b"), null=True)
+    for value in (True, "8", 8.0, None, ["a"]):
+        with pytest.raises(ConfigurationError, match=r"Owner: bits must be one of 8, 4, fp8, got "):
+            check_choice("Owner", "bits", value, (8, 4, "fp8"))
