@@ -10,6 +10,7 @@ The command line prints any of them without a traceback and exits with code 2.
 """
 
 import math
+import numbers
 import operator
 from collections.abc import Collection
 
@@ -94,10 +95,10 @@ def check_number(
     bounds = {"at least": (least, operator.ge), "above": (above, operator.gt)}
     bounds |= {"at most": (most, operator.le), "below": (below, operator.lt)}
     given = {words: (bound, holds) for words, (bound, holds) in bounds.items() if bound is not None}
-    kinds = int if whole else (int, float)
-    if isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value):
-        if all(holds(value, bound) for bound, holds in given.values()):
-            return
+    kind = numbers.Integral if whole else numbers.Real
+    is_number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and all(holds(value, bound) for bound, holds in given.values()):
+        return
     range_ = " and ".join(f"{words} {bound:g}" for words, (bound, _) in given.items())
-    kind = ("a whole number" if whole else "" if given else "a number") + (" of " if whole and given else "")
-    raise refusal(owner, name, kind + range_ + (" or null" if null else ""), value)
+    noun = ("a whole number" if whole else "" if given else "a number") + (" of " if whole and given else "")
+    raise refusal(owner, name, noun + range_ + (" or null" if null else ""), value)
