@@ -13,6 +13,7 @@ import math
 import numbers
 import operator
 from collections.abc import Collection
+from typing import Any
 
 
 class LitEfficientError(Exception):
@@ -60,7 +61,7 @@ def check_choice(owner: str, name: str, value: object, choices: Collection[objec
 def check_number(
     owner: str,
     name: str,
-    value: object,
+    value: Any,
     *,
     least: float | None = None,
     above: float | None = None,
