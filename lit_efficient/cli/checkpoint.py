@@ -1,16 +1,14 @@
 """``--ckpt_path``: the file is checked before anything is built, and the config wins over what it was trained with."""
 
 import os
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.files.checkpoints import DamagedError, load_verified
 
 # Words that Lightning resolves itself, for `fit` alone: the others have no training before them in this process.
 _WORDS = {"last", "hpc"}
@@ -40,16 +38,11 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"ckpt_path: there is no file {path!r}.{_others(file.parent)}")
     try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()  # torch does not verify its own checksums
-        if damaged:
-            raise zipfile.BadZipFile(f"checksum of {damaged}")
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (zipfile.BadZipFile, RuntimeError, EOFError):
+        checkpoint = load_verified(file, mapped=True)
+    except DamagedError:
         checkpoint = _last_good(file)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
-        raise CheckpointError(f"ckpt_path: {path} holds more than data, so it is not loaded: {reason}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"ckpt_path: {error}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"ckpt_path: {path} is no Lightning checkpoint: it has no 'state_dict'")
     return checkpoint

@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--val_fraction", type=float, default=0.05, help="about this part of the files is held out")
     arguments = parser.parse_args(argv)
     output = Path(arguments.output)
-    from lit_efficient.files.checkpoints import check_new_folder
+    from lit_efficient.files.atomic_file import check_new_folder
 
     check_new_folder(output, "tokenizer")
     if arguments.vocab_size < 257:
@@ -79,7 +79,7 @@ def _save(tokenizer: object, output: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from lit_efficient.data.text.token_cache import END_OF_TEXT
-    from lit_efficient.files.checkpoints import write_folder
+    from lit_efficient.files.atomic_file import write_folder
 
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT

@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader
 from lit_efficient.data.images.image_module import check_choice, check_integer
 from lit_efficient.data.images.image_source import collate_images
 from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
-from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, Value, check_fields, open_encoded
+from lit_efficient.data.latents.encoded_rows import Value
+from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, check_fields, open_encoded
 from lit_efficient.data.latents.latent_format import Moments, normalize_item
 from lit_efficient.data.latents.stage_one import forked_rng
 from lit_efficient.errors import ConfigurationError

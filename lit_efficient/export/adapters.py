@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.files.checkpoints import check_new_folder, write_folder
+from lit_efficient.files.atomic_file import check_new_folder, write_folder
+from lit_efficient.files.checkpoints import read
+from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
@@ -55,7 +56,7 @@ def export_checkpoint(
     if format not in FORMATS:
         raise ConfigurationError(f"export: format must be one of {', '.join(FORMATS)}; got {format!r}")
     check_new_folder(Path(output), "export")
-    checkpoint = _read(Path(path))
+    checkpoint = read(path)
     if format == "peft":
         vectors = vectors_to_peft(checkpoint)
         if vectors is not None:
@@ -72,8 +73,8 @@ def export_checkpoint(
         model = _merged_transformers(checkpoint, None if base is None else str(base))
         packed = checkpoint.get("language_modeling", {}).get("tokenizer")
         return write_folder(Path(output), lambda folder: _write_transformers(folder, model, packed))
-    state = merge_state(checkpoint, None if base is None else _read(Path(base))["state_dict"])
-    return write_folder(Path(output), lambda folder: _write_safetensors(folder / "model.safetensors", state))
+    state = merge_state(checkpoint, None if base is None else read(base)["state_dict"])
+    return write_folder(Path(output), lambda folder: save_tensors(folder / "model.safetensors", state))
 
 
 def merge_state(
@@ -185,24 +186,10 @@ def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dic
     return (kept["adapters"], records[0]["arguments"]) if records else (None, {})
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"export: there is no file {str(path)!r}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return {"state_dict": load_file(path)}
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"export: {path} cannot be read safely: {str(error).splitlines()[0]}") from error
-    return loaded if "state_dict" in loaded else {"state_dict": loaded}
-
-
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     # diffusers reads the configuration from the header, where its keys have the prefix of the tensors'.
     header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
-    _write_safetensors(folder / "adapter_model.safetensors", tensors, lora_adapter_metadata=header)
+    save_tensors(folder / "adapter_model.safetensors", tensors, lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -214,16 +201,3 @@ def _write_transformers(folder: Path, model: Any, packed: Mapping[str, Any] | No
         if packed["stop"]:  # a chat ends where a turn does, which the model's configuration does not know
             model.generation_config.eos_token_id = list(packed["stop"])
     model.save_pretrained(folder)
-
-
-def _write_safetensors(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
-    from safetensors.torch import save_file
-
-    # Tied weights would share memory, which the format refuses: each name has a copy.
-    seen: set[int] = set()
-    own = {}
-    for key, tensor in state.items():
-        shared = tensor.untyped_storage().data_ptr() in seen
-        seen.add(tensor.untyped_storage().data_ptr())
-        own[key] = tensor.clone() if shared else tensor.contiguous()
-    save_file(own, path, metadata={"format": "pt", **metadata})

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.files.checkpoints import check_new_folder, read, write_folder
+from lit_efficient.files.atomic_file import check_new_folder, write_folder
+from lit_efficient.files.checkpoints import read
+from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized, plain_layer
@@ -79,7 +81,8 @@ def export_pipeline(
     def write(folder: Path) -> None:
         made.pipeline.save_pretrained(folder)
         if adapters is not None:
-            _write_lora(folder / LORA_FILE, *adapters)
+            tensors, config = adapters
+            save_tensors(folder / LORA_FILE, tensors, lora_adapter_metadata=json.dumps(config))
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
 
     return write_folder(Path(output), write)
@@ -221,13 +224,6 @@ def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, An
     own = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items() if ".lora_" in name}
     place = "unet" if hasattr(pipeline, "unet") else "transformer"
     return {f"{place}.{name}": tensor for name, tensor in own.items()}, {f"{place}.{k}": v for k, v in config.items()}
-
-
-def _write_lora(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, path, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(config)})
 
 
 def _readme(made: Any, held: str, lora: bool) -> str:

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all, and folders that vanish whole.
+"""Files and folders that appear whole or not at all, and vanish whole.
 
     temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
 
@@ -15,9 +15,11 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
+
+from lit_efficient.errors import ConfigurationError
 
 _SUFFIX = ".partial"  # a file being written, or a folder being removed
 _FOREIGN_IS_STALE_AFTER = 24 * 3600  # seconds; another machine's process cannot be asked whether it lives
@@ -48,6 +50,34 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
     finally:
         temporary.unlink(missing_ok=True)
         _in_use.discard(temporary)
+
+
+def check_new_folder(folder: Path, who: str) -> None:
+    """Refuse, in the name of ``who``, to write over what is there.
+
+    Raises:
+        ConfigurationError: If ``folder`` is a file, or holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"{who}: output must be a new or empty folder, got {str(folder)!r}")
+
+
+def write_folder(target: Path, write: Callable[[Path], object]) -> Path:
+    """Let ``write`` fill a temporary folder beside ``target``, and move it there when it is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    temporary = _temporary_beside(target)
+    _in_use.add(temporary)
+    try:
+        temporary.mkdir()
+        write(temporary)
+        if target.exists():
+            target.rmdir()
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _in_use.discard(temporary)
+    return target
 
 
 def remove_whole(target: Path) -> None:

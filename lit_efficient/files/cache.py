@@ -6,14 +6,13 @@ half-written cache and two runs that start together prepare it once.
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.atomic_file import write_folder
 
 
 def cache_root() -> Path:
@@ -42,7 +41,7 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(folder.name + ".lock")):
                 if not folder.exists():
-                    _build(folder, build)
+                    write_folder(folder, build)
     except OSError as error:
         raise ConfigurationError(
             f"The cache folder {folder.parent} cannot be written: {error}. Set cache_dir or LIT_EFFICIENT_CACHE to a "
@@ -86,12 +85,3 @@ def map_numbers(path: Path, dtype: np.dtype | type) -> np.ndarray:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        build(scratch)
-        os.replace(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

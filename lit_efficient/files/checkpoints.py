@@ -1,43 +1,130 @@
-"""Read weights from files safely and write files whole or not at all."""
+"""Checkpoints that can be trusted: written whole or not at all, checked before use, and never a way to run code.
+
+    save:  temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
+    load:  CRC-32 of every record -> torch.load(weights_only=True) on the CPU
+
+torch writes a checksum of every record and never compares it: a flipped bit in a tensor loads without a word.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
-import tempfile
+import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.atomic_file import replacing
+from lit_efficient.files.tensors import load_tensors, save_tensors
+
+_REFUSAL = r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|Unsupported class|instantiate unsupported class) (\S+)"
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """A checkpoint or a ``.safetensors`` file as ``{"state_dict": ..., ...}``, on the CPU; nothing in it is executed.
+class DamagedError(CheckpointError):
+    """The bytes are not those that were written: another checkpoint may be whole."""
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A checkpoint, a bare state dict or a ``.safetensors`` file as ``{"state_dict": ..., ...}``, on the CPU.
+
+    A checkpoint's tensors stay on disk until they are used.
 
     Raises:
-        CheckpointError: If there is no such file, or it cannot be read safely.
+        CheckpointError: If there is no such file, or it is damaged, or holds more than data.
         ConfigurationError: If it holds no weights.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"there is no file {path}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return {"state_dict": load_file(path)}
-        _verify(path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    source = local_file(path)
+    if source.suffix == ".safetensors":
+        return {"state_dict": load_tensors(source)}
+    checkpoint = load_verified(source, mapped=True)
+    if isinstance(checkpoint, dict) and checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
+        return {"state_dict": checkpoint}
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise ConfigurationError(f"{path} holds no weights: a checkpoint of Lightning has the key 'state_dict'")
     return checkpoint
+
+
+def write(path: str | os.PathLike[str], checkpoint: dict[str, Any]) -> None:
+    """Write a checkpoint, or its weights alone if ``path`` ends in ``.safetensors``, whole or not at all."""
+    if Path(path).suffix == ".safetensors":
+        save_tensors(path, checkpoint["state_dict"])
+    else:
+        save_atomically(checkpoint, path)
+
+
+def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
+    """Write an object with ``torch.save`` so that the path holds either all of it or what it held before.
+
+    Temporaries that killed processes left in the folder are removed on the way.
+
+    Args:
+        obj: What to save.
+        path: Where to, on a local or mounted file system. Missing folders are made.
+
+    Raises:
+        CheckpointError: If it cannot be written, naming the file and the space; the previous file is as it was.
+    """
+    target, writer = local_file(path), _Writer()
+    try:
+        with replacing(target) as file, _checksums():
+            writer.file = file
+            torch.save(obj, cast(IO[bytes], writer))
+            file.flush()
+            _warn_of_classes(Path(file.name), target)
+    except (OSError, RuntimeError) as error:
+        # torch's writer, interrupted by an OSError, raises a RuntimeError about positions instead.
+        cause = error if isinstance(error, OSError) else writer.error
+        if cause is None:
+            raise
+        raise CheckpointError(_cannot_write(target, cause, writer.written)) from error
+
+
+def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: bool = False) -> Any:
+    """Load what ``torch.save`` wrote, after checking its checksums, tensors and primitives only, on the CPU.
+
+    Args:
+        path: A local file. URLs are refused.
+        verify: Compare every record with its CRC-32 first. Without it a flipped bit in a tensor goes unnoticed.
+        mapped: Leave tensors on disk until they are used.
+
+    Raises:
+        CheckpointError: If the file is missing, damaged, or needs classes to be imported; the message says which.
+    """
+    source = local_file(path)
+    if source.is_dir():
+        raise CheckpointError(
+            f"{source} is a folder: a sharded checkpoint, which only the strategy that wrote it can load"
+        )
+    try:
+        # One handle for check and load: what was checked is what is loaded, whatever is renamed meanwhile. Only a
+        # mapped file is opened once more: torch maps by name.
+        with open(source, "rb") as file:
+            if verify:
+                _check_records(file, source)
+                file.seek(0)
+            return _load(file, source, mapped)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no file {source}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
+
+
+def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: str) -> dict[str, Any]:
+    """``checkpoint`` with other weights and without what only a resumed fit could use."""
+    dropped = {"optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "loops", "state_dict"}
+    kept = {key: value for key, value in checkpoint.items() if key not in dropped}
+    ours: dict[str, Any] = {**kept.get("lit_efficient", {}), "weights": kind}
+    if "training_only" in ours:
+        ours["training_only"] = dict.fromkeys(ours["training_only"])
+    return kept | {"state_dict": state_dict, "lit_efficient": ours}
 
 
 def missing_folder(name: str) -> str | None:
@@ -51,59 +138,100 @@ def missing_folder(name: str) -> str | None:
     )
 
 
-def check_new_folder(folder: Path, who: str) -> None:
-    """Refuse, in the name of ``who``, to write over what is there.
+class _Writer:
+    """A file for ``torch.save`` that remembers what went wrong: torch's own writer loses it."""
+
+    file: IO[bytes]
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            count = self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.written += count
+        return count
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def local_file(path: str | os.PathLike[str]) -> Path:
+    """The path of a file on a disk.
 
     Raises:
-        ConfigurationError: If ``folder`` is a file, or holds something.
+        CheckpointError: For a URL.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(f"{who}: output must be a new or empty folder, got {str(folder)!r}")
+    if "://" in os.fspath(path):
+        raise CheckpointError(f"{os.fspath(path)} is a URL; checkpoints are only written to and read from local files")
+    return Path(path)
 
 
-def write_folder(target: Path, write: Callable[[Path], object]) -> Path:
-    """Let ``write`` fill a temporary folder beside ``target``, and move it there when it is whole."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+@contextlib.contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch compute CRCs even where somebody switched them off: loading needs them."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
     try:
-        write(temporary)
-        if target.exists():
-            target.rmdir()
-        os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _cannot_write(target: Path, error: OSError, written: int) -> str:
+    existing = next(folder for folder in [target.parent, *target.parent.parents] if folder.exists())
+    free = shutil.disk_usage(existing).free
+    kept = "the previous file is unchanged" if target.exists() else "nothing was left behind"
+    reason = error.strerror or str(error)
+    return f"cannot write the checkpoint {target}: {reason} after {_size(written)} ({_size(free)} free); {kept}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.1f} MB"
+
+
+def _warn_of_classes(temporary: Path, target: Path) -> None:
+    """Say it now, and not when it is needed, if a safe load will refuse the file."""
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
+    if unsafe:
+        warnings.warn(
+            f"{target.name} will be refused when loaded. {_classes_message(', '.join(sorted(unsafe)))}", stacklevel=3
+        )
+
+
+def _classes_message(names: str) -> str:
+    return (
+        f"It holds objects of {names}, not only tensors and primitives: keep them out of hyper-parameters"
+        " (save_hyperparameters(ignore=[...])) and states, or allow them with torch.serialization.add_safe_globals"
+    )
+
+
+def _check_records(file: IO[bytes], source: Path) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except OSError:
         raise
-    target.chmod(0o755)
-    return target
+    except Exception as error:  # zipfile reports damage as BadZipFile, RuntimeError, EOFError, NotImplementedError, ...
+        raise DamagedError(f"the checkpoint {source} is damaged or truncated ({error})") from error
+    if bad is not None:
+        raise DamagedError(f"the checkpoint {source} is damaged: its record {bad} does not match its checksum")
 
 
-def write(path: str | Path, checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint, or its weights alone if ``path`` ends in ``.safetensors``, whole or not at all."""
-    if Path(path).suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        # It refuses tensors that share memory, and these may be tied.
-        state = {name: tensor.clone().contiguous() for name, tensor in checkpoint["state_dict"].items()}
-        with replacing(Path(path)) as file:
-            save_file(state, file.name)  # it opens the same file by itself
-    else:
-        with replacing(Path(path)) as file:
-            torch.save(checkpoint, file)
-
-
-def _verify(path: Path) -> None:
-    """Compare each record with its checksum: torch does not, and a flipped bit would load without a word."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"its record {damaged} does not match its checksum")
-
-
-def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: str) -> dict[str, Any]:
-    """``checkpoint`` with other weights and without what only a resumed fit could use."""
-    dropped = {"optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "loops", "state_dict"}
-    kept = {key: value for key, value in checkpoint.items() if key not in dropped}
-    ours: dict[str, Any] = {**kept.get("lit_efficient", {}), "weights": kind}
-    if "training_only" in ours:
-        ours["training_only"] = dict.fromkeys(ours["training_only"])
-    return kept | {"state_dict": state_dict, "lit_efficient": ours}
+def _load(file: IO[bytes], source: Path, mapped: bool) -> Any:
+    try:
+        return torch.load(source if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError:
+        raise
+    except Exception as error:  # torch reports damage as RuntimeError, UnpicklingError, EOFError, KeyError, ...
+        found = re.search(_REFUSAL, str(error))
+        if found is not None:
+            name = found.group(1).strip("`'\"")
+            raise CheckpointError(
+                f"refused to load {source}. {_classes_message(name)} if you trust the file"
+            ) from error
+        raise DamagedError(f"the checkpoint {source} is damaged ({str(error).splitlines()[0][:200]})") from error

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import prepared_folder, sha256_of
+from lit_efficient.files.tensors import load_tensors, save_tensors
 
 MANIFEST = "manifest.json"
 
@@ -45,8 +46,6 @@ def open_checked(folder: Path, key: str) -> Contents:
     Raises:
         ConfigurationError: Something is missing, altered, or made from something else. Nothing is repaired silently.
     """
-    from safetensors.torch import load_file
-
     mend = f"Delete the folder {folder} and run again: it is made anew."
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -65,13 +64,11 @@ def open_checked(folder: Path, key: str) -> Contents:
             raise ConfigurationError(
                 f"The cache file {folder / name} is corrupt: its hash is not the manifest's. {mend}"
             )
-    return {name: load_file(folder / name) for name in files}, manifest
+    return {name: load_tensors(folder / name) for name in files}, manifest
 
 
 def _write(folder: Path, key: str, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
-    from safetensors.torch import save_file
-
     for name, content in tensors.items():
-        save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / name)
+        save_tensors(folder / name, content)
     manifest = {**facts, "key": key, "files": {name: sha256_of(folder / name) for name in tensors}}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -12,7 +12,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO, load_verified
+from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 from tests import processes
 from tests.callbacks.interrupted_run import train
 from tests.callbacks.resume_kit import Tiny, equal, trainer

@@ -97,8 +97,8 @@ def test_a_file_that_is_missing_broken_or_code_is_named_and_nothing_is_written(t
     torch.save([1], tmp_path / "list.ckpt")
     for name, message in (
         ("missing", "there is no file .*missing.ckpt"),
-        ("broken", "broken.ckpt cannot be read"),
-        ("code", "code.ckpt cannot be read"),
+        ("broken", "broken.ckpt is damaged or truncated"),
+        ("code", "refused to load .*code.ckpt. It holds objects of pathlib"),
         ("list", "list.ckpt holds no weights"),
     ):
         with pytest.raises(LitEfficientError, match=message):
@@ -129,5 +129,5 @@ def test_a_flipped_bit_is_seen_in_every_tensor(tmp_path: Path) -> None:
         flipped = bytearray(content)
         flipped[content.index(tensor.numpy().tobytes()) + 9] ^= 4
         file.write_bytes(flipped)
-        with pytest.raises(LitEfficientError, match=r"a.ckpt cannot be read: .*checksum|Bad CRC"):
+        with pytest.raises(LitEfficientError, match=r"a.ckpt is damaged: its record .* does not match its checksum"):
             average_files([file])

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO, load_verified, save_atomically
+from lit_efficient.files.checkpoints import load_verified, save_atomically
+from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 from tests import processes
 from tests.callbacks.resume_kit import Tiny, trainer
 
@@ -209,7 +210,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path):
         assert SafeCheckpointIO().load_checkpoint(tmp_path / "damaged.ckpt")["global_step"] == 3
     with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged"):
         SafeCheckpointIO(fallback=False).load_checkpoint(tmp_path / "damaged.ckpt")
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*absent\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"there is no file .*absent\.ckpt"):
         SafeCheckpointIO().load_checkpoint(tmp_path / "absent.ckpt")
     (tmp_path / "newest_good.ckpt").unlink()
     (tmp_path / "older_good.ckpt").unlink()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_efficient.data.latents.encoded_sources import Value
+from lit_efficient.data.latents.encoded_rows import Value
 from lit_efficient.data.latents.latent_format import dequantize
 from lit_efficient.errors import ConfigurationError
 

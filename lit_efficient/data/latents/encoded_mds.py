@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_efficient.data.latents.encoded_sources import Value, locate, np_bytes, refusal, rows_in
+from lit_efficient.data.latents.encoded_rows import Value, locate, np_bytes, refusal, rows_in
 from lit_efficient.errors import ConfigurationError
 
 _VALUES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.data.latents.encoded_sources import Value, np_bytes
+from lit_efficient.data.latents.encoded_rows import Value, np_bytes
 from lit_efficient.errors import ConfigurationError
 
 

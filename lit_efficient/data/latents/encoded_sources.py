@@ -18,9 +18,6 @@ Source: https://huggingface.co/datasets/fal/cosmos-imagenet, https://github.com/
 
 from __future__ import annotations
 
-import bisect
-import io
-import itertools
 import json
 import os
 import re
@@ -31,11 +28,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from lit_efficient.data.latents.encoded_mds import MosaicShards
+from lit_efficient.data.latents.encoded_parquet import ParquetFiles
+from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, locate, refusal, rows_in
+from lit_efficient.data.latents.encoded_tar import TarShards
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.tensors import map_tensors
 
 Layout = Literal["auto", "arrays", "dataset_json", "mds", "webdataset", "parquet"]
-Value = np.ndarray | int | float | str | bytes
-"""A field of a row: an array, a number, a text, or bytes whose meaning the files do not tell."""
 
 
 class EncodedSource(Protocol):
@@ -90,8 +90,6 @@ def open_encoded(
                 )
             layout = several[0]  # type: ignore[assignment]
     if layout == "mds":
-        from lit_efficient.data.latents.encoded_mds import MosaicShards
-
         return MosaicShards(root, belongs)
     if layout == "dataset_json":
         return ListedFiles(root, belongs)
@@ -100,12 +98,8 @@ def open_encoded(
             f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that {chosen}."
         )
     if layout == "webdataset":
-        from lit_efficient.data.latents.encoded_tar import TarShards
-
         return TarShards(kinds[layout])
     if layout == "parquet":
-        from lit_efficient.data.latents.encoded_parquet import ParquetFiles
-
         return ParquetFiles(kinds[layout])
     return ArrayFiles(root, kinds[layout])
 
@@ -126,31 +120,11 @@ _SUFFIXES: dict[str, tuple[str, ...]] = {
     "webdataset": (".tar",),
     "parquet": (".parquet",),
 }
-UNSAFE = (".pt", ".pth", ".pkl", ".pickle", ".pyd", ".bin", ".ckpt")
-
-
-def refusal(name: str) -> str:
-    """Why a file is not read."""
-    return (
-        f"EncodedData: {name} is pickled: reading it would run whatever code it names. Convert it once, where you "
-        "trust it, to .npy or .safetensors."
-    )
 
 
 def natural_order(path: Path) -> list[tuple[int, int, str]]:
     """Sorts 9.npy before 10.npy, folder by folder."""
     return [(int(p.isdigit()), int(p) if p.isdigit() else 0, p) for p in re.split(r"(\d+)", path.as_posix()) if p]
-
-
-def rows_in(lengths: Sequence[int]) -> list[int]:
-    """Where each of several files ends, counted in rows of all."""
-    return list(itertools.accumulate(lengths))
-
-
-def locate(row: int, ends: Sequence[int]) -> tuple[int, int]:
-    """Number of the file that a row is in, and its row there."""
-    number = bisect.bisect_right(ends, row)
-    return number, row - (ends[number - 1] if number else 0)
 
 
 class ArrayFiles:
@@ -264,9 +238,7 @@ class _Safetensors:
 
     def __call__(self, row: int) -> Value:
         if self._mapped is None:
-            from safetensors import safe_open
-
-            self._mapped = safe_open(self.path, "pt").get_tensor(self.name)  # nothing is read before it is looked at
+            self._mapped = map_tensors(self.path).get_tensor(self.name)  # nothing is read before it is looked at
         tensor = self._mapped[row]
         return (tensor.float() if tensor.is_floating_point() else tensor).numpy()  # NumPy knows no bfloat16
 
@@ -326,9 +298,7 @@ def _by_name(root: Path, field: str, parts: Sequence[_Part]) -> dict[str, _Part]
 
 
 def _safetensors_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
+    with map_tensors(path) as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     folder = path.parent.relative_to(root).as_posix()
     return [(n, _Part(folder, "", path.stem, shape[0], _Safetensors(path, n))) for n, shape in shapes.items() if shape]
@@ -364,11 +334,6 @@ def _npz_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
 
 
 _OPENERS = {".safetensors": _safetensors_parts, ".npy": _npy_parts, ".npz": _npz_parts}
-
-
-def np_bytes(data: bytes) -> Value:
-    """An array that was saved into bytes; other bytes as they are."""
-    return np.load(io.BytesIO(data), allow_pickle=False) if data.startswith(b"\x93NUMPY") else data
 
 
 def check_fields(source: EncodedSource, asked: Mapping[str, str], where: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_efficient.data.latents.encoded_sources import UNSAFE, Value, refusal
+from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, refusal
 from lit_efficient.errors import ConfigurationError
 
 _TEXTS = ("txt", "text", "caption", "transcript")

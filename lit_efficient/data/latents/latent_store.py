@@ -28,6 +28,7 @@ from torch import Tensor
 from lit_efficient.data.latents.latent_format import decode_row
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import altered_file
+from lit_efficient.files.tensors import map_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 VERSION = "1"
@@ -133,9 +134,7 @@ class LatentStore:
     def _open(self, name: str) -> dict[str, Tensor]:
         """The tensors of a file, mapped: a page of it is read when a number on it is."""
         if name not in self._opened:
-            from safetensors import safe_open
-
-            file = safe_open(self.folder / name, "pt")
+            file = map_tensors(self.folder / name)
             self._opened[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
         return self._opened[name]
 

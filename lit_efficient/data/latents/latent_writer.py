@@ -39,6 +39,7 @@ from lit_efficient.data.latents.teacher_features import stored_features
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import remove_whole, replacing
 from lit_efficient.files.cache import sha256_of
+from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.teachers import Teacher
@@ -357,10 +358,7 @@ class _Build:
         return 10.0 * math.log10(4.0 / max(sum(errors) / len(errors), 1e-12))
 
     def _write(self, name: str, tensors: dict[str, Tensor], moments: Moments | None = None) -> None:
-        from safetensors.torch import save
-
-        with replacing(self.folder / name) as file:
-            file.write(save({key: tensor.contiguous() for key, tensor in tensors.items()}))
+        save_tensors(self.folder / name, tensors)
         self.journal.add({"file": name, "moments": None if moments is None else asdict(moments)})
 
     def _captions(self, name: str) -> list[str]:
@@ -369,9 +367,7 @@ class _Build:
         return [data[begin:end].decode() for begin, end in zip([0, *ends[:-1]], ends)]
 
     def _open(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        return safe_open(self.folder / name, "pt")
+        return map_tensors(self.folder / name)
 
 
 def device_of(name: str) -> torch.device:

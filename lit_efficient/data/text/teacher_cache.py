@@ -23,6 +23,7 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.cache import sha256_of
+from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
 MANIFEST = "manifest.json"
@@ -96,14 +97,11 @@ def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
 
 
 def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer) -> None:
-    from safetensors.torch import save
-
     number = 0
     while shard := list(islice(batches, SHARD_BATCHES)):
         path = folder / f"shard-{number:06d}.safetensors"
         if not path.exists():  # what exists is whole: it was moved there in one step
-            with replacing(path) as file:
-                file.write(save(_answered(shard, answer)))
+            save_tensors(path, _answered(shard, answer))
         number += 1
     names = [f"shard-{index:06d}.safetensors" for index in range(number)]
     manifest = {"files": {name: sha256_of(folder / name) for name in names}}
@@ -134,8 +132,6 @@ class TopKCache:
     """
 
     def __init__(self, folder: Path, thorough: bool = True) -> None:
-        from safetensors import safe_open
-
         mend = f"Delete the folder {folder} and run again: it is made anew."
         try:
             files: dict[str, str] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -148,7 +144,7 @@ class TopKCache:
             path = folder / name
             if not path.is_file() or (thorough and sha256_of(path) != expected):
                 raise ConfigurationError(f"The cache file {path} is missing or corrupt. {mend}")
-            shard = safe_open(path, "pt")
+            shard = map_tensors(path)
             counts = shard.get_tensor("counts")
             starts = counts.cumsum(0) - counts
             keys = shard.get_tensor("keys").numpy().tobytes()

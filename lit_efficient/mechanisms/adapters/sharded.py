@@ -12,10 +12,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.files.checkpoints import read
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
 
 
@@ -75,7 +75,7 @@ def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> N
 def checkpoint_keys(path: Path) -> set[str]:
     """The keys of the ``state_dict`` in a checkpoint: of one file, or of a folder of shards; no tensor is read."""
     if path.is_file():
-        return set(torch.load(path, mmap=True, map_location="cpu", weights_only=True).get("state_dict", ()))
+        return set(read(path)["state_dict"])
     from torch.distributed.checkpoint import FileSystemReader
 
     prefix = "state_dict."

@@ -1,0 +1,39 @@
+"""What the readers of encoded data share: values of rows, rows of several files, and what is not read."""
+
+from __future__ import annotations
+
+import bisect
+import io
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+Value = np.ndarray | int | float | str | bytes
+"""A field of a row: an array, a number, a text, or bytes whose meaning the files do not tell."""
+
+UNSAFE = (".pt", ".pth", ".pkl", ".pickle", ".pyd", ".bin", ".ckpt")
+
+
+def refusal(name: str) -> str:
+    """Why a file is not read."""
+    return (
+        f"EncodedData: {name} is pickled: reading it would run whatever code it names. Convert it once, where you "
+        "trust it, to .npy or .safetensors."
+    )
+
+
+def rows_in(lengths: Sequence[int]) -> list[int]:
+    """Where each of several files ends, counted in rows of all."""
+    return list(itertools.accumulate(lengths))
+
+
+def locate(row: int, ends: Sequence[int]) -> tuple[int, int]:
+    """Number of the file that a row is in, and its row there."""
+    number = bisect.bisect_right(ends, row)
+    return number, row - (ends[number - 1] if number else 0)
+
+
+def np_bytes(data: bytes) -> Value:
+    """An array that was saved into bytes; other bytes as they are."""
+    return np.load(io.BytesIO(data), allow_pickle=False) if data.startswith(b"\x93NUMPY") else data
