@@ -4,6 +4,7 @@ A technique says *what* it changes, in a few small methods, and never *when*:
 
 * :meth:`Declaration.transform` changes the network, right after the module's own ``configure_model``;
 * :meth:`Declaration.rewrite_optimizer` changes each optimizer, right after ``configure_optimizers``;
+* :meth:`Declaration.trains` names the parameters that must be in one of them;
 * :meth:`Declaration.sample_weights` weighs the samples' losses, right after ``training_step``;
 * :meth:`Declaration.extra_loss` adds a term to the loss, there, too.
 
@@ -93,6 +94,10 @@ class Declaration:
 
     def prepare_parameters(self, module: nn.Module) -> None:
         """Set ``requires_grad``, in each fit, right before ``configure_optimizers`` picks the parameters by it."""
+
+    def trains(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        """What must be stepped, now or later in the run: a parameter of these that no optimizer holds is an error."""
+        return ()
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Change one optimizer in place (see :func:`lit_efficient.surgery.become`)."""
