@@ -11,10 +11,11 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -152,7 +153,7 @@ def install(trainer: Any, module: Any) -> None:
     session = module.__dict__["_lit_efficient_session"] = Session(id(trainer))
     _wrap(module, "configure_model", _configure_model, session.previous)
     _wrap(module, "on_load_checkpoint", _on_load_checkpoint, session.previous)
-    rewriters = ("prepare_parameters", "rewrite_optimizer")
+    rewriters = ("prepare_parameters", "rewrite_optimizer", "trains", "after_step")
     if any(overrides(technique, method) for technique in techniques for method in rewriters):
         _wrap(module, "configure_optimizers", _configure_optimizers, session.previous)
     if any(overrides(technique, method) for technique in techniques for method in ("sample_weights", "extra_loss")):
@@ -230,6 +231,9 @@ def _configure_optimizers(self: Any) -> Any:
         _rewrite_optimizers(self, session, techniques, optimizers)
     finally:
         session.schedulers = []  # they hold the optimizer, which no copy of the module should drag along
+    _check_trained(self, techniques, optimizers)
+    if any(overrides(technique, "after_step") for technique in techniques):
+        _follow_steps(self, optimizers)
     return configured
 
 
@@ -245,6 +249,43 @@ def _rewrite_optimizers(
         for i, optimizer in enumerate(optimizers):
             key = name if len(optimizers) == 1 else f"{name}[{i}]"
             session.reports[key] = technique.rewrite_optimizer(optimizer, module)
+
+
+def _check_trained(module: Any, techniques: list[Declaration], optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers that lack what a technique trains: it would start, cost its share and learn nothing."""
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    names = {id(p): name for name, p in module.named_parameters()}
+    for technique in techniques if optimizers else ():
+        wanted = list(technique.trains(module))
+        lost = [names.get(id(p), "one of another module") for p in wanted if id(p) not in stepped]
+        if lost:
+            raise ConfigurationError(
+                f"{type(technique).__name__}: no optimizer holds {len(lost)} of the {len(wanted)} parameters that it "
+                f"trains: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. Build the optimizer in "
+                "configure_optimizers, over all parameters with requires_grad: a list made in __init__ and a choice by "
+                "name miss what techniques add"
+            )
+
+
+def _follow_steps(module: Any, optimizers: list[Optimizer]) -> None:
+    """Call :func:`_after_step` when an optimizer has stepped, after what rewrites do then."""
+    hook = types.MethodType(_after_step, module)
+    for optimizer in optimizers:
+        hooks = optimizer._optimizer_step_post_hooks
+        for key in [key for key, earlier in hooks.items() if earlier == hook]:
+            del hooks[key]  # of an earlier run with the same optimizer
+        optimizer.register_step_post_hook(hook)
+
+
+def _after_step(self: Any, optimizer: Any, *_: Any) -> None:
+    skipped = getattr(optimizer, "found_inf", None)  # set while a fused step is given to a gradient scaler
+    if _session(self) is None or (skipped is not None and skipped.item()):
+        return
+    moved = optimizer.moved_weights() if hasattr(optimizer, "moved_weights") else nullcontext()
+    with torch.no_grad(), moved:
+        for technique in in_order(techniques_of(self.trainer)):
+            if overrides(technique, "after_step"):
+                technique.after_step(optimizer, self)
 
 
 def find_optimizers(configured: object) -> Iterator[Optimizer]:

@@ -4,8 +4,10 @@ A technique says *what* it changes, in a few small methods, and never *when*:
 
 * :meth:`Declaration.transform` changes the network, right after the module's own ``configure_model``;
 * :meth:`Declaration.rewrite_optimizer` changes each optimizer, right after ``configure_optimizers``;
+* :meth:`Declaration.trains` names the parameters that must be in one of them;
 * :meth:`Declaration.sample_weights` weighs the samples' losses, right after ``training_step``;
-* :meth:`Declaration.extra_loss` adds a term to the loss, there, too.
+* :meth:`Declaration.extra_loss` adds a term to the loss, there, too;
+* :meth:`Declaration.after_step` changes the weights after each step, before averages see them.
 
 This file knows neither Lightning nor how techniques are applied (:mod:`lit_efficient.application`).
 """
@@ -38,6 +40,7 @@ class Phase(IntEnum):
     SHARD = 80  # splits parameters that nothing may replace any more
     OPTIMIZER = 90  # sees the parameters as they will be stepped
     LOSS = 100  # acts in every step, on what the module returned
+    CONSTRAIN = 105  # says what holds for the weights after each step
     AVERAGE = 110  # shadows the weights after the step
 
 
@@ -94,6 +97,10 @@ class Declaration:
     def prepare_parameters(self, module: nn.Module) -> None:
         """Set ``requires_grad``, in each fit, right before ``configure_optimizers`` picks the parameters by it."""
 
+    def trains(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        """What must be stepped, now or later in the run: a parameter of these that no optimizer holds is an error."""
+        return ()
+
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Change one optimizer in place (see :func:`lit_efficient.surgery.become`)."""
         raise NotImplementedError
@@ -117,6 +124,14 @@ class Declaration:
 
     def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
         """A scalar to add to the loss that ``training_step`` returned in ``output``; ``None`` adds nothing."""
+        raise NotImplementedError
+
+    def after_step(self, optimizer: Optimizer, module: nn.Module) -> None:
+        """Change weights after each step of ``optimizer``, without gradients; averages see what this leaves.
+
+        An optimizer that averages by itself offers the weights that it moves: the average keeps what is convex (a
+        bound), and follows any other change.
+        """
         raise NotImplementedError
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:

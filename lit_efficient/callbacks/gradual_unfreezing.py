@@ -150,6 +150,11 @@ class GradualUnfreezing(Technique):
                 f"head's, got {len(self.milestones or ())}"
             )
 
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        """All groups that are open or thaw later."""
+        thawing = self._names[: len(self._times()) + 1]
+        return [module.get_parameter(name) for names in thawing for name in names]
+
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Split the optimizer's groups by depth, once."""
         if type(optimizer).__name__ == "LBFGS":
@@ -191,17 +196,6 @@ class GradualUnfreezing(Technique):
         return self.milestones or [(every or 1) * k for k in range(1, len(self._names))]
 
     # While training
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that the optimizers hold each group: one that was left out would thaw and never train."""
-        super().on_fit_start(trainer, pl_module)
-        stepped = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
-        for names in self._names:
-            if not any(id(pl_module.get_parameter(name)) in stepped for name in names):
-                raise ConfigurationError(
-                    f"GradualUnfreezing: no optimizer holds the group {label(names)!r} ({len(names)} tensors): give "
-                    "the optimizer all parameters that will ever train; those of later groups are frozen only then"
-                )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Freeze what the step, which is restored by now, says."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
+from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.ia3 import add_ia3
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_placement
@@ -113,6 +113,10 @@ class IA3(Technique):
             f"IA3: {type(module).__name__} is of no family that auto knows; name its layers for keys and values in "
             f"targets=[...] and its projections down in feedforward=[...], among: {', '.join(names[:8])}"
         )
+
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        """The factors."""
+        return left_to_train(module)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
+from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
 from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
 from lit_efficient.mechanisms.adapters.peft_format import placement
@@ -151,17 +151,9 @@ class LoRA(Technique):
         )
         return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that the optimizers know the adapters: one that was built too early would never train them."""
-        super().on_fit_start(trainer, pl_module)
-        stepped = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
-        names = [name for name, p in pl_module.named_parameters() if name.rpartition(".")[2].startswith("lora_")]
-        lost = [name for name in names if id(pl_module.get_parameter(name)) not in stepped]
-        if stepped and lost:
-            raise ConfigurationError(
-                f"LoRA: no optimizer holds {len(lost)} of {len(names)} adapter matrices, first {lost[0]!r}: build the "
-                "optimizer in configure_optimizers, over all parameters with requires_grad"
-            )
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        """The factors, ``modules_to_save`` and biases."""
+        return left_to_train(module)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:

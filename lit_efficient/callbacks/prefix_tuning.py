@@ -21,7 +21,7 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.adapters.base import check, freeze_base, trim
+from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.models.gpt import GPT
@@ -142,17 +142,9 @@ class PrefixTuning(Technique):
         freeze_base(module, trained, save_base=self.save_base)
         return self._report(module, name, prefix, length)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that the optimizers know the prefix: one that was built too early would never train it."""
-        super().on_fit_start(trainer, pl_module)
-        stepped = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
-        _, decoder = find_decoder(pl_module)
-        lost = [name for name, p in decoder.prefix_tuning.named_parameters() if id(p) not in stepped]  # type: ignore[union-attr]
-        if stepped and lost:
-            raise ConfigurationError(
-                f"PrefixTuning: no optimizer holds {', '.join(lost)}: build the optimizer in configure_optimizers, "
-                "over all parameters with requires_grad"
-            )
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        """The prefix, or what makes it, and ``modules_to_save``."""
+        return left_to_train(module)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:

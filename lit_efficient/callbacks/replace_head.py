@@ -164,6 +164,10 @@ class ReplaceHead(Technique):
         if not has_frozen_base(module):
             hold(module, [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in own])
 
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        """The new head."""
+        return [p for part in module.modules() if isinstance(part, NewLayer) for p in part.parameters()]
+
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
         """Refuse the old head's weights."""
         for name, part in module.named_modules():
@@ -177,17 +181,6 @@ class ReplaceHead(Technique):
                         f"made {list(own.shape)}. To start from that file load its weights before techniques act: "
                         "in __init__, setup or configure_model of the module, not by ckpt_path"
                     )
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that an optimizer holds the new weights: one that was built too early steps the old ones."""
-        super().on_fit_start(trainer, pl_module)
-        stepped = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
-        for name, part in pl_module.named_modules():
-            if isinstance(part, NewLayer) and stepped and not any(id(p) in stepped for p in part.parameters()):
-                raise ConfigurationError(
-                    f"ReplaceHead: no optimizer holds the new weights of {name!r}: build the optimizer in "
-                    "configure_optimizers, over the parameters that the module has then"
-                )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave ``requires_grad`` as it was."""

@@ -208,10 +208,14 @@ class Alignment(Technique):
             details={"head_parameters": size},
         )
 
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        """The heads."""
+        return list(self.heads(module).parameters())
+
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """See that the heads are stepped: one that was built over other parts gets them in its first group."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        lost = [p for p in self.heads(module).parameters() if id(p) not in stepped]
+        lost = [p for p in self.trains(module) if id(p) not in stepped]
         optimizer.param_groups[0]["params"].extend(lost)
         report: Report = next(
             e.report for e in module.__dict__["_lit_efficient_ledger"] if e.record["name"] == type(self).__name__

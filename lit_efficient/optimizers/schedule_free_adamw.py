@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,21 @@ class ScheduleFreeAdamW(Optimizer):
                 p.data.copy_(self._average(group, p))
         self.training = False
 
+    @contextmanager
+    def moved_weights(self) -> Iterator[None]:
+        """Hold z in the parameters, to change it right after a step as if the step had ended there; y and x follow."""
+        before = {p: p.detach().clone() for _, p in self._started()}
+        for p in before:
+            p.data.copy_(self.state[p]["z"])
+        try:
+            yield
+        finally:
+            for group, p in self._started():
+                z = self.state[p]["z"]
+                change = p.detach() - z
+                z.copy_(p.detach())
+                p.data.copy_(before[p].add_(change, alpha=1 - group["betas"][0] * (1 - _share(group))))  # z's part of y
+
     def averages(self) -> dict[Tensor, Tensor]:
         """The averaged weights of the parameters that have stepped, as new tensors."""
         return {p: self._average(group, p) if self.training else p.detach().clone() for group, p in self._started()}
@@ -105,7 +121,7 @@ class ScheduleFreeAdamW(Optimizer):
         lr = float(group["lr"]) * min(1.0, group["steps"] / max(group["warmup_steps"], 1))
         group["lr_max"] = max(lr, group["lr_max"])
         group["weight_sum"] += group["lr_max"] ** 2
-        share = group["lr_max"] ** 2 / group["weight_sum"] if group["weight_sum"] else 0.0
+        share = _share(group)
         beta1, beta2 = group["betas"]
         correction = math.sqrt(1 - beta2 ** group["steps"])
         for p in parameters:
@@ -142,3 +158,8 @@ class ScheduleFreeAdamW(Optimizer):
 
     def _average(self, group: dict[str, Any], p: Tensor) -> Tensor:
         return torch.lerp(self.state[p]["z"], p.detach(), 1 / group["betas"][0])
+
+
+def _share(group: dict[str, Any]) -> float:
+    """c: how much of the last z is in x."""
+    return float(group["lr_max"] ** 2 / group["weight_sum"]) if group["weight_sum"] else 0.0

@@ -333,7 +333,9 @@ def test_bad_arguments_and_modules_are_errors() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.net.head.parameters())
 
-    with pytest.raises(ConfigurationError, match=r"no optimizer holds the group 'net\.blocks\.3'"):
+    with pytest.raises(
+        ConfigurationError, match=r"no optimizer holds 26 of the 28 parameters .*: net\.blocks\.3\.norm"
+    ):
         _fit([GradualUnfreezing(every_n_steps=1)], Partial("configure_model"))
     with pytest.raises(ConfigurationError, match="LBFGS"):
         _fit([GradualUnfreezing([".*"], every_n_steps=1)], WithOptimizer(torch.optim.LBFGS))

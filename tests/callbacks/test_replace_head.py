@@ -240,7 +240,7 @@ def test_an_optimizer_over_the_old_weights_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return self.early
 
-    with pytest.raises(ConfigurationError, match=r"no optimizer holds the new weights of 'net\.head'"):
+    with pytest.raises(ConfigurationError, match=r"ReplaceHead: no optimizer holds 2 of .*net\.head\.weight"):
         _fit([ReplaceHead(16)], Early())
 
 

@@ -49,7 +49,8 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
         if parameter.is_floating_point():
             parameter.requires_grad_(id(parameter) in wanted)
     hooked = _MARK in module.__dict__
-    module.__dict__[_MARK] = {"save": save_base, "digests": digests(module)}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in wanted]
+    module.__dict__[_MARK] = {"save": save_base, "trained": names, "digests": digests(module)}
     if not hooked:
         module.register_load_state_dict_pre_hook(_complete)
         module.register_load_state_dict_post_hook(_settle)
@@ -58,6 +59,11 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
 def has_frozen_base(module: nn.Module) -> bool:
     """Whether :func:`freeze_base` has decided what trains."""
     return _MARK in module.__dict__
+
+
+def left_to_train(module: nn.Module) -> list[nn.Parameter]:
+    """What :func:`freeze_base` did not freeze."""
+    return [module.get_parameter(name) for name in module.__dict__[_MARK]["trained"]]
 
 
 def leaves_base_out(module: nn.Module) -> bool:
