@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.recomputation import (
     OPERATORS,
     choose_kept,
