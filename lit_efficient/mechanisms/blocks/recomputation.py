@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_layers import NormWithStatistics, SpectralNorm
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.surgery import find_blocks
 
@@ -81,7 +80,9 @@ class _Within:
 def _moving_buffers(block: nn.Module) -> list[torch.Tensor]:
     """What a training forward changes: running statistics, and the vectors of spectral normalisation."""
     keepers = [
-        part for part in block.modules() if isinstance(part, _NormBase | _SpectralNorm) or hasattr(part, "weight_u")
+        part
+        for part in block.modules()
+        if isinstance(part, NormWithStatistics | SpectralNorm) or hasattr(part, "weight_u")
     ]
     return [buffer for part in keepers for buffer in part.buffers(recurse=False)]
 
