@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
 from lit_efficient.surgery import count, mix_in
@@ -69,13 +70,13 @@ def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[
 # Heads ---------------------------------------------------------------------------------------------------------------
 
 
-class Heads(nn.ModuleDict):
+class Heads(Loads, nn.ModuleDict):
     """Projections by name. Weights that are loaded need not hold them: then they stay as they are."""
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take what is missing from the heads themselves."""
         for name, tensor in self.state_dict(prefix=prefix).items():
             state_dict.setdefault(name, tensor)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bool = True) -> nn.Module:
