@@ -16,16 +16,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import NormWithStatistics, SpectralNorm
+from lit_efficient.internals.torch_operators import ATTENTION, MATMUL
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.surgery import find_blocks
 
-_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 OPERATORS: dict[str, list[Any]] = {
-    "matmul": [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")],
-    "attention": [
-        *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _ATTENTION),
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    ],
+    "matmul": MATMUL,
+    "attention": ATTENTION,
     "convolution": [torch.ops.aten.convolution.default],
 }
 
