@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
@@ -42,7 +43,7 @@ class Tapped(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As without the mix-in."""
         output = super().forward(*args, **kwargs)
-        for calls in () if torch._C._current_graph_task_id() >= 0 else self._taps.values():
+        for calls in () if backward_runs() else self._taps.values():
             calls.append((args, kwargs, output))  # in a backward pass a checkpoint repeats what was recorded
         return output
 
