@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
@@ -236,14 +237,6 @@ def _parents(name: str) -> Iterator[str]:
 
 
 _DROPPED_FLAGS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "maximize"}
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 def call_layers(root: nn.Module) -> None:
@@ -281,8 +274,8 @@ def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> N
     dropped = _DROPPED_FLAGS | {name for name in optimizer.defaults if name not in own}
     groups = [{key: value for key, value in group.items() if key not in dropped} for group in optimizer.param_groups]
     defaults = {name: value for name, value in optimizer.defaults.items() if name in own and name not in arguments}
-    hooks = {name: optimizer.__dict__[name] for name in _HOOKS if name in optimizer.__dict__}
-    tracked = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    hooks = {name: optimizer.__dict__[name] for name in HOOKS if name in optimizer.__dict__}
+    tracked = is_counted(optimizer.step)
     optimizer.__dict__.clear()
     optimizer.__class__ = cls
     optimizer.__init__(groups, **defaults, **arguments)  # type: ignore[misc]
@@ -296,10 +289,10 @@ def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: object, **kwargs: object) -> object:
-        self._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self)
         return step(self, *args, **kwargs)
 
-    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    mark_counted(wrapper)
     return wrapper
 
 

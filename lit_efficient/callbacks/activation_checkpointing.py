@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_compiler import swap_setting
+from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.recomputation import (
     OPERATORS,
     choose_kept,
@@ -168,10 +169,7 @@ class ActivationCheckpointing(Technique):
         super().on_fit_start(trainer, pl_module)
         refuse_twice(pl_module, [name for name, part in pl_module.named_modules() if isinstance(part, _Recomputed)])
         if self.memory_budget is not None:
-            from torch._functorch import config
-
-            self._budget_before = config.activation_memory_budget
-            config.activation_memory_budget = self.memory_budget
+            self._budget_before = swap_setting("activation_memory_budget", self.memory_budget)
             for block in _recomputed(pl_module):
                 block._recomputes, block._recompute_bytes = True, 0
 
@@ -195,9 +193,7 @@ class ActivationCheckpointing(Technique):
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Put the compiler's budget back."""
         if self._budget_before is not None:
-            from torch._functorch import config
-
-            config.activation_memory_budget = self._budget_before
+            swap_setting("activation_memory_budget", self._budget_before)
             self._budget_before = None
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_layers import Convolution
 from lit_efficient.surgery import count
 from lit_efficient.technique import Technique
 
@@ -140,7 +140,7 @@ class ChannelsLast(Technique):
 
 def _dimensions(modules: Iterable[nn.Module]) -> set[int]:
     """Of how many dimensions, 4 or 5, the convolutions' weights are."""
-    return {part.weight.ndim for part in modules if isinstance(part, _ConvNd)} & _FORMATS.keys()
+    return {part.weight.ndim for part in modules if isinstance(part, Convolution)} & _FORMATS.keys()
 
 
 def _lay_out_weights(module: nn.Module) -> list[Tensor]:

@@ -23,6 +23,7 @@ from torch import nn
 from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_compiler import counts, is_compiled, swap_setting
 from lit_efficient.surgery import find_blocks, match_modules, mix_in, unmixed
 from lit_efficient.technique import Technique
 
@@ -125,7 +126,7 @@ class Compile(Technique):
         """Mark what is to be compiled, and compile it when it is first called."""
         found = self._found(module)
         for name, part in found:
-            if any(True for child in part.modules() if _is_compiled(child)):
+            if any(True for child in part.modules() if is_compiled(child)):
                 raise ConfigurationError(f"Compile: {name!r}, or a part of it, is compiled already: do one of the two")
         for _, part in found if self._retains else ():
             mix_in(part, _Traced)  # so that no graph of an earlier fit fits, which can be run backwards once
@@ -141,18 +142,16 @@ class Compile(Technique):
         """Compile what a copy of a compiled module has lost, and begin to count."""
         super().on_fit_start(trainer, pl_module)
         if self._retains:  # a backward graph that may overwrite what it was given can be run once
-            from torch._functorch import config
-
-            self._donated_before, config.donated_buffer = config.donated_buffer, False
+            self._donated_before = swap_setting("donated_buffer", False)
         names = reports_of(pl_module)["Compile"].modules
-        lost = [part for part in map(pl_module.get_submodule, names) if not _is_compiled(part)]
+        lost = [part for part in map(pl_module.get_submodule, names) if not is_compiled(part)]
         compile_in_place(lost, **self._options())
-        self._counted = _counts()
+        self._counted = counts()
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Say what was compiled, and what was not."""
         self._restore()
-        graphs, tried, done = (now - before for now, before in zip(_counts(), self._counted or _counts(), strict=True))
+        graphs, tried, done = (now - before for now, before in zip(counts(), self._counted or counts(), strict=True))
         rank_zero_info(f"Compile: {graphs} new graphs of {done} functions in this fit")
         if done < tried:
             rank_zero_warn(
@@ -167,9 +166,8 @@ class Compile(Technique):
 
     def _restore(self) -> None:
         if self._donated_before is not None:
-            from torch._functorch import config
-
-            config.donated_buffer, self._donated_before = self._donated_before, None
+            swap_setting("donated_buffer", self._donated_before)
+            self._donated_before = None
 
     def _options(self) -> dict[str, Any]:
         mode = {"mode": self.mode} if self.backend == "inductor" else {}
@@ -225,14 +223,3 @@ def _outermost_of(name: str, chosen: set[str]) -> str:
 def _partitions(backend: str) -> bool:
     """Whether a backend sees forward and backward as one graph, in which a recomputation is right."""
     return backend.startswith("aot_") or backend in ("inductor", "cudagraphs", "openxla")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None
-
-
-def _counts() -> tuple[int, int, int]:
-    """Graphs so far in this process, functions that were to be compiled, and those that were."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"], counters["frames"]["total"], counters["frames"]["ok"]

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lit_efficient.application import schedulers_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, held, hold, label, release
 from lit_efficient.optimizers.rates import split_groups
 from lit_efficient.technique import Technique
@@ -117,8 +117,8 @@ class GradualUnfreezing(Technique):
         self.lr_decay = lr_decay
         self.train_batchnorm = train_batchnorm
         self._names: list[list[str]] = []  # of each group's parameters
-        self._norms: list[tuple[int, _BatchNorm]] = []
-        self._stilled: list[tuple[int, _BatchNorm]] = []  # those that were put into eval mode
+        self._norms: list[tuple[int, BatchNorm]] = []
+        self._stilled: list[tuple[int, BatchNorm]] = []  # those that were put into eval mode
         self._open = 0  # groups that train now
 
     # Before training

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 from lit_efficient.technique import Technique
 
 _STREAMED = "_lit_efficient_streamed"
@@ -99,11 +100,11 @@ def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
     step = optimizer.__dict__.get("step")
     if step is not None:
         optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
-        optimizer.__dict__["step"]._wrapped_by_lr_sched = True
+        mark_counted(optimizer.__dict__["step"])
 
 
 def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    mark_stepped(optimizer)
     return type(optimizer).step(optimizer, *args, **kwargs)
 
 

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.residual import (
     Streams,
     declared_streams,
@@ -131,7 +131,7 @@ def _scale_residual(x: Tensor, y: Tensor, rate: float) -> Tensor:
 
 
 def _check_shapes(x: Any, y: Any) -> None:
-    before, after = tree_flatten(x)[0], tree_flatten(y)[0]
+    before, after = tree_leaves(x), tree_leaves(y)
     shapes, found = (
         [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in ts] for ts in (before, after)
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_foreach import foreach_mul_
 from lit_efficient.losses.deferred_logits import shifts_labels
 from lit_efficient.technique import Technique
 
@@ -216,7 +217,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients in place, shards too; each once."""
     gradients = {id(p): p.grad for p in parameters if p.grad is not None}
     if gradients:
-        torch._foreach_mul_(list(gradients.values()), factor)
+        foreach_mul_(list(gradients.values()), factor)
 
 
 def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_dispatch import backward_runs
+from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
 from lit_efficient.surgery import count, mix_in
@@ -41,7 +43,7 @@ class Tapped(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As without the mix-in."""
         output = super().forward(*args, **kwargs)
-        for calls in () if torch._C._current_graph_task_id() >= 0 else self._taps.values():
+        for calls in () if backward_runs() else self._taps.values():
             calls.append((args, kwargs, output))  # in a backward pass a checkpoint repeats what was recorded
         return output
 
@@ -69,13 +71,13 @@ def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[
 # Heads ---------------------------------------------------------------------------------------------------------------
 
 
-class Heads(nn.ModuleDict):
+class Heads(Loads, nn.ModuleDict):
     """Projections by name. Weights that are loaded need not hold them: then they stay as they are."""
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take what is missing from the heads themselves."""
         for name, tensor in self.state_dict(prefix=prefix).items():
             state_dict.setdefault(name, tensor)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bool = True) -> nn.Module:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_trees import tree_map
 from lit_efficient.surgery import match_modules
 
 _IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
@@ -305,7 +306,6 @@ def _placed(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None
 
 def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None, detach: bool = True) -> Any:
     """Tensors on the network's device, floats in its format."""
-    from torch.utils._pytree import tree_map
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):

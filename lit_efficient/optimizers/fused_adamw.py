@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from lit_efficient.internals.torch_optimizers import fused_devices, leave_unscaling
 from lit_efficient.optimizers.groups import parameter_groups
 
 
@@ -45,8 +45,8 @@ class FusedAdamW(torch.optim.AdamW):
         decay_norm_and_bias: bool = True,
     ) -> None:
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
-        devices = _get_fused_kernels_supported_devices()
+        devices = fused_devices()
         tensors = [p for group in groups for p in group["params"]]
         fused = all(p.device.type in devices and p.is_floating_point() for p in tensors)
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused or None)
-        self._step_supports_amp_scaling = False
+        leave_unscaling(self)

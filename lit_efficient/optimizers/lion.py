@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_foreach import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
 
@@ -32,11 +33,11 @@ def lion(
     """One step of Lion in place on ``parameters`` and ``moments``, lists of tensors of equal shapes."""
     if not parameters:
         return
-    updates = torch._foreach_lerp(moments, gradients, weight=1 - betas[0])
-    torch._foreach_sign_(updates)
-    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-    torch._foreach_add_(parameters, updates, alpha=-lr)
-    torch._foreach_lerp_(moments, gradients, weight=1 - betas[1])
+    updates = foreach_lerp(moments, gradients, weight=1 - betas[0])
+    foreach_sign_(updates)
+    foreach_mul_(parameters, 1 - lr * weight_decay)
+    foreach_add_(parameters, updates, alpha=-lr)
+    foreach_lerp_(moments, gradients, weight=1 - betas[1])
 
 
 class Lion(Optimizer):

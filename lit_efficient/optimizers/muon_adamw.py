@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim._muon import muon
 from torch.optim.adam import adam
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_muon import muon
 from lit_efficient.optimizers.groups import Groups, parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
 

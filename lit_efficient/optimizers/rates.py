@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_optimizers import LAST_RATES
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # in a group; schedulers put all but the first there
-_RATES_BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs")  # in a scheduler
+_RATES_BY_GROUP = ("base_lrs", LAST_RATES, "min_lrs", "max_lrs")  # in a scheduler
 _OTHERS_BY_GROUP = ("lr_lambdas", "base_momentums", "max_momentums")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.surgery import mix_in
 
 
@@ -64,14 +65,15 @@ def _quantized_weight(weight: Tensor, format: str, double_quant: bool) -> Any:
     return parameter.to(weight.device)
 
 
-class _Loads:
+class _Loads(Loads):
     """Loading: bitsandbytes' layers cannot read back the constants that they write."""
 
     weight: Any
     quant_format: str
     quant_double: bool
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Quantise a float layer's weight, or take the constants out of the layer's own."""
         key = f"{prefix}weight"
         given = state_dict.get(key)
         if given is not None and given.is_floating_point():
@@ -86,7 +88,6 @@ class _Loads:
             popped = {k.removeprefix(f"{key}.").removeprefix(prefix): state_dict.pop(k) for k in constants}
             if given is not None and popped:
                 self._restore(given, popped)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
     def _take(self, data: Tensor, fresh: Any) -> None:
         raise NotImplementedError

@@ -12,12 +12,13 @@ the weight that is constant over each group, which is what a QA-LoRA adapter mak
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lit_efficient.internals.torch_modules import Loads, StaysFloat32
 
 LEVELS = 15  # the largest code
 
@@ -74,7 +75,7 @@ class _Product(torch.autograd.Function):
         return gradient @ dequantize_groups(*ctx.saved_tensors).to(gradient.dtype), None, None, None
 
 
-class Int4Linear(nn.Linear):
+class Int4Linear(Loads, StaysFloat32, nn.Linear):
     """A frozen linear layer in four bits; ``weight`` holds the codes, ``weight_scale`` and ``weight_zero`` the rest.
 
     Loads its own checkpoints, and those of the float layer, whose weight is quantised on the way. Scales and zero
@@ -87,6 +88,7 @@ class Int4Linear(nn.Linear):
     """
 
     quant_format = "int4"
+    float32 = ("weight_scale", "weight_zero")
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter
 
@@ -114,16 +116,8 @@ class Int4Linear(nn.Linear):
         """Sizes for ``print``."""
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
-        wide = {name: getattr(self, name).detach() for name in ("weight_scale", "weight_zero")}
-        super()._apply(fn, recurse)
-        for name, kept in wide.items():
-            parameter = getattr(self, name)
-            if parameter.element_size() < torch.float32.itemsize:
-                parameter.data = kept.to(parameter.device)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Quantise a float layer's weight."""
         given = state_dict.get(f"{prefix}weight")
         if given is not None and given.is_floating_point():
             oriented = given.T if getattr(self, "quant_transposed", False) else given
@@ -131,4 +125,3 @@ class Int4Linear(nn.Linear):
                 ("weight", "weight_scale", "weight_zero"), quantize_groups(oriented, self.group_size), strict=True
             ):
                 state_dict[f"{prefix}{name}"] = tensor
-        super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_efficient.internals.torch_layers import padded
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.surgery import mix_in
@@ -133,7 +134,7 @@ class _LowRankConv2d(LowRank):
         if self.padding_mode == "zeros":
             x = F.conv2d(x, a, None, self.stride, self.padding, self.dilation)
         else:
-            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)  # type: ignore[attr-defined]
+            x = padded(self, x)
             x = F.conv2d(x, a, None, self.stride, 0, self.dilation)
         return F.conv2d(x, b)
 
@@ -213,7 +214,7 @@ def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> 
 
 def adapted_matrix(module: Any) -> Tensor:
     """:func:`merged_matrix` of an adapted layer."""
-    tensors = {**module._parameters, **module._buffers}
+    tensors = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
     added = {key: tensor for key, tensor in tensors.items() if key.startswith("lora_")}
     return merged_matrix(base_matrix(module), added, module.lora_scale)
 

@@ -98,7 +98,7 @@ def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
 
 def _strip(part: Any) -> None:
     for added in ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "lora_squared"):
-        if added in part._parameters or added in part._buffers:
+        if hasattr(part, added):
             delattr(part, added)
     mix_out(part, LowRank)
     for attribute in ("lora_variant", "lora_scale", "lora_dropout", "lora_draw"):

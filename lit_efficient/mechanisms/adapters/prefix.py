@@ -81,7 +81,7 @@ class PrefixVectors(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Keys and values, [layers, heads, n, head_dim] each."""
-        return prefix_of({**self._parameters, **self._buffers})
+        return prefix_of(dict([*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]))
 
 
 class PrefixedDecoder(FollowsBase, Switchable):

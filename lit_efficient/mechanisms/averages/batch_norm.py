@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_layers import BatchNorm
 
 
-def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     """Layers that keep running statistics, by name."""
-    layers = ((n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm))
+    layers = ((n, m) for n, m in module.named_modules() if isinstance(m, BatchNorm))
     return {name: layer for name, layer in layers if layer.track_running_stats}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
+from lit_efficient.internals.torch_foreach import foreach_copy_
 from lit_efficient.mechanisms.averages.weights import local, placed_like, whole
 from lit_efficient.technique import Technique
 
@@ -159,7 +160,7 @@ def put_into_state_dict(state_dict: dict[str, Any], source: Mapping[str, Tensor]
 
 def _copy(source: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     targets = [local(parameters[name]) for name in source]
-    torch._foreach_copy_(targets, [local(tensor) for tensor in source.values()])
+    foreach_copy_(targets, [local(tensor) for tensor in source.values()])
 
 
 def _reshard(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
 from lit_efficient.mechanisms.blocks.freezing import held
 
 _CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there
@@ -81,11 +82,11 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
     """
     averages, weights = [local(t) for t in averages], [local(t.detach()) for t in weights]
     if decay == 0:
-        torch._foreach_copy_(averages, weights)
+        foreach_copy_(averages, weights)
         return
     alike = [(a, w) for a, w in zip(averages, weights) if a.dtype == w.dtype and a.device == w.device]
     if alike:
-        torch._foreach_lerp_([a for a, _ in alike], [w for _, w in alike], 1 - decay)
+        foreach_lerp_([a for a, _ in alike], [w for _, w in alike], 1 - decay)
     if len(alike) < len(averages):
         others = [(a, w) for a, w in zip(averages, weights) if a.dtype != w.dtype or a.device != w.device]
         for a, w in others:
@@ -93,7 +94,7 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
                 a.lerp_(w.to(a.device, a.dtype), 1 - decay)
         for chunk in _chunks(pair for pair in others if pair[0].device.type != "cpu"):
             converted = [w.to(a.device, a.dtype) for a, w in chunk]
-            torch._foreach_lerp_([a for a, _ in chunk], converted, 1 - decay)
+            foreach_lerp_([a for a, _ in chunk], converted, 1 - decay)
 
 
 def _chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:

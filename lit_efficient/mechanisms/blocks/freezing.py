@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.surgery import find_blocks
 
 Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
@@ -99,7 +99,7 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
 
 def depth_groups_and_norms(
     module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups"
-) -> tuple[list[list[str]], list[tuple[int, _BatchNorm]]]:
+) -> tuple[list[list[str]], list[tuple[int, BatchNorm]]]:
     """:func:`depth_groups`, and the BatchNorm layers that keep statistics, each with the position of its group.
 
     Layers of no group are left out: those in parts that were frozen before.
@@ -109,7 +109,7 @@ def depth_groups_and_norms(
     positions = {number: i for i, number in enumerate(found)}
     norms = []
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+        if isinstance(layer, BatchNorm) and layer.track_running_stats:
             number = rule(f"{name}.weight")
             if number in positions:
                 norms.append((positions[number], layer))

@@ -12,21 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_layers import NormWithStatistics, SpectralNorm
+from lit_efficient.internals.torch_operators import ATTENTION, MATMUL
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.surgery import find_blocks
 
-_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 OPERATORS: dict[str, list[Any]] = {
-    "matmul": [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")],
-    "attention": [
-        *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _ATTENTION),
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    ],
+    "matmul": MATMUL,
+    "attention": ATTENTION,
     "convolution": [torch.ops.aten.convolution.default],
 }
 
@@ -81,7 +77,9 @@ class _Within:
 def _moving_buffers(block: nn.Module) -> list[torch.Tensor]:
     """What a training forward changes: running statistics, and the vectors of spectral normalisation."""
     keepers = [
-        part for part in block.modules() if isinstance(part, _NormBase | _SpectralNorm) or hasattr(part, "weight_u")
+        part
+        for part in block.modules()
+        if isinstance(part, NormWithStatistics | SpectralNorm) or hasattr(part, "weight_u")
     ]
     return [buffer for part in keepers for buffer in part.buffers(recurse=False)]
 

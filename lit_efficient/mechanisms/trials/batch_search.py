@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from lit_efficient.errors import ConfigurationError, OutOfMemoryError
+from lit_efficient.internals.torch_trees import tree_map_only
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget, candidate_sizes, largest_fitting
 from lit_efficient.mechanisms.trials.memory import (
     AllocationMeter,

@@ -22,10 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from lit_efficient.errors import ConfigurationError, OutOfMemoryError
+from lit_efficient.internals.torch_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    no_dispatch_modes,
+    saving_hooks,
+    storage_id,
+)
+from lit_efficient.internals.torch_trees import tree_leaves
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
@@ -91,7 +97,7 @@ class AllocationMeter(TorchDispatchMode):
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._storages:
             return
         size = storage.nbytes()
@@ -101,14 +107,14 @@ class AllocationMeter(TorchDispatchMode):
 
     def add_all(self, tree: object) -> None:
         """Count all tensors in a nested structure."""
-        for item in tree_iter(tree):
+        for item in tree_leaves(tree):
             if isinstance(item, Tensor):
                 self.add(item)
 
     @staticmethod
     def paused() -> contextlib.AbstractContextManager[Any]:
         """Count nothing inside."""
-        return _disable_current_modes()
+        return no_dispatch_modes()
 
     def _forget(self, key: int) -> None:
         entry = self._storages.pop(key, None)
@@ -152,13 +158,13 @@ class SavedTensors(saved_tensors_hooks):
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
         super().__init__(self._pack, self._unpack)
         self.bytes = 0
-        self._storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in without)}
+        self._storages = {storage_id(storage): storage for storage in (tensor.untyped_storage() for tensor in without)}
         self._inner: tuple[Any, Any] | None = None
 
     def _pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage  # alive, lest another one gets its address
+        if (key := storage_id(storage)) not in self._storages:
+            self._storages[key] = storage  # alive, lest another one gets its address
             self.bytes += storage.nbytes()
         return tensor.detach() if self._inner is None else self._inner[0](tensor)
 
@@ -166,7 +172,7 @@ class SavedTensors(saved_tensors_hooks):
         return packed if self._inner is None else self._inner[1](packed)
 
     def __enter__(self) -> SavedTensors:  # type: ignore[override]
-        self._inner = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._inner = saving_hooks()
         super().__enter__()
         return self
 

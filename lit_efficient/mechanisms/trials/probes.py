@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 
 Longest = Callable[[Any, int], Sequence[int]]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS, LAST_RATES
 
 
 def rates_to_try(low: float, high: float, steps: int, mode: str) -> list[float]:
@@ -103,7 +104,7 @@ def set_rate(group: dict[str, Any], rate: float, key: str = "lr") -> None:
         group[key] = rate
 
 
-_RATES = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min", "min_lr", "default_min_lr")
+_RATES = ("base_lrs", "max_lrs", "min_lrs", LAST_RATES, "eta_min", "min_lr", "default_min_lr")
 
 
 def scale_schedule(scheduler: Any, factor: float) -> None:
@@ -121,7 +122,7 @@ def scale_schedule(scheduler: Any, factor: float) -> None:
             state[name] = type(value)(rate * factor for rate in value)
         elif isinstance(value, float | int) and not isinstance(value, bool):
             state[name] = value * factor
-    for inner in state.get("_schedulers", ()):
+    for inner in state.get(INNER_SCHEDULERS, ()):
         scale_schedule(inner, factor)
 
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
 # Of torch and of the standard library only these have attributes that a training step changes; threads, locks, files

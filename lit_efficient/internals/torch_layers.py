@@ -1,0 +1,17 @@
+"""What torch's layers of one kind have in common; it exports the concrete ones only. Checked with torch 2.13."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
+
+__all__ = ["BatchNorm", "Convolution", "NormWithStatistics", "SpectralNorm", "padded"]
+
+
+def padded(convolution: Any, x: Tensor) -> Tensor:
+    """The input as a convolution pads it in a mode other than zeros: ``Conv2d._reversed_padding_repeated_twice``."""
+    return F.pad(x, convolution._reversed_padding_repeated_twice, mode=convolution.padding_mode)

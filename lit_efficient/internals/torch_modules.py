@@ -1,0 +1,40 @@
+"""What a module does when it is loaded, moved or cast: ``nn.Module._load_from_state_dict`` and ``nn.Module._apply``.
+
+torch's public hooks would be attributes of each instance, which copies and pickles of a changed class lose.
+Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Loads:
+    """Put in front of an ``nn.Module``: ``before_load`` may change what the module is about to read."""
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Change ``state_dict`` in place; the module's own entries begin with ``prefix``."""
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        self.before_load(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
+
+
+class StaysFloat32:
+    """Put in front of an ``nn.Module``: some of its parameters move with it, but are never cast to less."""
+
+    float32: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        wide = {name: getattr(self, name).detach() for name in self.float32}
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for name, kept in wide.items():
+            parameter = getattr(self, name)
+            if parameter.element_size() < torch.float32.itemsize:
+                parameter.data = kept.to(parameter.device)
+        return self

@@ -1,0 +1,43 @@
+"""What torch keeps on optimizers and schedulers beside their public state. Checked with torch 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+# The attributes that hold an optimizer's registered hooks.
+HOOKS = tuple(
+    f"_optimizer_{event}_{when}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+LAST_RATES = "_last_lr"  # a scheduler's attribute and a key of its state: the rates that it set last
+INNER_SCHEDULERS = "_schedulers"  # those that SequentialLR and ChainedScheduler hold
+
+
+def fused_devices() -> list[str]:
+    """Types of devices with fused kernels: ``torch.utils._foreach_utils._get_fused_kernels_supported_devices``."""
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    return _get_fused_kernels_supported_devices()
+
+
+def leave_unscaling(optimizer: Any) -> None:
+    """Leave unscaling to the scaler, so that Lightning clips a fused optimizer, too: ``_step_supports_amp_scaling``."""
+    optimizer._step_supports_amp_scaling = False
+
+
+def is_counted(step: Any) -> bool:
+    """Whether a scheduler counts the calls of this ``Optimizer.step``: ``_wrapped_by_lr_sched``."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_counted(step: Any) -> None:
+    """Tell schedulers that this ``step`` calls :func:`mark_stepped`: ``_wrapped_by_lr_sched``."""
+    step._wrapped_by_lr_sched = True
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tell schedulers that the optimizer has stepped before them: ``_opt_called``."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

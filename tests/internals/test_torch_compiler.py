@@ -1,0 +1,39 @@
+import torch
+from torch import nn
+
+from tests.internals.leaning import leans_on
+
+
+@leans_on("torch", "nn.Module._compiled_call_impl", "torch_compiler")
+def test_a_module_knows_that_it_is_compiled():
+    from lit_efficient.internals.torch_compiler import is_compiled
+
+    layer = nn.Linear(1, 1)
+    assert not is_compiled(layer)
+    layer.compile(backend="eager")
+    assert is_compiled(layer)
+
+
+@leans_on("torch", "torch._functorch.config", "torch_compiler")
+def test_the_compiler_has_both_settings():
+    from lit_efficient.internals.torch_compiler import swap_setting
+
+    for name, ours, default in (("donated_buffer", False, True), ("activation_memory_budget", 0.5, 1.0)):
+        before = swap_setting(name, ours)
+        assert swap_setting(name, before) == ours
+        assert swap_setting(name, before) == before == default
+
+
+@leans_on("torch", "torch._dynamo.utils.counters", "torch_compiler")
+def test_graphs_and_functions_are_counted():
+    from lit_efficient.internals.torch_compiler import counts
+
+    def gained(x):
+        before = counts()
+        function(x)
+        return tuple(now - then for now, then in zip(counts(), before, strict=True))
+
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    assert gained(torch.ones(3)) == (1, 1, 1)
+    assert gained(torch.ones(3)) == (0, 0, 0)
+    assert gained(torch.ones(3, 3)) == (1, 1, 1)

@@ -1,0 +1,73 @@
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from tests.internals.leaning import leans_on
+
+
+@leans_on("torch", "torch.utils._python_dispatch", "torch_dispatch")
+def test_a_mode_sees_every_operator_the_backward_pass_included():
+    from lit_efficient.internals.torch_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+    class Names(TorchDispatchMode):
+        seen = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen = (*self.seen, str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Names() as names:
+        x.exp().sum().backward()
+    assert {"aten.exp.default", "aten.sum.default", "aten.mul.Tensor"} <= {*names.seen}
+    assert not is_traceable_wrapper_subclass(x)
+    assert hasattr(DTensor, "__tensor_flatten__")  # by which such a subclass is known
+
+
+@leans_on("torch", "torch.utils._python_dispatch._disable_current_modes", "torch_dispatch")
+def test_modes_can_be_left_out():
+    from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise RuntimeError("seen")
+
+    with Refuses(), no_dispatch_modes():
+        assert torch.ones(2).sum() == 2
+
+
+@leans_on("torch", "UntypedStorage._cdata", "torch_dispatch")
+def test_views_share_a_storage_and_copies_do_not():
+    from lit_efficient.internals.torch_dispatch import storage_id
+
+    x = torch.ones(4)
+    assert storage_id(x.untyped_storage()) == storage_id(x[1:].untyped_storage()) == storage_id(x.untyped_storage())
+    other = x.clone()
+    assert storage_id(x.untyped_storage()) != storage_id(other.untyped_storage())
+
+
+@leans_on("torch", "torch._C._autograd._top_saved_tensors_default_hooks", "torch_dispatch")
+def test_the_hooks_in_force_are_those_of_the_innermost_context():
+    from lit_efficient.internals.torch_dispatch import saving_hooks
+
+    def pack(tensor):
+        return tensor
+
+    def unpack(packed):
+        return packed
+
+    assert saving_hooks() is None
+    with saved_tensors_hooks(lambda t: t, lambda t: t), saved_tensors_hooks(pack, unpack):
+        assert saving_hooks() == (pack, unpack)
+    assert saving_hooks() is None
+
+
+@leans_on("torch", "torch._C._current_graph_task_id", "torch_dispatch")
+def test_a_backward_pass_is_noticed_from_within():
+    from lit_efficient.internals.torch_dispatch import backward_runs
+
+    seen = [backward_runs()]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(backward_runs()))
+    x.sum().backward()
+    assert [*seen, backward_runs()] == [False, True, False]

@@ -1,0 +1,63 @@
+import torch
+
+from tests.internals.leaning import leans_on
+
+
+def pair():
+    return [torch.tensor([1.0, -2.0]), torch.tensor([[3.0]])]
+
+
+def same(tensors, numbers):
+    assert [tensor.flatten().tolist() for tensor in tensors] == numbers
+
+
+@leans_on("torch", "torch._foreach_add_", "torch_foreach")
+def test_add():
+    from lit_efficient.internals.torch_foreach import foreach_add_
+
+    tensors = pair()
+    foreach_add_(tensors, pair(), alpha=2)
+    same(tensors, [[3.0, -6.0], [9.0]])
+
+
+@leans_on("torch", "torch._foreach_copy_", "torch_foreach")
+def test_copy_into_another_format():
+    from lit_efficient.internals.torch_foreach import foreach_copy_
+
+    tensors = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1, 1)]
+    foreach_copy_(tensors, pair())
+    same(tensors, [[1.0, -2.0], [3.0]])
+
+
+@leans_on("torch", "torch._foreach_lerp", "torch_foreach")
+def test_lerp_anew():
+    from lit_efficient.internals.torch_foreach import foreach_lerp
+
+    same(foreach_lerp(pair(), [torch.zeros(2), torch.zeros(1, 1)], weight=0.5), [[0.5, -1.0], [1.5]])
+
+
+@leans_on("torch", "torch._foreach_lerp_", "torch_foreach")
+def test_lerp_in_place():
+    from lit_efficient.internals.torch_foreach import foreach_lerp_
+
+    tensors = pair()
+    foreach_lerp_(tensors, [torch.zeros(2), torch.zeros(1, 1)], 0.5)
+    same(tensors, [[0.5, -1.0], [1.5]])
+
+
+@leans_on("torch", "torch._foreach_mul_", "torch_foreach")
+def test_multiply():
+    from lit_efficient.internals.torch_foreach import foreach_mul_
+
+    tensors = pair()
+    foreach_mul_(tensors, 2.0)
+    same(tensors, [[2.0, -4.0], [6.0]])
+
+
+@leans_on("torch", "torch._foreach_sign_", "torch_foreach")
+def test_sign():
+    from lit_efficient.internals.torch_foreach import foreach_sign_
+
+    tensors = pair()
+    foreach_sign_(tensors)
+    same(tensors, [[1.0, -1.0], [1.0]])

@@ -1,0 +1,35 @@
+import torch
+from torch import nn
+
+from lit_efficient.internals.torch_modules import Loads, StaysFloat32
+from tests.internals.leaning import leans_on
+
+
+class Doubling(Loads, nn.Linear):
+    def before_load(self, state_dict, prefix):
+        state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
+
+
+class Scaled(StaysFloat32, nn.Linear):
+    float32 = ("weight",)
+
+
+@leans_on("torch", "nn.Module._load_from_state_dict", "torch_modules")
+def test_what_a_module_reads_can_be_changed_on_the_way():
+    network = nn.Sequential(nn.Linear(1, 1), Doubling(1, 1))
+    given = {name: torch.ones_like(tensor) for name, tensor in network.state_dict().items()}
+    network.load_state_dict(given)
+    assert [p.item() for p in network.parameters()] == [1.0, 1.0, 2.0, 1.0]
+    assert given["1.weight"].item() == 1.0  # the caller's own dict stays as it was
+
+
+@leans_on("torch", "nn.Module._apply", "torch_modules")
+def test_a_parameter_is_moved_and_not_cast_to_less():
+    network = nn.Sequential(Scaled(1, 1))
+    before = network[0].weight.detach().clone()
+    network.to(torch.bfloat16)
+    assert network[0].bias.dtype is torch.bfloat16
+    assert torch.equal(network[0].weight, before)
+    network.to(torch.float64)
+    assert network[0].weight.dtype is torch.float64
+    assert network.to("meta")[0].weight.device.type == "meta"

@@ -1,0 +1,41 @@
+import torch
+import torch.nn.functional as F
+
+from tests.internals.leaning import leans_on
+
+
+def operators_of(function):
+    from lit_efficient.internals.torch_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        found = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.found = (*self.found, func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        function()
+    return {*seen.found}
+
+
+@leans_on("torch", "aten._scaled_mm", "torch_operators")
+def test_products_are_known():
+    from lit_efficient.internals.torch_operators import MATMUL
+
+    x, w = torch.ones(2, 16, 16), torch.ones(16, 16)
+    assert operators_of(lambda: w @ w) & {*MATMUL}
+    assert operators_of(lambda: F.linear(w, w, w[0])) & {*MATMUL}
+    assert operators_of(lambda: torch.bmm(x, x)) & {*MATMUL}
+    eighth, one = w.to(torch.float8_e4m3fn), torch.tensor(1.0)
+    scaled = operators_of(lambda: torch._scaled_mm(eighth, eighth.t(), one, one, out_dtype=torch.bfloat16))
+    assert scaled & {*MATMUL}
+
+
+@leans_on("torch", "aten._scaled_dot_product_*", "torch_operators")
+def test_attention_is_known():
+    from lit_efficient.internals.torch_operators import ATTENTION
+
+    x = torch.ones(1, 2, 8, 16, requires_grad=True)
+    assert operators_of(lambda: F.scaled_dot_product_attention(x, x, x, is_causal=True)) & {*ATTENTION}
+    assert len({*ATTENTION}) == 5  # the CPU's, three of CUDA's and other backends'

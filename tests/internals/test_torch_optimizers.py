@@ -1,0 +1,84 @@
+import warnings
+
+import pytest
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, SequentialLR
+
+from lit_efficient.internals import torch_optimizers
+from tests.internals.leaning import leans_on
+
+
+def optimizer():
+    return SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+
+
+@leans_on("torch", "_optimizer_step_pre_hooks and its kin", "torch_optimizers")
+def test_all_hooks_that_can_be_registered_are_named():
+    sgd = optimizer()
+    registers = [name for name in dir(Optimizer) if name.startswith("register_")]
+    for name in registers:
+        getattr(sgd, name)(print)
+    holders = {name for name, value in vars(sgd).items() if name.endswith("_hooks") and print in value.values()}
+    assert holders == {*torch_optimizers.HOOKS}
+    assert len(holders) == len(registers)
+
+
+@leans_on("torch", "_last_lr", "torch_optimizers")
+def test_a_scheduler_keeps_its_last_rates_as_attribute_and_in_its_state():
+    scheduler = LambdaLR(optimizer(), lambda _: 0.5)
+    assert getattr(scheduler, torch_optimizers.LAST_RATES) == [0.25]
+    assert scheduler.state_dict()[torch_optimizers.LAST_RATES] == [0.25]
+
+
+@leans_on("torch", "_schedulers", "torch_optimizers")
+def test_schedulers_of_schedulers_are_found():
+    sgd = optimizer()
+    parts = [LambdaLR(sgd, lambda _: 1.0) for _ in range(2)]
+    for outer in (ChainedScheduler(parts, sgd), SequentialLR(sgd, parts, [1])):
+        assert list(vars(outer)[torch_optimizers.INNER_SCHEDULERS]) == parts
+
+
+@leans_on("torch", "torch.utils._foreach_utils._get_fused_kernels_supported_devices", "torch_optimizers")
+def test_the_devices_with_fused_kernels_are_known():
+    assert {"cpu", "cuda"} <= {*torch_optimizers.fused_devices()}
+    AdamW(nn.Linear(1, 1).parameters(), fused=True)
+
+
+@leans_on("torch", "_step_supports_amp_scaling", "torch_optimizers")
+def test_a_fused_optimizer_that_leaves_unscaling_may_be_clipped():
+    adamw = AdamW(nn.Linear(1, 1).parameters(), fused=True)
+    assert _optimizer_handles_unscaling(adamw)
+    torch_optimizers.leave_unscaling(adamw)
+    assert not _optimizer_handles_unscaling(adamw)
+
+
+@leans_on("torch", "_wrapped_by_lr_sched", "torch_optimizers")
+def test_a_scheduler_marks_the_step_that_it_counts_and_believes_the_mark():
+    sgd = optimizer()
+    assert not torch_optimizers.is_counted(sgd.step)
+    LambdaLR(sgd, lambda _: 1.0)
+    assert torch_optimizers.is_counted(sgd.step)
+
+    ours = optimizer()
+    ours.step = step = lambda: None
+    torch_optimizers.mark_counted(step)
+    LambdaLR(ours, lambda _: 1.0)
+    assert ours.step is step  # not wrapped once more
+
+
+@leans_on("torch", "_opt_called", "torch_optimizers")
+def test_a_scheduler_complains_unless_the_optimizer_has_stepped():
+    def second_step(mark):
+        sgd = optimizer()
+        scheduler = LambdaLR(sgd, lambda _: 1.0)
+        if mark:
+            torch_optimizers.mark_stepped(sgd)
+        scheduler.step()
+
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        second_step(mark=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second_step(mark=True)
