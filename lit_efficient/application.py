@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Declaration, Report, check_conflicts, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.files.moved import translate
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 
 _ABSENT = "absent"  # a string, so that it survives a deep copy and a pickle
@@ -108,7 +109,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"the checkpoint uses the technique {name!r}: import its class first")
         if cls.training_only:
             continue
-        techniques.append(cls(**record["arguments"]))
+        techniques.append(cls(**translate(name, record["arguments"])))
     apply(module, techniques)
     _check_checkpoint(module, checkpoint)
 
@@ -425,7 +426,8 @@ def compare_techniques(
     Raises:
         ConfigurationError: Naming the technique, and how it differs.
     """
-    old, new = ({record["name"]: record for record in records} for records in (saved, current))
+    old = {r["name"]: {**r, "arguments": translate(r["name"], r["arguments"])} for r in saved}
+    new = {r["name"]: r for r in current}
     fatal = {"weights", "optimizer"} if fitting else {"weights"}
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)

@@ -9,6 +9,7 @@ from torch import nn
 
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
+from lit_efficient.files.moved import translate
 
 # Words that Lightning resolves itself, for `fit` alone: the others have no training before them in this process.
 _WORDS = {"last", "hpc"}
@@ -84,7 +85,8 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> lis
             **(ours.get("init_args") or {}),
             **(ours.get("dict_kwargs") or {}),
         }
-        now, then = _flat(given), _flat(checkpoint.get(key) or {})
+        name = str(ours.get("class_path")).rpartition(".")[2]
+        now, then = _flat(given), _flat(translate(name, checkpoint.get(key) or {}))
         for name in then:
             if name in now and then[name] != now[name]:
                 shown = "class_path" if name == "_class_path" else name

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_efficient import PUBLIC
 from lit_efficient.cli.parsing import did_you_mean
 from lit_efficient.errors import ConfigurationError, LitEfficientError
+from lit_efficient.files.moved import moved_path
 
 MAX_LINES = 10
 _MAX_WIDTH = 400
@@ -154,13 +155,14 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
             return 5, _wrong_type(allowed, match[1]), ""
         return 7, f"there is no class {match[1]!r}{did_you_mean(match[1], _known_classes())}", match[1]
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
-        return 7, f"there is no {match[2]!r} in {match[1]}{did_you_mean(match[2], _names_in(match[1]))}", ""
+        advice = moved_path(f"{match[1]}.{match[2]}") or did_you_mean(match[2], _names_in(match[1]))
+        return 7, f"there is no {match[2]!r} in {match[1]}{advice}", ""
     if match := re.search(r"No module named '([\w.]+)'", line):
-        return 7, f"there is no module {match[1]!r}", ""
+        return 7, f"there is no module {match[1]!r}{moved_path(match[1])}", ""
     if match := re.search(r"[Ii]mport path (\S* ?)does not correspond to a subclass of (\w+)", line):
         return 7, f"{match[1].strip() or given or 'the class'} is not a {match[2]}", ""
     if match := re.search(r"File does not exist: '?([^']+)'?", line):
-        return 7, f"there is no file {match[1]!r}", ""
+        return 7, f"there is no file {match[1]!r}{moved_path(match[1])}", ""
     if match := re.search(r"Expected an? (.+?)\.? Got value: (.*)", line):
         return 6, _wrong_type(_readable_types(match[1]), match[2]), ""
     if re.match(r"Expected an? ", line):

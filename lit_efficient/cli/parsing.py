@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.moved import moved_key
 
 # Packages whose classes a config may name. Where an object is defined counts as well as where it was found, so
 # `lightning.pytorch.cli.os.system` is refused as `os.system` is.
@@ -166,9 +167,12 @@ set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError,))
 class Parser(LightningArgumentParser):
     """The parser of the command line, of each subcommand and of each class that a config names."""
 
+    described: type | None = None  # the class
+
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
         """Add a class's arguments; the length of a scheduler may be left unset, also where torch wants it."""
         added = super().add_class_arguments(theclass, *args, **kwargs)
+        self.described = theclass
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
             for action in self._actions:
                 if action.dest in HORIZONS:
@@ -208,15 +212,16 @@ class Parser(LightningArgumentParser):
                 self._check_keys(value, f"{key}.")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise what is wrong; for an unknown option, add what was probably meant and what there is."""
+        """Raise what is wrong; for an unknown option, add where it is now, or what was probably meant."""
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown and "(accepted" not in message:
             parser = getattr(ex, "subcommand_parser", None) or self
             dests = [a.dest for a in parser._actions if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
-            level = unknown["name"].rpartition(".")[0]
+            level, _, leaf = unknown["name"].rpartition(".")
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
-            message = f"no option {unknown['name']!r}{did_you_mean(unknown['name'], dests)} (accepted: {accepted})"
+            advice = f"{did_you_mean(unknown['name'], dests)} (accepted: {accepted})"
+            message = f"no option {unknown['name']!r}{moved_key(parser.described, leaf) or advice}"
         super().error(message, ex)
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:

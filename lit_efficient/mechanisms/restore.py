@@ -15,6 +15,7 @@ from torch import nn
 import lit_efficient
 from lit_efficient.application import replay
 from lit_efficient.errors import CheckpointError
+from lit_efficient.files.moved import translate
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 
 
@@ -65,7 +66,7 @@ def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:
         cls: Any = getattr(lit_efficient, record["name"], None) if record["name"] in lit_efficient.PUBLIC else None
         if not (isinstance(cls, type) and issubclass(cls, ShadowWeights)):
             continue
-        technique = cls(**record["arguments"])
+        technique = cls(**translate(record["name"], record["arguments"]))
         state = checkpoint.get("callbacks", {}).get(technique.state_key)
         if state:
             technique.load_state_dict(state)

@@ -36,6 +36,11 @@ WRONG = {
         ["'ToyModl'", "tests.support_cli", "did you mean 'ToyModel'"],
     ),
     "no such file": (["-c", "nothing.yaml"], ["config", "nothing.yaml", "no file"]),
+    "moved config": (["-c", "configs/techniques/min_snr.yaml"], ["it is now 'configs/techniques/snr_weighting.yaml'"]),
+    "moved module": (
+        ["--data=lit_efficient.data.digits.DigitImages"],
+        ["'digits'", "it is now 'lit_efficient.data.digit_images'"],
+    ),
     "too many devices": (["--trainer.devices", "4096"], ["trainer.devices", "4096", str(os.cpu_count())]),
     "folder below a file": (["--trainer.default_root_dir", "base.yaml/x"], ["trainer.default_root_dir", "base.yaml"]),
     "secret": (

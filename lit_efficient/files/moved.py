@@ -1,0 +1,50 @@
+"""Where arguments, configs and modules of the release before are now: kept for one release, then this file goes.
+
+A config with an old key, path or module is refused with the new one. A checkpoint is not: its arguments are translated.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+MOVED_KEYS: dict[str, dict[str, str]] = {}
+"""Of a class: an argument that is gone, and where its value stands now (with dots: in a group)."""
+
+MOVED_PATHS = {
+    "configs/techniques/min_snr.yaml": "configs/techniques/snr_weighting.yaml",
+    "lit_efficient.data.digits": "lit_efficient.data.digit_images",
+    "lit_efficient.data.encoded_fields": "lit_efficient.data.latents.encoded_fields",
+    "lit_efficient.data.image_buckets": "lit_efficient.data.images.aspect_buckets",
+    "lit_efficient.data.teacher_features": "lit_efficient.data.latents.teacher_features",
+    "lit_efficient.losses.perceptual": "lit_efficient.models.perceptual",
+    "lit_efficient.optimizers.adafactor": "lit_efficient.optimizers.grouped_adafactor",
+    "lit_efficient.optimizers.adamw": "lit_efficient.optimizers.fused_adamw",
+    "lit_efficient.optimizers.muon": "lit_efficient.optimizers.muon_adamw",
+    "lit_efficient.optimizers.schedule_free": "lit_efficient.optimizers.schedule_free_adamw",
+    "lit_efficient.plugins.checkpoint_io": "lit_efficient.plugins.safe_checkpoint_io",
+}
+"""Configs, and modules that a ``class_path`` could name."""
+
+
+def moved_key(owner: type | None, key: str) -> str:
+    """Where an argument of a class (or of one that it inherits from) is now, as the end of a sentence; else ""."""
+    for cls in owner.__mro__ if owner else ():
+        if key in MOVED_KEYS.get(cls.__name__, {}):
+            return f": it is now {MOVED_KEYS[cls.__name__][key]!r}"
+    return ""
+
+
+def moved_path(path: str) -> str:
+    """Where a config or a module is now, as the end of a sentence; "" for one that has not moved."""
+    return next((f": it is now {new!r}" for old, new in MOVED_PATHS.items() if path.endswith(old)), "")
+
+
+def translate(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a checkpoint records of the class ``name``, under the keys that the class has now."""
+    now: dict[str, Any] = {}
+    for key, value in arguments.items():
+        *groups, leaf = MOVED_KEYS.get(name, {}).get(key, key).split(".")
+        place = now
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = value
+    return now
