@@ -83,6 +83,10 @@ PUBLIC: dict[str, str] = {
     # slot data
     "DigitImages": "data.digit_images",
     "ImageData": "data.image_data",
+    "ImageColumns": "data.images.image_columns",
+    "ImageScores": "data.images.image_judge",
+    "ImageSplits": "data.images.image_tables",
+    "ImageView": "data.images.image_view",
     "LatentDigits": "data.latent_digits",
     "LatentData": "data.latent_data",
     "TeacherFeatures": "data.latents.teacher_features",

@@ -27,14 +27,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_efficient.data.images.image_module import check_choice, check_integer
 from lit_efficient.data.images.image_source import collate_images
 from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.latents.encoded_rows import Value
 from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, check_fields, open_encoded
 from lit_efficient.data.latents.latent_format import Moments, normalize_item
 from lit_efficient.data.latents.stage_one import forked_rng
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.autoencoders import build_autoencoder
@@ -87,13 +86,10 @@ class EncodedData(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        given = {"held_out": (held_out, 0), "batch_size": (batch_size, 1), "num_workers": (num_workers, 0)}
-        for name, (value, least) in {
-            **given,
-            "seed": (seed, 0),
-            "num_classes": (0 if num_classes is None else num_classes, 0),
-        }.items():
-            check_integer("EncodedData", name, value, least)
+        given = {"num_classes": num_classes, "held_out": held_out, "num_workers": num_workers, "seed": seed}
+        for name, value in given.items():
+            check_number("EncodedData", name, value, least=0, whole=True, null=name == "num_classes")
+        check_number("EncodedData", "batch_size", batch_size, least=1, whole=True)
         check_choice("EncodedData", "layout", layout, get_args(Layout))
         if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
             raise ConfigurationError(

@@ -26,10 +26,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_efficient.data.images.image_module import ImageModule, check_choice, check_integer
+from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.images.image_pixels import to_tensor
 from lit_efficient.data.latents import stage_one
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
@@ -168,12 +168,12 @@ class PhotoCrops(ImageModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, variants=2 if horizontal_flip else 1)
-        check_integer("PhotoCrops", "resolution", resolution, 8)
-        check_integer("PhotoCrops", "crops", crops, 2)
-        check_integer("PhotoCrops", "judge_steps", judge_steps, 0)
+        check_number("PhotoCrops", "resolution", resolution, least=8, whole=True)
+        check_number("PhotoCrops", "crops", crops, least=2, whole=True)
+        check_number("PhotoCrops", "judge_steps", judge_steps, least=0, whole=True)
         check_choice("PhotoCrops", "classes", classes, ("photograph", "band"))
         if resolution % 8:
-            raise ConfigurationError(f"PhotoCrops: resolution must be a multiple of 8, not {resolution}.")
+            raise refusal("PhotoCrops", "resolution", "a multiple of 8", resolution)
         if not scales or not all(1.0 <= scale <= _BLOCK / resolution for scale in scales):
             raise ConfigurationError(
                 f"PhotoCrops: scales must be numbers in [1, {_BLOCK / resolution:g}] for a resolution of {resolution} "

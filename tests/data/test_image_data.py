@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import AspectBuckets, ImageData
+from lit_efficient import AspectBuckets, ImageColumns, ImageData, ImageScores, ImageView
 from lit_efficient.data.images import image_store
 from lit_efficient.data.images.image_module import hold_out
 from lit_efficient.data.images.image_source import ImageSource
@@ -28,8 +28,9 @@ def folder(tmp_path_factory):
     return write(tmp_path_factory.mktemp("images"), [f"{'ab'[n % 2]}/{n}.png" for n in range(COUNT)], ["x"] * COUNT)
 
 
-def opened(train, prepare=True, **arguments):
-    data = ImageData(train=str(train), **{"resolution": 32, "batch_size": 3} | arguments)
+def opened(train, view=None, prepare=True, **arguments):
+    view = ImageView(**{"resolution": 32} | (view or {}))
+    data = ImageData(train=str(train), view=view, **{"batch_size": 3} | arguments)
     if prepare:
         data.prepare_data()
     data.setup("fit")
@@ -42,7 +43,7 @@ def equal(one, other):
 
 
 def test_batches_have_one_shape_and_belong_together(folder):
-    data = opened(folder, **BUCKETED)
+    data = opened(folder, BUCKETED)
     assert isinstance(ImageData(train="not yet looked for"), ImageSource)
     shapes = AspectBuckets(8, 2.0).shapes(32)
     seen = []
@@ -63,7 +64,7 @@ def test_batches_have_one_shape_and_belong_together(folder):
 
 
 def test_an_item_is_a_pure_function_of_its_key(folder):
-    data, again = opened(folder, **BUCKETED), opened(folder, **BUCKETED)
+    data, again = opened(folder, BUCKETED), opened(folder, BUCKETED)
     state = torch.get_rng_state()
     for key in ((0, 0), (3, 4), (7, 1)):
         first = data.dataset[key]
@@ -72,9 +73,9 @@ def test_an_item_is_a_pure_function_of_its_key(folder):
         assert equal(first, again.dataset[key])
         assert (first["index"], first["variant"]) == key
     assert torch.equal(state, torch.get_rng_state())
-    assert torch.equal(data.dataset[(4, 0)]["images"], opened(folder, **BUCKETED, seed=9).dataset[(4, 0)]["images"])
+    assert torch.equal(data.dataset[(4, 0)]["images"], opened(folder, BUCKETED, seed=9).dataset[(4, 0)]["images"])
     wide = next(index for index in range(COUNT) if number_of(data.dataset[(index, 0)]["images"]) % 5 == 1)  # has room
-    other = opened(folder, **BUCKETED, seed=9).dataset[(wide, 2)]["images"]
+    other = opened(folder, BUCKETED, seed=9).dataset[(wide, 2)]["images"]
     assert not torch.equal(data.dataset[(wide, 2)]["images"], other)
     for wrong in ((0, 5), (0, -1)):
         with pytest.raises(ConfigurationError, match=r"variant must be in \[0, 5\)"):
@@ -87,7 +88,7 @@ def test_an_item_is_a_pure_function_of_its_key(folder):
 
 def test_workers_give_the_same_and_resume_exactly(folder):
     def loader(workers):
-        made = opened(folder, **BUCKETED, num_workers=workers).train_dataloader()
+        made = opened(folder, BUCKETED, num_workers=workers).train_dataloader()
         assert examine(made) == (True, "")
         return make_resumable(made, seed=1, rank=0, epoch=lambda: 3)
 
@@ -104,7 +105,7 @@ def test_workers_give_the_same_and_resume_exactly(folder):
 
 
 def test_what_spawned_workers_are_given_arrives(folder):
-    loader = opened(folder, **BUCKETED).train_dataloader()
+    loader = opened(folder, BUCKETED).train_dataloader()
     dataset, collate = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
     keys = next(iter(loader.sampler))
     assert equal(collate(dataset[keys]), loader.collate_fn(loader.dataset[keys]))
@@ -132,7 +133,7 @@ class Learner(Tiny):
 
 
 def test_a_run_with_buckets_is_resumed_exactly_from_every_batch(tmp_path, folder):
-    data = opened(folder, **BUCKETED)
+    data = opened(folder, BUCKETED)
     number, wrong = count_exact(tmp_path, lambda: Learner(data), max_epochs=2, limit_train_batches=5)
     assert number == 10
     assert not wrong
@@ -142,17 +143,17 @@ def test_the_identity_follows_every_byte_and_names_what_changed(tmp_path):
     write(tmp_path, [f"{n}.png" for n in range(COUNT)], ["x"] * COUNT)
     first = opened(tmp_path).identity()
 
-    def changed(**arguments):
-        return {name for name, value in opened(tmp_path, **arguments).identity().items() if first[name] != value}
+    def changed(view=None, **arguments):
+        return {name for name, value in opened(tmp_path, view, **arguments).identity().items() if first[name] != value}
 
     assert changed() == set()
-    assert changed(resolution=40) == {"resolution"}
-    assert changed(buckets=AspectBuckets(8)) == {"buckets"}
-    assert changed(horizontal_flip=True, variants=2) == {"transform", "variants"}
-    assert changed(channels="grey") == changed(resample="bicubic") == {"transform"}
+    assert changed({"resolution": 40}) == {"resolution"}
+    assert changed({"buckets": AspectBuckets(8)}) == {"buckets"}
+    assert changed({"horizontal_flip": True, "variants": 2}) == {"transform", "variants"}
+    assert changed({"channels": "grey"}) == changed({"resample": "bicubic"}) == {"transform"}
     assert changed(seed=1) == changed(test_fraction=0.3) == {"split"}
-    assert changed(seed=1, crop="random", variants=2) == {"split", "seed", "transform", "variants"}
-    assert changed(caption_column=None) == {"annotations"}
+    assert changed({"crop": "random", "variants": 2}, seed=1) == {"split", "seed", "transform", "variants"}
+    assert changed(columns=ImageColumns(caption=None)) == {"annotations"}
     (tmp_path / "3.txt").write_text("another caption")
     assert changed() == {"annotations"}
     (tmp_path / "3.txt").write_text("x")
@@ -302,7 +303,7 @@ def test_separate_folders(tmp_path):
 
 
 def test_grey_images(folder):
-    data = opened(folder, channels="grey")
+    data = opened(folder, {"channels": "grey"})
     assert data.dataset[(0, 0)]["images"].shape == (1, 32, 32)
 
 
@@ -310,44 +311,44 @@ def test_any_vision_model_is_the_judge(tmp_path, folder):
     config = tmp_path / "vit.json"
     tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config.write_text(json.dumps({"model_type": "vit", "image_size": 16, "patch_size": 8, "num_channels": 3} | tiny))
-    data = opened(folder, judge=str(config), judge_images=12, **BUCKETED)
+    data = opened(folder, BUCKETED, scores=ImageScores(str(config), 12))
     images = torch.stack([data.dataset[(i, 0)]["images"] for i in data.train_index if data.bucket_of(i) == (32, 32)])
     real, noise = data.score_samples(images), data.score_samples(torch.rand(8, 3, 24, 40) * 2 - 1)
     assert set(real) == {"frechet_distance", "kernel_distance"}
     assert real["frechet_distance"] < 0.5 * noise["frechet_distance"]
     assert opened(folder).score_samples(images) == {}
     with pytest.raises(ConfigurationError, match=r"ImageData: teacher must be .* got '/nowhere'"):
-        opened(folder, judge="/nowhere")
+        opened(folder, scores=ImageScores("/nowhere"))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("make", "wrong", "message"),
     [
-        ({"resolution": 100}, "resolution must be a multiple of 8, not 100"),
-        ({"resolution": 0}, "resolution must be an integer >= 8, not 0"),
-        ({"batch_size": 0}, "ImageData: batch_size must be an integer >= 1, not 0"),
-        ({"crop": "top"}, "crop must be one of center, random, not 'top'"),
-        ({"channels": "cmyk"}, "channels must be one of rgb, grey, not 'cmyk'"),
-        ({"resample": "nearest"}, "resample must be one of lanczos, bicubic, not 'nearest'"),
-        ({"variants": 4}, "variants must be 1 for crop: center without horizontal_flip, not 4"),
-        ({"horizontal_flip": True}, "variants must be 2 for crop: center with horizontal_flip, not 1"),
-        ({"crop": "random"}, "variants must be at least 2 for crop: random without horizontal_flip, not 1"),
-        ({"val_fraction": 1.0}, r"val_fraction must be in \[0, 1\), not 1.0"),
-        ({"val_fraction": 0.0}, "val_fraction must be above 0 unless val names images"),
-        ({"test_fraction": 0.95}, r"val_fraction \+ test_fraction must be below 1"),
-        ({"judge_images": 1}, "judge_images must be an integer >= 2, not 1"),
-        ({"resolution": 64, "buckets": True}, "leave 1 shape for a resolution of 64"),
+        (ImageView, {"resolution": 100}, "ImageData: view.resolution must be a multiple of 8, got 100"),
+        (ImageView, {"resolution": 0}, "view.resolution must be a whole number of at least 8, got 0"),
+        (ImageView, {"crop": "top"}, "view.crop must be one of center, random, got 'top'"),
+        (ImageView, {"channels": "cmyk"}, "view.channels must be one of rgb, grey, got 'cmyk'"),
+        (ImageView, {"resample": "nearest"}, "view.resample must be one of lanczos, bicubic, got 'nearest'"),
+        (ImageView, {"variants": 4}, "view.variants must be 1 for crop: center without horizontal_flip, got 4"),
+        (ImageView, {"horizontal_flip": True}, "variants must be 2 for crop: center with horizontal_flip, got 1"),
+        (ImageView, {"crop": "random"}, "variants must be at least 2 for crop: random without horizontal_flip, got 1"),
+        (ImageView, {"resolution": 64, "buckets": True}, "leave 1 shape for a resolution of 64"),
+        (ImageScores, {"judge": "x", "images": 1}, "scores.images must be a whole number of at least 2, got 1"),
+        (ImageData, {"batch_size": 0}, "ImageData: batch_size must be a whole number of at least 1, got 0"),
+        (ImageData, {"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
+        (ImageData, {"val_fraction": 0.0}, "val_fraction must be above 0 unless val names images"),
+        (ImageData, {"test_fraction": 0.95}, r"val_fraction \+ test_fraction must be below 1"),
     ],
 )
-def test_arguments_are_checked_when_built(wrong, message):
+def test_arguments_are_checked_when_built(make, wrong, message):
     with pytest.raises(ConfigurationError, match=message):
-        ImageData(train="x", **wrong)
+        make(**({"train": "x"} if make is ImageData else {}) | wrong)
 
 
 def test_what_was_found_is_said(tmp_path, caplog):
     write(tmp_path, [f"{'ab'[n % 2]}/{n}.png" for n in range(10)])
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        opened(tmp_path, resolution=40, val_fraction=0.2)
+        opened(tmp_path, {"resolution": 40}, val_fraction=0.2)
     text = caplog.text
     assert "reading the 10 images" in text
     assert "10 images, labels: its 2 subfolders" in text

@@ -17,6 +17,7 @@ from lit_efficient import (
     DiffusersModelConfig,
     EncodedData,
     ImageData,
+    ImageView,
     LatentData,
     TeacherFeatures,
 )
@@ -114,9 +115,12 @@ def test_a_folder_of_images_with_random_crops_and_flips(tmp_path):
     names = [f"{'cats' if i % 2 else 'dogs'}/{i}.png" for i in range(16)]
     write(tmp_path / "photos", names, [f"no. {i % 3}" for i in range(16)])
     images = ImageData(
-        str(tmp_path / "photos"), resolution=16, crop="random", horizontal_flip=True, variants=3, val_fraction=0.2,
-        batch_size=4, cache_dir=str(tmp_path),
-    )  # fmt: skip
+        str(tmp_path / "photos"),
+        view=ImageView(16, crop="random", horizontal_flip=True, variants=3),
+        val_fraction=0.2,
+        batch_size=4,
+        cache_dir=str(tmp_path),
+    )
     images.prepare_data()
     data = made(tmp_path / "cache", images, AutoencoderConfig(3, 4, 8))
     looks = set()
@@ -241,7 +245,7 @@ def test_whatever_differs_is_refused_by_its_name(tmp_path, entry):
 
 def test_split_and_variants_are_said_once(tmp_path):
     write(tmp_path, [f"{n}.png" for n in range(8)])
-    images = ImageData(str(tmp_path), resolution=8, horizontal_flip=True, variants=2, val_fraction=0.3)
+    images = ImageData(str(tmp_path), view=ImageView(8, horizontal_flip=True, variants=2), val_fraction=0.3)
     images.prepare_data()
     said = {}
     for source in (images, ToyImages(variants=2)):

@@ -137,14 +137,14 @@ def test_the_judge_is_trained_once_and_leaves_the_random_state_alone(ready, shar
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"resolution": 36}, "resolution must be a multiple of 8, not 36"),
-        ({"resolution": 4}, "resolution must be an integer >= 8, not 4"),
+        ({"resolution": 36}, "resolution must be a multiple of 8, got 36"),
+        ({"resolution": 4}, "resolution must be a whole number of at least 8, got 4"),
         ({"scales": (1.0, 5.0)}, r"scales must be numbers in \[1, 4\] for a resolution of 32 .* not \[1.0, 5.0\]"),
         ({"scales": ()}, r"scales must be numbers in \[1, 4\]"),
-        ({"crops": 1}, "crops must be an integer >= 2, not 1"),
-        ({"judge_steps": -1}, "judge_steps must be an integer >= 0, not -1"),
-        ({"classes": "petals"}, "classes must be one of photograph, band, not 'petals'"),
-        ({"batch_size": 0}, "PhotoCrops: batch_size must be an integer >= 1, not 0"),
+        ({"crops": 1}, "crops must be a whole number of at least 2, got 1"),
+        ({"judge_steps": -1}, "judge_steps must be a whole number of at least 0, got -1"),
+        ({"classes": "petals"}, "classes must be one of photograph, band, got 'petals'"),
+        ({"batch_size": 0}, "PhotoCrops: batch_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_arguments_are_checked_when_built(wrong, message):

@@ -18,8 +18,14 @@ USUAL = {
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Names of columns; ``auto`` is the usual ones, None leaves labels or captions out."""
+class ImageColumns:
+    """Names of columns.
+
+    Args:
+        image: Column of the images; ``auto`` is the only one that holds some, or the usual name.
+        label: Column of the labels, numbers or names; ``auto`` is the usual name, or subfolders; null is none.
+        caption: Column of the captions; ``auto`` is the usual name, or .txt files; null is none.
+    """
 
     image: str = AUTO
     label: str | None = AUTO
@@ -38,7 +44,7 @@ def chosen_column(kind: str, wanted: str | None, names: Sequence[str], where: st
         return next((name for name in USUAL[kind] if name in names), None)
     if wanted not in names:
         raise ConfigurationError(
-            f"ImageData: {kind}_column is {wanted!r}, but {where} has no such column; it has {', '.join(names)}."
+            f"ImageData: columns.{kind} is {wanted!r}, but {where} has no such column; it has {', '.join(names)}."
         )
     return wanted
 
@@ -56,7 +62,7 @@ def image_column(wanted: str, names: Sequence[str], holding: Sequence[str], wher
     usual = chosen_column("image", AUTO, holding or names, where)
     if usual is None:
         raise ConfigurationError(
-            f"ImageData: which column of {where} holds the images? Set image_column; it has {', '.join(names)}."
+            f"ImageData: which column of {where} holds the images? Set columns.image; it has {', '.join(names)}."
         )
     return usual
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.data.images.image_columns import AUTO, Columns, check_caption, check_label, chosen_column
+from lit_efficient.data.images.image_columns import AUTO, ImageColumns, check_caption, check_label, chosen_column
 from lit_efficient.errors import ConfigurationError
 
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -36,7 +36,12 @@ class FolderTable:
     """
 
     def __init__(
-        self, root: Path, images: list[Path], columns: Columns, above: Path | None = None, others: Sequence[Path] = ()
+        self,
+        root: Path,
+        images: list[Path],
+        columns: ImageColumns,
+        above: Path | None = None,
+        others: Sequence[Path] = (),
     ) -> None:
         self.name = root.name
         self.image = ""
@@ -67,7 +72,7 @@ class FolderTable:
         except OSError as error:
             raise ConfigurationError(f"ImageData: {self._paths[row]} cannot be read: {error}.") from error
 
-    def _from_metadata(self, metadata: list[Path], columns: Columns) -> str:
+    def _from_metadata(self, metadata: list[Path], columns: ImageColumns) -> str:
         rows = [(place, file.parent, row) for file in metadata for place, row in _metadata_rows(file)]
         names = list(dict.fromkeys(key for _, _, row in rows for key in row))
         where = " and ".join(str(file) for file in metadata)
@@ -97,12 +102,12 @@ class FolderTable:
         note = f"labels: {label or 'none'}, captions: {caption or 'none'} of {where}"
         return note + (f"; {left_out} images that it does not list are left out" if left_out else "")
 
-    def _from_names(self, columns: Columns) -> list[str]:
+    def _from_names(self, columns: ImageColumns) -> list[str]:
         for kind in ("label", "caption"):
             if getattr(columns, kind) not in (None, AUTO):
                 raise ConfigurationError(
-                    f"ImageData: {kind}_column is {getattr(columns, kind)!r}, but {self._root} holds no metadata.jsonl "
-                    "or metadata.csv with columns."
+                    f"ImageData: columns.{kind} is {getattr(columns, kind)!r}, but {self._root} holds no "
+                    "metadata.jsonl or metadata.csv with columns."
                 )
         notes = []
         inside = [path.parts[len(self._root.parts) :] for path in self._paths]
@@ -117,7 +122,7 @@ class FolderTable:
             if missing:
                 raise ConfigurationError(
                     f"ImageData: {len(missing)} of {len(captions)} images have no caption beside them, the first is "
-                    f"{missing[0]}. Write them (an empty file is an empty caption), or set caption_column: null."
+                    f"{missing[0]}. Write them (an empty file is an empty caption), or set columns.caption: null."
                 )
             sidecars = [file for file in captions.values() if file is not None]
             self.captions = [" ".join(_text_of(file).split()) for file in sidecars]

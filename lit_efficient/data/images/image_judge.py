@@ -9,13 +9,30 @@ values of the same network and the same real images.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.models.sample_quality import distances_of_features
 from lit_efficient.models.teachers import find_teacher
+
+
+@dataclass(frozen=True)
+class ImageScores:
+    """What generated images are compared with real ones by.
+
+    Args:
+        judge: Folder, name or ``config.json`` of a transformers vision model, whose features are compared.
+        images: Training images to compare with.
+    """
+
+    judge: str
+    images: int = 1000
+
+    def __post_init__(self) -> None:
+        check_number("ImageData", "scores.images", self.images, least=2, whole=True)
 
 
 class ImageJudge:

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.images.image_source import KeyedImages, collate_images
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 
@@ -40,7 +40,7 @@ class ImageModule(LightningDataModule):
         super().__init__()
         least = {"batch_size": (batch_size, 1), "num_workers": (num_workers, 0), "seed": (seed, 0)}
         for name, (value, smallest) in {**least, "variants": (variants, 1)}.items():
-            check_integer(type(self).__name__, name, value, smallest)
+            check_number(type(self).__name__, name, value, least=smallest, whole=True)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
@@ -93,27 +93,6 @@ class ImageModule(LightningDataModule):
     def _split_digest(self) -> str:
         parts = (self.train_index, self.val_index, self.test_index)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def check_integer(owner: str, name: str, value: object, least: int) -> None:
-    """Refuse what is no integer of at least ``least``.
-
-    Raises:
-        ConfigurationError: If it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{owner}: {name} must be an integer >= {least}, not {value!r}.")
-
-
-def check_choice(owner: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """Refuse what is none of the choices.
-
-    Raises:
-        ConfigurationError: If it is none.
-    """
-    if value not in choices:
-        listed = ", ".join(map(str, choices))
-        raise ConfigurationError(f"{owner}: {name} must be one of {listed}, not {value!r}.")
 
 
 def hold_out(digests: Sequence[bytes], seed: int, fractions: Sequence[float]) -> list[list[int]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import random
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -36,36 +35,6 @@ _END_OF_JPEG = b"\xff\xd9"
 
 class UnreadableImage(Exception):
     """Bytes that are no image, or none whose pixels have a meaning; the message says why."""
-
-
-@dataclass(frozen=True)
-class View:
-    """How an image is looked at.
-
-    Args:
-        channels: ``rgb`` or ``grey``.
-        crop: where variants other than 0 lie.
-        horizontal_flip: whether odd variants are flipped.
-        resample: kernel of resampling, antialiased.
-        seed: of the random crops.
-    """
-
-    channels: Channels = "rgb"
-    crop: Crop = "center"
-    horizontal_flip: bool = False
-    resample: Resample = "lanczos"
-    seed: int = 0
-
-    def __call__(self, content: bytes, height: int, width: int, index: int, variant: int) -> Tensor:
-        """Encoded bytes to [C, height, width] float32 in [-1, 1]: the same for equal arguments, in any process."""
-        place = crop_place(self.seed, index, variant) if self.crop == "random" else (0.5, 0.5)
-        image = cover(decode(content, self.channels), height, width, place, self.resample)
-        return to_tensor(image, flip=self.horizontal_flip and variant % 2 == 1)
-
-    def describe(self) -> str:
-        """All that decides the pixels beside the content, the shape, the variant and the seed, in one line."""
-        flip = ", odd variants flipped" if self.horizontal_flip else ""
-        return f"{self.channels}, {self.resample}, {self.crop} crop{flip}, rules {RULES}"
 
 
 def decode(content: bytes, channels: Channels = "rgb") -> Image:

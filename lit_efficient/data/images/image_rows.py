@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_efficient.data.images.image_columns import (
-    Columns,
+    ImageColumns,
     bytes_of,
     check_caption,
     check_label,
@@ -31,7 +31,7 @@ class SavedTable:
         arrows: the .arrow files, if the folder is of them.
     """
 
-    def __init__(self, path: Path, split: str, columns: Columns, arrows: Sequence[Path] = ()) -> None:
+    def __init__(self, path: Path, split: str, columns: ImageColumns, arrows: Sequence[Path] = ()) -> None:
         import datasets
 
         arrows = [path] if path.is_file() else arrows
@@ -99,7 +99,7 @@ class ParquetTable:
         columns: as for :func:`open_table`.
     """
 
-    def __init__(self, root: Path, parquets: list[Path], columns: Columns) -> None:
+    def __init__(self, root: Path, parquets: list[Path], columns: ImageColumns) -> None:
         import pyarrow
         from pyarrow import parquet
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_efficient.data.images.image_columns import Columns
+from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
 from lit_efficient.data.images.image_rows import ParquetTable
 from lit_efficient.data.images.image_tables import ImageTable, open_table
@@ -50,7 +50,9 @@ class StoredImages:
         ConfigurationError: If there is no such table, or an image of it cannot be read.
     """
 
-    def __init__(self, name: str, split: str, columns: Columns, skip_unreadable: bool, cache_dir: str | None) -> None:
+    def __init__(
+        self, name: str, split: str, columns: ImageColumns, skip_unreadable: bool, cache_dir: str | None
+    ) -> None:
         self.table: ImageTable = open_table(name, split, columns)
         root = Path(name).expanduser()
         content = hash_files(root, self.table.files, cache_dir)

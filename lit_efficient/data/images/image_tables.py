@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_efficient.data.images.image_columns import Columns
+from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_folder import FolderTable
 from lit_efficient.data.images.image_rows import ParquetTable, SavedTable
 from lit_efficient.errors import ConfigurationError
@@ -21,6 +22,21 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval"),
 }
+
+
+@dataclass(frozen=True)
+class ImageSplits:
+    """Names of splits, of data sets that have several.
+
+    Args:
+        train: Split to train on.
+        val: Split for validation.
+        test: Split for the test.
+    """
+
+    train: str = "train"
+    val: str = "validation"
+    test: str = "test"
 
 
 class ImageTable(Protocol):
@@ -49,7 +65,7 @@ class ImageTable(Protocol):
         """An encoded image."""
 
 
-def open_table(name: str, split: str, columns: Columns) -> ImageTable:
+def open_table(name: str, split: str, columns: ImageColumns) -> ImageTable:
     """Find what a name in a config stands for.
 
     Args:

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from lit_efficient.data.images.aspect_buckets import AspectBuckets, nearest_shapes
-from lit_efficient.data.images.image_pixels import UnreadableImage, View, cover, crop_place, decode, upright_size
+from lit_efficient.data.images.image_pixels import UnreadableImage, cover, crop_place, decode, upright_size
+from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.errors import ConfigurationError
 
 
@@ -130,17 +131,19 @@ def test_resampling_is_antialiased():
 
 def test_variants_are_functions_of_their_key():
     content = encoded(Image.fromarray(pixels(20, 60)))
-    view = View(crop="random", horizontal_flip=True, seed=3)
+
+    def look(variant, seed=3, index=5, **view):
+        return ImageView(**{"crop": "random", "variants": 6} | view).look(content, (16, 16), (index, variant), seed)
+
     state = torch.get_rng_state()
-    looks = [view(content, 16, 16, 5, variant) for variant in range(6)]
+    looks = [look(variant, horizontal_flip=True) for variant in range(6)]
     assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(look, View(**vars(view))(content, 16, 16, 5, v)) for v, look in enumerate(looks))
-    assert len({look.numpy().tobytes() for look in looks}) == 6
-    assert torch.equal(looks[0], View()(content, 16, 16, 9, 0))  # variant 0 is plain, whatever the seed
-    unflipped = View(crop="random", seed=3)
-    assert torch.equal(looks[3], unflipped(content, 16, 16, 5, 3).flip(-1))
-    assert torch.equal(looks[2], unflipped(content, 16, 16, 5, 2))
-    assert not torch.equal(looks[2], View(crop="random", seed=4)(content, 16, 16, 5, 2))
+    assert all(torch.equal(seen, look(v, horizontal_flip=True)) for v, seen in enumerate(looks))
+    assert len({seen.numpy().tobytes() for seen in looks}) == 6
+    assert torch.equal(looks[0], look(0, 4, 9, crop="center", variants=1))  # variant 0 is plain, whatever the seed
+    assert torch.equal(looks[3], look(3).flip(-1))
+    assert torch.equal(looks[2], look(2))
+    assert not torch.equal(looks[2], look(2, seed=4))
     assert (looks[0].shape, looks[0].dtype) == ((3, 16, 16), torch.float32)
     places = np.array([crop_place(0, index, 1) for index in range(2000)])
     assert np.abs(places.mean(axis=0) - 0.5).max() < 0.03

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from lit_efficient import ImageData
+from lit_efficient import ImageColumns, ImageData, ImageSplits, ImageView
 from lit_efficient.errors import ConfigurationError
 from tests.data.images.image_kit import encoded, number_of, picture, write, write_metadata
 
@@ -18,7 +18,7 @@ CAPTIONS = [f"picture {number}, \u00e9" for number in range(COUNT)]
 
 
 def opened(train, **arguments):
-    data = ImageData(train=str(train), **{"resolution": 16, "val_fraction": 0.3, "batch_size": 3} | arguments)
+    data = ImageData(train=str(train), view=ImageView(16), **{"val_fraction": 0.3, "batch_size": 3} | arguments)
     data.prepare_data()
     data.setup("fit")
     return data
@@ -58,7 +58,7 @@ def test_subfolders_are_classes(tmp_path):
     data = opened(tmp_path)
     assert contents(data) == {number: (name, None) for number, (name, _) in NAMED.items()}
     assert (data.num_classes, data.class_names) == (2, ["cat", "dog"])
-    assert contents(opened(tmp_path, label_column=None)) == dict.fromkeys(range(COUNT), (None, None))
+    assert contents(opened(tmp_path, columns=ImageColumns(label=None))) == dict.fromkeys(range(COUNT), (None, None))
 
 
 def test_subfolders_with_the_names_of_splits_are_no_classes(tmp_path):
@@ -68,7 +68,7 @@ def test_subfolders_with_the_names_of_splits_are_no_classes(tmp_path):
     data = opened(tmp_path, val=str(tmp_path))
     assert (len(data.train_index), len(data.val_index), data.class_names) == (COUNT, 1, ["cat", "dog"])
     with pytest.raises(ConfigurationError, match="has train, val: no single one of them is the split 'test'"):
-        opened(tmp_path, split="test")
+        opened(tmp_path, splits=ImageSplits("test"))
 
 
 def test_classes_with_numbers_as_names_are_in_their_order(tmp_path):
@@ -102,7 +102,7 @@ def test_metadata_with_columns_of_other_names(tmp_path):
     write(tmp_path, [f"{n}.png" for n in range(COUNT)])
     listed = [{"file_name": f"{n}.png", "words": CAPTIONS[n], "kind": n % 2, "text": "no"} for n in range(COUNT)]
     write_metadata(tmp_path, listed)
-    assert contents(opened(tmp_path, caption_column="words", label_column="kind")) == EXPECTED
+    assert contents(opened(tmp_path, columns=ImageColumns(label="kind", caption="words"))) == EXPECTED
 
 
 def test_links_to_folders_are_followed_but_not_in_circles(tmp_path):
@@ -167,7 +167,7 @@ def test_data_sets_saved_to_disk(tmp_path, kind):
     assert contents(opened(tmp_path / "one")) == NAMED
     datasets.DatasetDict({"train": saved, "other": saved.select([0])}).save_to_disk(tmp_path / "both")
     assert contents(opened(tmp_path / "both")) == NAMED
-    data = opened(tmp_path / "both", val=str(tmp_path / "both"), val_split="other")
+    data = opened(tmp_path / "both", val=str(tmp_path / "both"), splits=ImageSplits(val="other"))
     assert (len(data.train_index), len(data.val_index)) == (COUNT, 1)
     assert number_of(data.dataset[(COUNT, 0)]["images"]) == 0
     with pytest.raises(ConfigurationError, match=r"has no split 'validation'; it has train, other"):
@@ -208,7 +208,7 @@ def test_parquet(tmp_path, kind):
     assert (len(data.train_index), len(data.val_index)) == (8, 1)
     assert [number_of(data.dataset[(n, 0)]["images"]) for n in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
     with pytest.raises(ConfigurationError, match="no files of split 'test'; it has train, validation"):
-        opened(tmp_path / "repo", split="test")
+        opened(tmp_path / "repo", splits=ImageSplits("test"))
 
 
 def test_parquet_as_data_sets_writes_it_knows_the_names_of_classes(tmp_path):
@@ -272,12 +272,12 @@ def broken(folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
+    ("kind", "columns", "message"),
     [
         ("empty", {}, r"holds no image \(\.jpg, .*\), \.parquet or \.arrow file"),
         ("mixed", {}, r"holds images and \.parquet: name one of them"),
-        ("sidecar", {}, r"1 of 8 images have no caption beside them, the first is .*4\.png.*caption_column: null"),
-        ("plain", {"label_column": "kind"}, r"label_column is 'kind', but .* holds no metadata\.jsonl"),
+        ("sidecar", {}, r"1 of 8 images have no caption beside them, the first is .*4\.png.*columns.caption: null"),
+        ("plain", {"label": "kind"}, r"columns.label is 'kind', but .* holds no metadata\.jsonl"),
         ("both", {}, r"metadata\.jsonl and metadata\.csv: leave one"),
         ("file_name", {}, r"has no column file_name; its columns are file\."),
         ("no image", {}, r"metadata\.jsonl, line 3: there is no image '20\.png'"),
@@ -285,15 +285,15 @@ def broken(folder, kind):
         ("no json", {}, r"line 2 is no JSON"),
         ("no label", {}, r"line 3: the label in 'label' must be a number from 0 or a name, not None"),
         ("no caption", {}, r"line 3: the caption in 'text' must be a text, not 3"),
-        ("unlisted", {"caption_column": "words"}, r"caption_column is 'words', but .* it has file_name, text, label"),
+        ("unlisted", {"caption": "words"}, r"columns.caption is 'words', but .* it has file_name, text, label"),
         ("negative", {}, r"row 1: the label in 'label' must be a number from 0 or a name, not -1"),
-        ("numbers", {"image_column": "image"}, r"the column 'image' of .* must hold bytes or a struct .*, not int64"),
-        ("numbers", {"image_column": "picture"}, r"image_column is 'picture', but .* it has image, label, text"),
+        ("numbers", {"image": "image"}, r"the column 'image' of .* must hold bytes or a struct .*, not int64"),
+        ("numbers", {"image": "picture"}, r"columns.image is 'picture', but .* it has image, label, text"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, kind, arguments, message):
+def test_what_is_wrong_is_said(tmp_path, kind, columns, message):
     with pytest.raises(ConfigurationError, match=f"(?s)ImageData: .*{message}"):
-        opened(broken(tmp_path / "x", kind), **arguments)
+        opened(broken(tmp_path / "x", kind), columns=ImageColumns(**columns))
 
 
 def test_paths_that_are_nothing(tmp_path):
@@ -311,9 +311,13 @@ def test_paths_that_are_nothing(tmp_path):
 def test_one_of_several_sources_without_captions_is_an_error(tmp_path):
     write(tmp_path / "with", [f"{n}.png" for n in range(4)], ["x"] * 4)
     write(tmp_path / "without", [f"{n}.png" for n in range(4)])
-    with pytest.raises(ConfigurationError, match=r"with has captions, without has none.*caption_column: null"):
+    with pytest.raises(ConfigurationError, match=r"with has captions, without has none.*columns.caption: null"):
         opened(tmp_path / "with", val=str(tmp_path / "without"))
-    both = ImageData(train=[str(tmp_path / "with"), str(tmp_path / "without")], caption_column=None, resolution=16)
+    both = ImageData(
+        train=[str(tmp_path / "with"), str(tmp_path / "without")],
+        columns=ImageColumns(caption=None),
+        view=ImageView(16),
+    )
     both.setup("fit")
     assert len(both.dataset) == 8
 

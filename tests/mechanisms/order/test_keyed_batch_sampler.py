@@ -176,7 +176,7 @@ def test_two_processes_under_lightning(tmp_path):
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
     torch.set_num_threads(1)
-    from lit_efficient import AspectBuckets, ExactResume, ImageData, KeyedBatchSampler
+    from lit_efficient import AspectBuckets, ExactResume, ImageData, ImageView, KeyedBatchSampler
     from tests.mechanisms.order.test_keyed_batch_sampler import loader, sampler, epoch
     from tests.support import trainer
 
@@ -221,8 +221,8 @@ def test_two_processes_under_lightning(tmp_path):
     predicted = trainer(devices=2, strategy="ddp").predict(module)
     assert predicted == [[i for i, _ in batch] for batch in sampler(batch_size=2, shuffle=False)]
 
-    views = dict(resolution=32, buckets=AspectBuckets(8), crop="random", variants=4)
-    data, module = ImageData("images", batch_size=2, **views), Seer()
+    view = ImageView(32, buckets=AspectBuckets(8), crop="random", variants=4)
+    data, module = ImageData("images", view=view, batch_size=2), Seer()
     trainer([ExactResume(seed=3)], devices=2, strategy="ddp", max_epochs=2).fit(module, datamodule=data)
     one = KeyedBatchSampler(data.train_index, 4, data.bucket_of, 4, num_replicas=1, rank=0)
     whole = [set(batch) for number in (0, 1) for batch in epoch(one, number)]
