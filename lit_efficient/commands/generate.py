@@ -6,8 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lit_efficient.tasks.loading import load_language_model
-
 
 def run(argv: Sequence[str]) -> int:
     """Continue prompts with the model of a checkpoint.
@@ -33,6 +31,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto")
     parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
     arguments = parser.parse_args(argv)
+    from lit_efficient.tasks.loading import load_language_model
+
     model, held = load_language_model(arguments.ckpt, arguments.weights)
     model.to(arguments.device or default_device())
     print(f"{arguments.ckpt}: {held} weights", file=sys.stderr)

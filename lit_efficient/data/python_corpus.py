@@ -17,19 +17,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.text import token_cache
-from lit_efficient.data.text.text_files import Texts, find_files, read_texts, split_texts, standard_library
+from lit_efficient.data.text.text_files import EXCLUDE, Texts, find_files, read_texts, split_texts, standard_library
 from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import cache_root, prepared_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-# Of the standard library: tests, tables, generated text, the editor and what left the library in later versions.
-EXCLUDE = (
-    *("site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib", "turtledemo"),
-    *("lib2to3", "distutils", "ensurepip", "pydoc_data", "encodings"),
-)
 
 
 class PythonCorpus(LightningDataModule):

@@ -74,7 +74,7 @@ def export_checkpoint(
         packed = checkpoint.get("language_modeling", {}).get("tokenizer")
         return write_folder(Path(output), lambda folder: _write_transformers(folder, model, packed))
     state = merge_state(checkpoint, None if base is None else read(base)["state_dict"])
-    return write_folder(Path(output), lambda folder: save_tensors(folder / "model.safetensors", state))
+    return write_folder(Path(output), lambda folder: save_tensors(folder / "model.safetensors", state, format="pt"))
 
 
 def merge_state(
@@ -189,7 +189,7 @@ def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dic
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     # diffusers reads the configuration from the header, where its keys have the prefix of the tensors'.
     header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
-    save_tensors(folder / "adapter_model.safetensors", tensors, lora_adapter_metadata=header)
+    save_tensors(folder / "adapter_model.safetensors", tensors, format="pt", lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

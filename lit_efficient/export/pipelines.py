@@ -82,7 +82,7 @@ def export_pipeline(
         made.pipeline.save_pretrained(folder)
         if adapters is not None:
             tensors, config = adapters
-            save_tensors(folder / LORA_FILE, tensors, lora_adapter_metadata=json.dumps(config))
+            save_tensors(folder / LORA_FILE, tensors, format="pt", lora_adapter_metadata=json.dumps(config))
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
 
     return write_folder(Path(output), write)

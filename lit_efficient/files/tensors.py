@@ -30,7 +30,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **
         own[name] = tensor.clone().contiguous() if memory in seen else tensor.contiguous()
         seen.add(memory)
     with replacing(Path(path)) as file:
-        save_file(own, file.name, metadata={"format": "pt", **metadata})  # it opens the same file by itself
+        save_file(own, file.name, metadata=metadata or None)  # it opens the same file by itself
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

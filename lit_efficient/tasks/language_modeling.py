@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -56,6 +56,8 @@ class LanguageModeling(LightningModule):
         weight_decay: of the matrices; vectors (norms) have none.
         warmup_steps: optimizer steps until the peak; half a cosine to 0 at the end of training follows.
     """
+
+    loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
 
     def __init__(
         self,
@@ -252,7 +254,11 @@ class LanguageModeling(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what is needed to build the network and to read its tokens."""
-        checkpoint[_CHECKPOINT_KEY] = {"model": _described(self._built()), "tokenizer": self.tokenizer_state}
+        checkpoint[_CHECKPOINT_KEY] = {
+            "task": self.loads_as,
+            "model": _described(self._built()),
+            "tokenizer": self.tokenizer_state,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network if that is still to be done; refuse weights or tokens that mean something else."""

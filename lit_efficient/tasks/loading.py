@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lit_efficient.models.causal_lm import CausalLMConfig
+import lit_efficient
+from lit_efficient.data.text.tokenizer_state import pack_tokenizer
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.checkpoints import read
+from lit_efficient.mechanisms.restore import restore
+from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.tasks.language_modeling import LanguageModeling
 
 
 def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
-    """The model of a checkpoint, ready to write.
+    """The model of a checkpoint, ready to use.
 
     Args:
         path: a checkpoint of `LanguageModeling`, or of a task derived from it.
@@ -22,20 +29,37 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
     Raises:
         CheckpointError: if the file cannot be read, or was not written by a language model.
     """
-    from lit_efficient.errors import CheckpointError
-    from lit_efficient.files.checkpoints import read
-    from lit_efficient.mechanisms.restore import restore
-    from lit_efficient.tasks.language_modeling import LanguageModeling
-    from lit_efficient.tasks.preference import Preference
+    checkpoint = read_language_model(path)
+    cls = _task(checkpoint, path)
+    known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
+    model = cls(**{name: value for name, value in checkpoint["hyper_parameters"].items() if name in known})
+    model.on_load_checkpoint(checkpoint)
+    return model, restore(model, checkpoint, weights)
 
+
+def read_language_model(path: str) -> dict[str, Any]:
+    """A checkpoint of `LanguageModeling`, or of a task derived from it.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or was not written by a language model.
+    """
     checkpoint = read(path)
     if "language_modeling" not in checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
-    arguments = checkpoint["hyper_parameters"]
-    # Adapters of a preference run stand beside the weights that it started from.
-    model = Preference(**arguments) if "preference" in checkpoint else LanguageModeling(arguments["model"])
-    model.on_load_checkpoint(checkpoint)
-    return model, restore(model, checkpoint, weights)
+    return checkpoint
+
+
+def _task(checkpoint: Mapping[str, Any], path: str) -> type[LanguageModeling]:
+    """The class that a checkpoint names: public, and of `lit_efficient.tasks`, so that no file chooses what runs."""
+    # Checkpoints that name none are older: a key of its own tells Preference, whose adapters need its start.
+    older = "Preference" if "preference" in checkpoint else "LanguageModeling"
+    name = str(checkpoint["language_modeling"].get("task", older))
+    if not lit_efficient.PUBLIC.get(name, "").startswith("tasks."):
+        raise CheckpointError(f"{path} is of the task {name!r}, which is none of this package's")
+    cls = getattr(lit_efficient, name)
+    if not (isinstance(cls, type) and issubclass(cls, LanguageModeling)):
+        raise CheckpointError(f"{path} is of the task {name!r}, which is no language model")
+    return cls
 
 
 def load_hugging_face(spec: CausalLMConfig) -> Any:
@@ -44,9 +68,6 @@ def load_hugging_face(spec: CausalLMConfig) -> Any:
     Raises:
         ConfigurationError: if the model or its tokenizer cannot be read.
     """
-    from lit_efficient.errors import ConfigurationError
-    from lit_efficient.tasks.language_modeling import LanguageModeling
-
     model = LanguageModeling(spec)
     model.tokenizer_state = hugging_face_tokenizer(spec)
     if model.tokenizer_state is None:
@@ -62,9 +83,6 @@ def hugging_face_tokenizer(spec: CausalLMConfig) -> dict[str, Any] | None:
         ConfigurationError: if there is one that cannot be read.
     """
     from transformers import AutoTokenizer
-
-    from lit_efficient.data.text.tokenizer_state import pack_tokenizer
-    from lit_efficient.errors import ConfigurationError
 
     folder = Path(spec.name_or_path or "")
     if folder.is_dir() and not any(folder.glob("tokenizer*")):

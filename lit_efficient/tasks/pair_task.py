@@ -9,12 +9,13 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.adapters.merge import merge_adapters
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.loading import load_language_model
 from lit_efficient.tasks.pairs import Comparison
-from lit_efficient.tasks.starting import give_weights
 
 
 class PairTask(LanguageModeling):
@@ -70,7 +71,7 @@ class PairTask(LanguageModeling):
         if start.tokenizer_state is not None:  # first: another tokenizer is why vocabularies differ in size
             self._adopt_tokenizer(start.tokenizer_state, f"start_from ({self.start_from})")
         self.tokenizer_state = own or start.tokenizer_state
-        give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
+        _give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
 
     def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
         network = super()._rebuilt(described, state)
@@ -108,3 +109,13 @@ class PairTask(LanguageModeling):
         for name, value in done.figures().items():
             shown = name in ("loss", "accuracy")
             self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)
+
+
+def _give_weights(trained: nn.Module, network: nn.Module, source: str) -> None:
+    """Give ``network`` the weights of a `LanguageModeling` of its shape, whose adapters are merged in place."""
+    merged: Any = merge_adapters(trained)
+    try:
+        network.load_state_dict(merged.network.state_dict())
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{source} does not fit the model here: {reason}") from error

@@ -59,6 +59,8 @@ class Preference(PairTask):
         warmup_steps: as for `LanguageModeling`.
     """
 
+    loads_as = "Preference"
+
     def __init__(
         self,
         model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,

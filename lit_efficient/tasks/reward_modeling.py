@@ -44,6 +44,8 @@ class RewardModeling(PairTask):
         warmup_steps: as for `LanguageModeling`.
     """
 
+    loads_as = "RewardModeling"
+
     def __init__(
         self,
         model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,

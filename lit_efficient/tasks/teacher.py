@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from lit_efficient.data.text.tokenizer_state import token_ids, unpack_tokenizer
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import sha256_of
-from lit_efficient.files.checkpoints import missing_folder, read
+from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
+from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class TeacherSource:
         self.check()
         if self.checkpoint is None:
             return hugging_face_tokenizer(self.config)
-        return self._described()["language_modeling"]["tokenizer"]
+        packed: dict[str, Any] | None = read_language_model(self.checkpoint)["language_modeling"]["tokenizer"]
+        return packed
 
     def load(self) -> FrozenNetwork:
         """The network on the CPU; the global random state stays as it is."""
@@ -90,16 +91,10 @@ class TeacherSource:
         if self.checkpoint is None:
             return _digest_of_files(self.config)
         digest = sha256_of(Path(self.checkpoint))
-        model = self._described()["hyper_parameters"]["model"]
+        model = read_language_model(self.checkpoint)["hyper_parameters"]["model"]
         if not model.get("name_or_path") or model.get("random_weights"):
             return digest
         return _hash([digest, _digest_of_files(CausalLMConfig(**model))])  # an adapter's base is not in its checkpoint
-
-    def _described(self) -> dict[str, Any]:
-        described = read(self.checkpoint or "")
-        if "language_modeling" not in described:
-            raise CheckpointError(f"{self.checkpoint} is not a checkpoint of LanguageModeling")
-        return described
 
 
 class FrozenNetwork:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from lit_efficient import ConfigurationError, LanguageModeling, PythonCorpus
 from lit_efficient.__main__ import main
-from lit_efficient.commands.ema_curve import WidthCurve, loss_among
+from lit_efficient.commands.ema_sweep import WidthCurve, loss_among
 from lit_efficient.mechanisms.averages.snapshots import synthesize
 from lit_efficient.models.gpt import GPTConfig
 

@@ -1,0 +1,205 @@
+"""Files are written whole or not at all, and whoever reads one finds what was written or is told."""
+
+import os
+import random
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
+from lit_efficient.errors import CheckpointError
+from lit_efficient.export.adapters import export_checkpoint
+from lit_efficient.files.atomic_file import write_folder
+from lit_efficient.files.checkpoints import load_verified, read, save_atomically
+from lit_efficient.files.tensors import load_tensors, save_tensors
+from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
+from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
+from lit_efficient.models.autoencoders import build_autoencoder
+from lit_efficient.tasks.loading import load_language_model
+from tests import processes
+
+
+def content(step=0, size=50):
+    return {"state_dict": {"w": torch.arange(size) + step}, "optimizer_states": [], "epoch": 1, "global_step": step}
+
+
+def leftovers(folder):
+    return [path.name for path in Path(folder).iterdir() if path.suffix != ".ckpt"]
+
+
+def save_for_ever(path):
+    step = 0
+    while True:
+        save_atomically(content(step, 300_000), path)
+        step += 1
+
+
+def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
+    path, torn, pause = tmp_path / "last.ckpt", 0, random.Random(0)
+    save_atomically(content(0, 300_000), path)
+    for _ in range(16):
+        known = set(leftovers(tmp_path))
+        process = processes.start(save_for_ever, path)
+        while not set(leftovers(tmp_path)) - known:  # until it is writing
+            time.sleep(0.0005)
+        time.sleep(pause.uniform(0, 0.004))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        torn += bool(set(leftovers(tmp_path)) - known)
+        loaded = load_verified(path)
+        assert torch.equal(loaded["state_dict"]["w"], torch.arange(300_000) + loaded["global_step"])
+    assert torn > 3, "no kill fell into the middle of a save: the test proves nothing"
+    save_atomically(content(), path)
+    assert leftovers(tmp_path) == []
+
+
+def test_temporaries_of_the_living_and_of_other_machines_stay(tmp_path):
+    host = socket.gethostname()
+    alive, elsewhere = (
+        tmp_path / f".a.ckpt.{host}-{os.getppid()}-01234567.partial",
+        tmp_path / ".a.x-1-01234567.partial",
+    )
+    own_past, old = tmp_path / f".a.ckpt.{host}-{os.getpid()}-01234567.partial", tmp_path / ".b.x-1-01234567.partial"
+    not_ours = tmp_path / ".film.partial"
+    for path in (alive, elsewhere, own_past, old, not_ours):
+        path.touch()
+    os.utime(old, (0, 0))
+    save_atomically(content(), tmp_path / "a.ckpt")
+    assert {path for path in tmp_path.iterdir() if path.suffix == ".partial"} == {alive, elsewhere, not_ours}
+
+
+def test_no_flipped_bit_changes_what_is_loaded(tmp_path):
+    path, original = tmp_path / "a.ckpt", content(7, 300)
+    save_atomically(original, path)
+    raw, generator, detected = path.read_bytes(), random.Random(1), 0
+    for _ in range(300):
+        damaged = bytearray(raw)
+        bit = generator.randrange(8 * len(raw))
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            loaded = load_verified(path)
+        except CheckpointError:
+            detected += 1
+        else:  # padding, dates and the like
+            assert torch.equal(loaded.pop("state_dict")["w"], original["state_dict"]["w"])
+            assert loaded == {key: value for key, value in original.items() if key != "state_dict"}
+    assert detected > 150
+
+
+def test_without_verification_a_flipped_bit_goes_unnoticed(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save_atomically(content(0, 300), path)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(torch.arange(8, 16).numpy().tobytes())] ^= 1
+    path.write_bytes(raw)
+    assert load_verified(path, verify=False)["state_dict"]["w"][8] == 9
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        load_verified(path)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 500, -1])
+def test_a_truncated_file_is_refused(tmp_path, keep):
+    path = tmp_path / "a.ckpt"
+    save_atomically(content(), path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged or truncated"):
+        load_verified(path)
+
+
+def test_what_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*: File exists after"):
+        save_atomically(content(), tmp_path / "file" / "a.ckpt")
+    (tmp_path / "folder.ckpt").mkdir()
+    with pytest.raises(CheckpointError, match="Is a directory"):
+        save_atomically(content(), tmp_path / "folder.ckpt")
+    with pytest.raises(Exception, match="pickle"):
+        save_atomically({"f": lambda: 0}, tmp_path / "a.ckpt")
+    assert leftovers(tmp_path) == ["file"]
+
+
+def test_checksums_are_written_even_where_they_were_switched_off(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_atomically(content(), tmp_path / "a.ckpt")
+        assert torch.serialization.get_crc32_options() is False
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert load_verified(tmp_path / "a.ckpt")["global_step"] == 0
+
+
+READERS = {
+    "read": read,
+    "export": lambda path: export_checkpoint(path, path.with_name("out"), "safetensors"),
+    "export's base": lambda path: export_checkpoint(
+        path.with_name("b.ckpt"), path.with_name("out"), "safetensors", path
+    ),
+    "the keys of a sharded resume": checkpoint_keys,
+    "a tokenizer": lambda path: load_chat_tokenizer(str(path)),
+    "an autoencoder": lambda path: build_autoencoder(str(path)),
+    "a language model": lambda path: load_language_model(str(path)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_compares_checksums(reader, tmp_path):
+    path = tmp_path / "a.ckpt"
+    for name in ("a.ckpt", "b.ckpt"):
+        save_atomically({**content(), "language_modeling": {}, "hyper_parameters": {"model": {}}}, tmp_path / name)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(torch.arange(8, 16).numpy().tobytes())] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged: its record .* does not match its checksum"):
+        READERS[reader](path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_read_stays_on_disk_until_it_is_used_and_may_be_a_bare_state_dict(tmp_path):
+    save_atomically({"w": torch.arange(50)}, tmp_path / "bare.ckpt")
+    state = read(tmp_path / "bare.ckpt")["state_dict"]
+    assert torch.equal(state["w"], torch.arange(50))
+    assert any(line.endswith("bare.ckpt\n") for line in Path("/proc/self/maps").read_text().splitlines(keepends=True))
+    state["w"].zero_()  # of the copy in memory
+    assert torch.equal(read(tmp_path / "bare.ckpt")["state_dict"]["w"], torch.arange(50))
+
+
+def test_a_snapshot_that_is_cut_short_is_refused(tmp_path):
+    for step in (1, 2):
+        write_snapshot(tmp_path, Snapshot(step, 0.05), {"w": torch.ones(50)})
+    cut = tmp_path / Snapshot(1, 0.05).filename
+    cut.write_bytes(cut.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=f"{cut.name} cannot be read"):
+        synthesize(tmp_path, [0.05])
+
+
+def test_safetensors_know_tied_and_transposed_weights(tmp_path):
+    weight = torch.arange(6.0).view(2, 3)
+    save_tensors(tmp_path / "a.safetensors", {"w": weight, "tied": weight, "turned": weight.T, "row": weight[1]})
+    loaded = load_tensors(tmp_path / "a.safetensors")
+    for name, tensor in {"w": weight, "tied": weight, "turned": weight.T, "row": weight[1]}.items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def write_for_ever(target):
+    def write(folder):
+        while True:
+            (folder / "part").write_bytes(b"x")
+
+    write_folder(target, write)
+
+
+def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+    process = processes.start(write_for_ever, tmp_path / "export")
+    while not list(tmp_path.glob(".*/part")):
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    assert not (tmp_path / "export").exists()
+    write_folder(tmp_path / "export", lambda folder: (folder / "whole").touch())
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["export", "export/whole"]

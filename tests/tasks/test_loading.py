@@ -1,0 +1,87 @@
+"""A checkpoint names its task; only public tasks of this package are built from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_efficient import GPTConfig, LanguageModeling, Preference, RewardModeling
+from lit_efficient.errors import CheckpointError
+from lit_efficient.files.checkpoints import read, write
+from lit_efficient.tasks.loading import load_language_model
+from tests.support import assert_equal
+from tests.tasks.preference_kit import loader, pairs, trainer
+
+TOY = GPTConfig(97, dim=32, depth=1, num_heads=2, max_length=16)
+
+
+class Own(LanguageModeling):
+    """Somebody's task, which has an argument that ours has not."""
+
+    def __init__(self, model: Any, flavour: str) -> None:
+        super().__init__(model)
+        self.save_hyperparameters({"flavour": flavour})
+
+
+def trained(task: Any, path: Path) -> Any:
+    runner = trainer(path.parent, max_steps=2)
+    runner.fit(task, loader(), loader())
+    runner.save_checkpoint(path)
+    return task.eval()
+
+
+def test_a_reward_model_comes_back_as_one(tmp_path: Path) -> None:
+    task = trained(RewardModeling(TOY, centering=0.5, learning_rate=1e-2), tmp_path / "a.ckpt")
+    loaded, held = load_language_model(str(tmp_path / "a.ckpt"))
+    assert type(loaded) is RewardModeling
+    assert (held, loaded.centering) == ("raw", 0.5)
+    ids = pairs(3)["chosen_input_ids"]
+    assert torch.equal(loaded(ids), task(ids))
+    assert task(ids).abs().min() > 0
+
+
+@pytest.mark.parametrize("cls", [LanguageModeling, Preference])
+def test_checkpoints_that_name_no_task_are_known_by_their_keys(cls: Any, tmp_path: Path) -> None:
+    if cls is Preference:
+        trained(cls(TOY, loss="orpo"), tmp_path / "new.ckpt")
+    else:
+        (task := cls(TOY)).configure_model()
+        runner = trainer(tmp_path)
+        runner.strategy.connect(task)
+        runner.save_checkpoint(tmp_path / "new.ckpt")
+    checkpoint = read(tmp_path / "new.ckpt")
+    assert checkpoint["language_modeling"].pop("task") == cls.__name__
+    write(tmp_path / "old.ckpt", checkpoint)
+    old, new = (load_language_model(str(tmp_path / f"{age}.ckpt"))[0] for age in ("old", "new"))
+    assert type(old) is type(new) is cls
+    assert_equal(old.state_dict(), new.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("os.system", "which is none of this package's"),
+        ("SafeCheckpointIO", "which is none of this package's"),
+        (["LanguageModeling"], "which is none of this package's"),
+        ("Autoencoding", "which is no language model"),
+        ("DistillationLoss", "which is no language model"),
+    ],
+)
+def test_a_checkpoint_chooses_no_code(name: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write(path, {"state_dict": {}, "hyper_parameters": {}, "language_modeling": {"task": name}})
+    with pytest.raises(CheckpointError, match=message):
+        load_language_model(str(path))
+
+
+def test_a_task_derived_from_ours_is_loaded_as_ours(tmp_path: Path) -> None:
+    (task := Own(TOY, "mint")).configure_model()
+    runner = trainer(tmp_path)
+    runner.strategy.connect(task)
+    runner.save_checkpoint(tmp_path / "a.ckpt")
+    loaded, _ = load_language_model(str(tmp_path / "a.ckpt"))
+    assert type(loaded) is LanguageModeling
+    assert_equal(loaded.state_dict(), task.state_dict())
