@@ -1,18 +1,16 @@
 """How techniques are applied: the wraps on a module's instance, the ledger of what was done, what checkpoints keep.
 
-A wrap is a bound method set on the *instance*. It captures nothing, so a deep copy of the module has wraps of its own,
-and what stood there before (the Lightning CLI and ``torch.compile`` set such attributes, too) is called inside and put
-back.
-The wrapped functions must not carry ``__wrapped__``: Lightning follows it to decide whether a hook is overridden.
+What stood on the instance before (the Lightning CLI and ``torch.compile`` set such attributes, too) is called inside
+and put back (:mod:`lit_efficient.internals.wraps`).
 """
 
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +21,16 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import Declaration, Report, check_conflicts, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.files.moved import translate
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
-
-_ABSENT = "absent"  # a string, so that it survives a deep copy and a pickle
 
 
 @dataclass
 class Session:
-    """What one run has put on a module: primitives and bound methods only, so that the module can still be copied."""
+    """What one run has put on a module: primitives and plain functions only, so that the module can still be copied."""
 
     trainer: int
-    previous: dict[str, Any] = field(default_factory=dict)
+    wraps: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of a method's name
     reports: dict[str, Report] = field(default_factory=dict)
     schedulers: list[Any] = field(default_factory=list)  # while optimizers are rewritten, and no longer
     protocol_checked: bool = False
@@ -151,43 +148,30 @@ def install(trainer: Any, module: Any) -> None:
     uninstall(module)  # a run that died before its teardown, or a copy that was made in the middle of one
     techniques = techniques_of(trainer)
     _check_run(trainer, module, techniques)
-    session = module.__dict__["_lit_efficient_session"] = Session(id(trainer))
-    _wrap(module, "configure_model", _configure_model, session.previous)
-    _wrap(module, "on_load_checkpoint", _on_load_checkpoint, session.previous)
+    wraps: dict[str, Callable[..., Any]] = {"configure_model": _configure_model}
+    wraps["on_load_checkpoint"] = _on_load_checkpoint
     rewriters = ("prepare_parameters", "rewrite_optimizer", "trains", "after_step")
     if any(overrides(technique, method) for technique in techniques for method in rewriters):
-        _wrap(module, "configure_optimizers", _configure_optimizers, session.previous)
+        wraps["configure_optimizers"] = _configure_optimizers
     if any(overrides(technique, method) for technique in techniques for method in ("sample_weights", "extra_loss")):
-        _wrap(module, "training_step", _training_step_like(module.training_step), session.previous)
+        wraps["training_step"] = _training_step_like(module.training_step)
+    module.__dict__["_lit_efficient_session"] = Session(id(trainer), wraps)
+    for name, function in wraps.items():
+        wrap_method(module, name, function)
     if any(overrides(technique, "write_checkpoint") for technique in techniques):
         _keep_saving(module)
 
 
 def _keep_saving(module: Any) -> None:
     """Wrap ``on_save_checkpoint`` for good: a trainer saves after its teardown, too."""
-    if "_lit_efficient_kept" not in module.__dict__:
-        module.__dict__["_lit_efficient_kept"] = {}
-        _wrap(module, "on_save_checkpoint", _on_save_checkpoint, module.__dict__["_lit_efficient_kept"])
+    wrap_method(module, "on_save_checkpoint", _on_save_checkpoint)
 
 
 def uninstall(module: Any) -> None:
     """Take the wraps off and put back what stood there before."""
     session = module.__dict__.pop("_lit_efficient_session", None)
-    for name, previous in session.previous.items() if session else ():
-        if previous == _ABSENT:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = previous
-
-
-def _wrap(module: Any, name: str, function: Callable[..., Any], previous: dict[str, Any]) -> None:
-    previous[name] = module.__dict__.get(name, _ABSENT)
-    module.__dict__[name] = types.MethodType(function, module)
-
-
-def _call_inner(module: Any, name: str, previous: Mapping[str, Any], *args: Any) -> Any:
-    inner = previous[name]
-    return getattr(type(module), name)(module, *args) if inner == _ABSENT else inner(*args)
+    for name, function in session.wraps.items() if session else ():
+        unwrap_method(module, name, function)
 
 
 def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
@@ -216,7 +200,7 @@ def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None
 
 
 def _configure_model(self: Any) -> None:
-    _call_inner(self, "configure_model", self.__dict__["_lit_efficient_session"].previous)
+    inner_method(self, "configure_model", _configure_model)()
     apply(self, techniques_of(self.trainer))
 
 
@@ -225,7 +209,7 @@ def _configure_optimizers(self: Any) -> Any:
     techniques = in_order(techniques_of(self.trainer))
     for technique in techniques:
         technique.prepare_parameters(self)
-    configured = _call_inner(self, "configure_optimizers", session.previous)
+    configured = inner_method(self, "configure_optimizers", _configure_optimizers)()
     optimizers = list(find_optimizers(configured))
     session.schedulers = find_schedulers(configured)
     try:
@@ -234,7 +218,8 @@ def _configure_optimizers(self: Any) -> Any:
         session.schedulers = []  # they hold the optimizer, which no copy of the module should drag along
     _check_trained(self, techniques, optimizers)
     if any(overrides(technique, "after_step") for technique in techniques):
-        _follow_steps(self, optimizers)
+        for optimizer in optimizers:  # after what rewrites have registered
+            optimizer.register_step_post_hook(partial(_after_step, self, session))
     return configured
 
 
@@ -268,25 +253,16 @@ def _check_trained(module: Any, techniques: list[Declaration], optimizers: list[
             )
 
 
-def _follow_steps(module: Any, optimizers: list[Optimizer]) -> None:
-    """Call :func:`_after_step` when an optimizer has stepped, after what rewrites do then."""
-    hook = types.MethodType(_after_step, module)
-    for optimizer in optimizers:
-        hooks = optimizer._optimizer_step_post_hooks
-        for key in [key for key, earlier in hooks.items() if earlier == hook]:
-            del hooks[key]  # of an earlier run with the same optimizer
-        optimizer.register_step_post_hook(hook)
-
-
-def _after_step(self: Any, optimizer: Any, *_: Any) -> None:
+def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
+    """What an optimizer calls that has stepped; of another run than the module's present one it does nothing."""
     skipped = getattr(optimizer, "found_inf", None)  # set while a fused step is given to a gradient scaler
-    if _session(self) is None or (skipped is not None and skipped.item()):
+    if _session(module) is not session or (skipped is not None and skipped.item()):
         return
     moved = optimizer.moved_weights() if hasattr(optimizer, "moved_weights") else nullcontext()
     with torch.no_grad(), moved:
-        for technique in in_order(techniques_of(self.trainer)):
+        for technique in in_order(techniques_of(module.trainer)):
             if overrides(technique, "after_step"):
-                technique.after_step(optimizer, self)
+                technique.after_step(optimizer, module)
 
 
 def find_optimizers(configured: object) -> Iterator[Optimizer]:
@@ -375,7 +351,7 @@ def _with_extra_losses(module: Any, *args: Any) -> Any:
             context = technique.watch_step(module, args[0])
             if context is not None:
                 watching.enter_context(context)
-        output = _call_inner(module, "training_step", session.previous, *args)
+        output = inner_method(module, "training_step", session.wraps["training_step"])(*args)
         for technique in techniques if output is not None else ():
             term = technique.extra_loss(output, module, args[0])
             if term is not None:
@@ -387,7 +363,7 @@ def _with_extra_losses(module: Any, *args: Any) -> Any:
 
 
 def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
-    _call_inner(self, "on_save_checkpoint", self.__dict__["_lit_efficient_kept"], checkpoint)
+    inner_method(self, "on_save_checkpoint", _on_save_checkpoint)(checkpoint)
     checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in _ledger(self)]
     trainer = self.__dict__.get("_trainer")
     for technique in in_order(techniques_of(trainer)) if trainer is not None else ():
@@ -405,7 +381,7 @@ def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
         _check_checkpoint(self, checkpoint)
     for technique in in_order(techniques_of(self.trainer)):
         technique.read_checkpoint(checkpoint, self)
-    _call_inner(self, "on_load_checkpoint", self.__dict__["_lit_efficient_session"].previous, checkpoint)
+    inner_method(self, "on_load_checkpoint", _on_load_checkpoint)(checkpoint)
 
 
 def _check_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
 from lit_efficient.technique import Technique
@@ -55,7 +56,7 @@ class ExactResume(Technique):
         self._world_size: int | None = None
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window, to be put back
         self._said: set[str] = set()
-        self._wrap: _TrainingLoaders | None = None
+        self._loaders: list[ResumableLoader] | None = None  # in a fit
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Agree on the seed and start to watch for training loaders."""
@@ -71,25 +72,25 @@ class ExactResume(Technique):
         # First in the list: what other callbacks draw at the start of a batch is then reproducible too. A new list,
         # because the trainer is iterating over the old one.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
-        self._unwrap()
-        self._wrap = _TrainingLoaders(self, trainer)
+        self._loaders = []
+        wrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
         self._say_limits(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave the strategy as it was."""
-        self._unwrap()
+        self._unwrap(trainer)
         super().teardown(trainer, pl_module, stage)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the strategy as it was."""
-        self._unwrap()
+        self._unwrap(trainer)
         super().on_exception(trainer, pl_module, exception)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the loaders to where the checkpoint left them, and put back an open accumulation window's gradients."""
-        assert self._wrap is not None
+        assert self._loaders is not None
         assert self._run_seed is not None
-        for loader in self._wrap.loaders:
+        for loader in self._loaders:
             loader.reseed(self._run_seed)  # strategies that restore late made them before the checkpoint was read
         # Lightning forgets to, if something (a scheduler that asks how long the run is) made it load the data early.
         trainer.fit_loop._load_combined_loader_states()
@@ -117,7 +118,7 @@ class ExactResume(Technique):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the checkpoint's seed, and say where the run differs from the interrupted one."""
-        if self._wrap is None:  # not a fit
+        if self._loaders is None:  # not a fit
             return
         if self.seed is not None and self.seed != state_dict["seed"]:
             self._say(f"seed={self.seed}, but the checkpoint's run used {state_dict['seed']}: a new order from here on")
@@ -142,7 +143,7 @@ class ExactResume(Technique):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Say so if the checkpoint comes from a run without this callback."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if self._wrap is not None and self.state_key not in checkpoint.get("callbacks", {}):
+        if self._loaders is not None and self.state_key not in checkpoint.get("callbacks", {}):
             self._say("the checkpoint was written without ExactResume: its epoch's data order cannot be known")
 
     def _seed_at(self, trainer: Any, batch: int) -> int:
@@ -160,44 +161,31 @@ class ExactResume(Technique):
             self._said.add(what)
             rank_zero_warn(f"ExactResume, resuming will not be bit-exact: {what}")
 
-    def _unwrap(self) -> None:
-        if self._wrap is not None:
-            self._wrap.remove()
-            self._wrap = None
+    def _resumable(self, trainer: Any, dataloader: Any) -> Any:
+        takes, remark = examine(dataloader)
+        if remark:
+            self._say(remark)
+        if not takes:
+            return dataloader
+        assert self._run_seed is not None
+        assert self._loaders is not None
+        made = make_resumable(dataloader, self._run_seed, self._rank, partial(_epoch, trainer))
+        self._loaders.append(made)
+        return made
+
+    def _unwrap(self, trainer: Any) -> None:
+        self._loaders = None
+        unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
 
 
-class _TrainingLoaders:
-    """Stands in for ``strategy.process_dataloader``, the last hand that every loader passes through."""
-
-    def __init__(self, callback: ExactResume, trainer: Any) -> None:
-        self.callback: ExactResume | None = callback
-        self.trainer = trainer
-        self.strategy = trainer.strategy
-        self.was_patched = "process_dataloader" in vars(self.strategy)
-        self.loaders: list[ResumableLoader] = []
-        self.earlier = self.strategy.process_dataloader
-        self.strategy.process_dataloader = self
-
-    def __call__(self, dataloader: Any) -> Any:
-        # The trainer is in its training stage for training loaders only: validation in between changes the stage.
-        if self.callback is not None and self.trainer.training:
-            takes, remark = examine(dataloader)
-            if remark:
-                self.callback._say(remark)
-            if takes:
-                assert self.callback._run_seed is not None
-                epoch = partial(_epoch, self.trainer)
-                dataloader = make_resumable(dataloader, self.callback._run_seed, self.callback._rank, epoch)
-                self.loaders.append(dataloader)
-        return self.earlier(dataloader)
-
-    def remove(self) -> None:
-        self.callback = None  # if somebody has chained this object meanwhile, it only passes on
-        if vars(self.strategy).get("process_dataloader") is self:
-            if self.was_patched:
-                self.strategy.process_dataloader = self.earlier
-            else:
-                del self.strategy.process_dataloader
+def _process_dataloader(self: Any, dataloader: Any) -> Any:
+    """Around ``strategy.process_dataloader``, the last hand that every loader passes through."""
+    trainer = self.lightning_module.trainer
+    technique = next((callback for callback in trainer.callbacks if isinstance(callback, ExactResume)), None)
+    # The trainer is in its training stage for training loaders only: validation in between changes the stage.
+    if technique is not None and technique._loaders is not None and trainer.training:
+        dataloader = technique._resumable(trainer, dataloader)
+    return inner_method(self, "process_dataloader", _process_dataloader)(dataloader)
 
 
 def _epoch(trainer: Any) -> int:

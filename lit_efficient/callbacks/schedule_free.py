@@ -9,7 +9,6 @@ Source: Defazio et al. (2024), https://arxiv.org/abs/2405.15682
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from lit_efficient.surgery import become
@@ -80,9 +80,7 @@ class ScheduleFree(Technique):
         """Train on the training weights, after they were restored; put the averaged ones into every checkpoint."""
         _switch(trainer, training=True)
         # The module's hook, because Lightning calls no callback's for ``save_weights_only``.
-        _restore_hook(pl_module)  # of a run that was copied or killed in the middle
-        pl_module.__dict__["_schedule_free_inner"] = pl_module.__dict__.get("on_save_checkpoint")
-        pl_module.__dict__["on_save_checkpoint"] = types.MethodType(_save_averages, pl_module)
+        wrap_method(pl_module, "on_save_checkpoint", _save_averages)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validate the averaged weights."""
@@ -96,12 +94,12 @@ class ScheduleFree(Technique):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the averaged weights in the module."""
         _switch(trainer, training=False)
-        _restore_hook(pl_module)
+        unwrap_method(pl_module, "on_save_checkpoint", _save_averages)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the averaged weights in the module; what was learned is in them."""
         _switch(trainer, training=False)
-        _restore_hook(pl_module)
+        unwrap_method(pl_module, "on_save_checkpoint", _save_averages)
         super().on_exception(trainer, pl_module, exception)
 
 
@@ -115,19 +113,9 @@ def _switch(trainer: Any, training: bool) -> None:
 
 
 def _save_averages(self: Any, checkpoint: dict[str, Any]) -> None:
-    inner = self.__dict__["_schedule_free_inner"]
-    type(self).on_save_checkpoint(self, checkpoint) if inner is None else inner(checkpoint)
+    inner_method(self, "on_save_checkpoint", _save_averages)(checkpoint)
     for optimizer in _schedule_free(self.trainer):
         averages = optimizer.averages()
         for name, p in self.named_parameters(remove_duplicate=False):
             if p in averages and name in checkpoint["state_dict"]:
                 checkpoint["state_dict"][name] = averages[p]
-
-
-def _restore_hook(module: Any) -> None:
-    if "_schedule_free_inner" in module.__dict__:
-        inner = module.__dict__.pop("_schedule_free_inner")
-        if inner is None:
-            del module.__dict__["on_save_checkpoint"]
-        else:
-            module.__dict__["on_save_checkpoint"] = inner

@@ -14,7 +14,6 @@ sum by ranks * micro-batches * n / tokens. Both are exactly 1 where all counts a
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.torch_foreach import foreach_mul_
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import shifts_labels
 from lit_efficient.technique import Technique
 
@@ -137,9 +137,7 @@ class TokenWeightedAccumulation(Technique):
                 "tokens of the window are counted; leave out the optimizer in the backward pass, or this technique"
             )
         self._reference = None
-        _unhook(pl_module)  # of a run that was copied or killed in the middle
-        pl_module.__dict__["_token_weighted_inner"] = pl_module.__dict__.get("backward")
-        pl_module.__dict__["backward"] = types.MethodType(_backward, pl_module)
+        wrap_method(pl_module, "backward", _backward)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count the tokens; at a window's start agree on a reference with the other ranks."""
@@ -156,12 +154,12 @@ class TokenWeightedAccumulation(Technique):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the wrap off."""
-        _unhook(pl_module)
+        unwrap_method(pl_module, "backward", _backward)
         super().teardown(trainer, pl_module, stage)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Take the wrap off."""
-        _unhook(pl_module)
+        unwrap_method(pl_module, "backward", _backward)
         super().on_exception(trainer, pl_module, exception)
 
     def _scale(self, trainer: Any, loss: Tensor) -> Tensor | None:
@@ -223,22 +221,12 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
 def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """The module's backward pass of the scaled loss; on the window's last one the gradients are completed."""
     technique = next(c for c in self.trainer.callbacks if isinstance(c, TokenWeightedAccumulation))
-    inner = self.__dict__["_token_weighted_inner"]
     scaled = technique._scale(self.trainer, loss)
     if scaled is not None:
-        type(self).backward(self, scaled, *args, **kwargs) if inner is None else inner(scaled, *args, **kwargs)
+        inner_method(self, "backward", _backward)(scaled, *args, **kwargs)
     technique._complete = False  # an optimizer may run its closure more than once
     if not self.trainer.fit_loop._should_accumulate():
         technique._finish(self.trainer)
-
-
-def _unhook(module: Any) -> None:
-    if "_token_weighted_inner" in module.__dict__:
-        inner = module.__dict__.pop("_token_weighted_inner")
-        if inner is None:
-            module.__dict__.pop("backward", None)
-        else:
-            module.__dict__["backward"] = inner
 
 
 def _sum_over_ranks(trainer: Any, number: int) -> float:

@@ -7,7 +7,6 @@ must be.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import read
+from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
 
 
@@ -24,16 +24,16 @@ def restore_without_base(strategy: Any) -> None:
 
     Modules without a frozen base are restored as before.
     """
-    if type(strategy).__name__ == "ModelParallelStrategy" and "load_checkpoint" not in vars(strategy):
-        strategy.load_checkpoint = types.MethodType(_load_checkpoint, strategy)
+    if type(strategy).__name__ == "ModelParallelStrategy":
+        wrap_method(strategy, "load_checkpoint", _load_checkpoint)
 
 
 def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
     module = self.lightning_module
-    load = type(self).load_checkpoint
+    load = inner_method(self, "load_checkpoint", _load_checkpoint)
     path = Path(self.broadcast(checkpoint_path))
     if not has_frozen_base(module) or not path.exists():
-        return load(self, path, *arguments, **named)
+        return load(path, *arguments, **named)
     present = checkpoint_keys(path)
     check_adapters(module, present, path)
 
@@ -44,7 +44,7 @@ def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: 
     strict, module.strict_loading = module.strict_loading, False
     hook = module.register_state_dict_post_hook(leave_out)  # a sharded checkpoint is asked for what this leaves
     try:
-        return load(self, path, *arguments, **named)
+        return load(path, *arguments, **named)
     finally:
         hook.remove()
         module.strict_loading = strict

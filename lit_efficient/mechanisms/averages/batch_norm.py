@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.wraps import unwrap_method, wrap_method
 
 
 def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
@@ -84,14 +85,17 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
 @contextmanager
 def _silent(module: Any) -> Iterator[None]:
     """What the training step logs here belongs to no epoch."""
-    own = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
-    module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
+    for name in ("log", "log_dict"):
+        wrap_method(module, name, _nothing)
     try:
         yield
     finally:
         for name in ("log", "log_dict"):
-            module.__dict__.pop(name)
-        module.__dict__.update(own)
+            unwrap_method(module, name, _nothing)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
 
 
 @contextmanager

@@ -11,7 +11,6 @@ part. What would leave a trace outside the process does not: loggers, checkpoint
 from __future__ import annotations
 
 import tempfile
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import distributed
 
 from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.internals.wraps import unwrap_method, wrap_method
 from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
 from lit_efficient.mechanisms.trials.rewind import Rewind, random_states
 from lit_efficient.technique import Technique
@@ -219,20 +219,22 @@ def schedule(
     waiting: _Waiting | None = loop.__dict__.get("_lit_efficient_waiting")
     if waiting is None:
         waiting = loop.__dict__["_lit_efficient_waiting"] = _Waiting()
-        loop.__dict__["run"] = types.MethodType(_run, loop)
-        loop.__dict__["on_advance_start"] = types.MethodType(_on_advance_start, loop)
+        wrap_method(loop, "run", _run)
+        wrap_method(loop, "on_advance_start", _on_advance_start)
     waiting.before_run.append(before_run)
     waiting.before_epoch.append((order, before_epoch))
 
 
 def unschedule(trainer: Any) -> None:
     """Forget what has not been called."""
-    for name in ("_lit_efficient_waiting", "run", "on_advance_start"):
-        trainer.fit_loop.__dict__.pop(name, None)
+    loop = trainer.fit_loop
+    loop.__dict__.pop("_lit_efficient_waiting", None)
+    unwrap_method(loop, "run", _run)
+    unwrap_method(loop, "on_advance_start", _on_advance_start)
 
 
 def _run(self: Any) -> None:
-    del self.__dict__["run"]
+    unwrap_method(self, "run", _run)
     states = random_states()
     for function in self.__dict__["_lit_efficient_waiting"].before_run:
         function(states)
@@ -241,7 +243,7 @@ def _run(self: Any) -> None:
 
 def _on_advance_start(self: Any) -> None:
     waiting = self.__dict__.pop("_lit_efficient_waiting")
-    del self.__dict__["on_advance_start"]
+    unwrap_method(self, "on_advance_start", _on_advance_start)
     for _, function in sorted(waiting.before_epoch, key=lambda entry: entry[0]):
         function()
     self.on_advance_start()

@@ -1,0 +1,54 @@
+"""Methods of one object that call what stood there before, and can be taken off in any order.
+
+A wrap is a bound method in the object's ``__dict__``, and what it wraps is noted there, too: nothing is captured, so a
+deep copy has wraps of its own. It must be a plain function, without ``__wrapped__``: Lightning reads ``__code__`` and
+follows ``__wrapped__`` to decide whether a hook is overridden, and reads the signature to decide what to pass.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+_WRAPS = "_lit_efficient_wraps"  # of an object: name of a method -> the functions around it -> what each one wraps
+_ABSENT = "absent"  # nothing but the class's method: a string, so that it survives a deep copy
+
+
+def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let ``target.name(...)`` be ``function(target, ...)``, which may call :func:`inner_method`; once for a function.
+
+    Args:
+        target: Any object with a ``__dict__``.
+        name: Of one of its methods, or of one that was set on the instance.
+        function: Of a module, not a closure.
+    """
+    wraps = target.__dict__.setdefault(_WRAPS, {}).setdefault(name, {})
+    if function not in wraps:
+        wraps[function] = target.__dict__.get(name, _ABSENT)
+        target.__dict__[name] = types.MethodType(function, target)
+
+
+def inner_method(target: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``function`` wraps on ``target``: an earlier wrap, what was set on the instance, or the class's method.
+
+    Somebody may have kept a wrap that was taken off since: then it is the class's method.
+    """
+    inner = target.__dict__.get(_WRAPS, {}).get(name, {}).get(function, _ABSENT)
+    return partial(getattr(type(target), name), target) if inner == _ABSENT else inner
+
+
+def unwrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
+    """Take one wrap off and leave those around it and inside it; without it nothing happens."""
+    wraps = target.__dict__.get(_WRAPS, {}).get(name, {})
+    if function not in wraps:
+        return
+    around = list(wraps)[list(wraps).index(function) + 1 :]
+    inner = wraps.pop(function)
+    if around:
+        wraps[around[0]] = inner
+    elif inner == _ABSENT:
+        target.__dict__.pop(name, None)
+    else:
+        target.__dict__[name] = inner
