@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+import lit_efficient
 from lit_efficient.declaration import Declaration, Report, check_conflicts, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.files.moved import translate
@@ -45,8 +46,15 @@ class Entry:
     kind: type[Declaration]
 
 
-def _ledger(module: nn.Module) -> list[Entry]:
+def ledger(module: nn.Module) -> list[Entry]:
+    """The transforms that ``module`` has undergone for good, oldest first; the list itself, where there is one."""
     return module.__dict__.get("_lit_efficient_ledger", [])
+
+
+def forget_what_is_gone(module: nn.Module) -> None:
+    """Strike from the ledger the transforms that were undone on ``module``, as merging undoes adapters."""
+    done = ledger(module)
+    done[:] = [entry for entry in done if entry.kind.is_in(module)]
 
 
 def _session(module: nn.Module) -> Session | None:
@@ -67,48 +75,60 @@ def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Rep
     Raises:
         ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.
     """
-    ledger: list[Entry] = module.__dict__.setdefault("_lit_efficient_ledger", [])
+    done: list[Entry] = module.__dict__.setdefault("_lit_efficient_ledger", [])
     for technique in in_order(technique for technique in techniques if overrides(technique, "transform")):
         record = technique.record()
-        earlier = next((entry.record for entry in ledger if entry.record["name"] == record["name"]), None)
+        earlier = next((entry.record for entry in done if entry.record["name"] == record["name"]), None)
         if earlier is None:
-            _check_order(record, ledger)
+            _check_order(record, done)
             _check_sharding(technique, module)
-            ledger.append(Entry(record, technique.transform(module), type(technique)))
+            done.append(Entry(record, technique.transform(module), type(technique)))
         elif earlier["arguments"] != record["arguments"]:
             changes = _differences(earlier["arguments"], record["arguments"])
             raise ConfigurationError(
                 f"{record['name']} was applied to this module by an earlier run with other arguments ({changes}); "
                 "use the same ones, or build the module anew"
             )
-    if ledger:
+    if done:
         _keep_saving(module)
-    return {entry.record["name"]: entry.report for entry in ledger}
+    return {entry.record["name"]: entry.report for entry in done}
 
 
 def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Apply the transforms that ``checkpoint`` records, so that its weights fit ``module`` without a trainer.
 
-    Only techniques of this package and imported subclasses of :class:`Technique` are looked up: a checkpoint cannot
-    name code to import.
-
     Raises:
         ConfigurationError: If the checkpoint names a technique that is not known here.
     """
-    import lit_efficient
-
-    known = {cls.__name__: cls for cls in _subclasses(Declaration)}
     techniques = []
     for record in checkpoint.get("lit_efficient", {}).get("transforms", ()):
-        name = record["name"]
-        cls = getattr(lit_efficient, name) if name in lit_efficient.PUBLIC else known.get(name)
+        cls = technique_of(record)
         if cls is None:
-            raise ConfigurationError(f"the checkpoint uses the technique {name!r}: import its class first")
+            raise ConfigurationError(f"the checkpoint uses the technique {record['name']!r}: import its class first")
         if cls.training_only:
             continue
         techniques.append(cls(**translate(name, record["arguments"])))
     apply(module, techniques)
     _check_checkpoint(module, checkpoint)
+
+
+def technique_of(record: Mapping[str, Any]) -> type[Declaration] | None:
+    """The class that a checkpoint's record names: a public technique of this package, or one that is imported already.
+
+    A checkpoint cannot name code to import, not even of a package that registers techniques.
+    """
+    name = record["name"]
+    public: object = getattr(lit_efficient, name) if name in lit_efficient.PUBLIC else None
+    if isinstance(public, type) and issubclass(public, Declaration):
+        return public
+    return {cls.__name__: cls for cls in _subclasses(Declaration)}.get(name)
+
+
+def arguments_behind(checkpoint: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """The arguments of the technique that keeps ``key`` in the checkpoint (see :attr:`Declaration.keeps`), if any."""
+    records = checkpoint.get("lit_efficient", {}).get("transforms", ())
+    classes = ((record, technique_of(record)) for record in records)
+    return next((record["arguments"] for record, cls in classes if cls is not None and cls.keeps == key), None)
 
 
 def _subclasses(cls: type[Declaration]) -> Iterator[type[Declaration]]:
@@ -117,8 +137,8 @@ def _subclasses(cls: type[Declaration]) -> Iterator[type[Declaration]]:
         yield from _subclasses(subclass)
 
 
-def _check_order(record: Mapping[str, Any], ledger: list[Entry]) -> None:
-    late = next((entry.record["name"] for entry in ledger if entry.record["phase"] > record["phase"]), None)
+def _check_order(record: Mapping[str, Any], done: list[Entry]) -> None:
+    late = next((entry.record["name"] for entry in done if entry.record["phase"] > record["phase"]), None)
     if late is not None:
         raise ConfigurationError(
             f"{record['name']} must act before {late}, which an earlier run applied to this module; "
@@ -364,11 +384,11 @@ def _with_extra_losses(module: Any, *args: Any) -> Any:
 
 def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     inner_method(self, "on_save_checkpoint", _on_save_checkpoint)(checkpoint)
-    checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in _ledger(self)]
+    checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in ledger(self)]
     trainer = self.__dict__.get("_trainer")
     for technique in in_order(techniques_of(trainer)) if trainer is not None else ():
         technique.write_checkpoint(checkpoint, self)
-    for entry in _ledger(self):
+    for entry in ledger(self):
         entry.kind.trim_checkpoint(self, checkpoint)
 
 
@@ -385,7 +405,7 @@ def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def _check_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    for entry in _ledger(module):
+    for entry in ledger(module):
         entry.kind.check_checkpoint(module, checkpoint)
 
 
@@ -435,7 +455,7 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 def reports_of(module: nn.Module, techniques: Iterable[Declaration] = ()) -> dict[str, Report]:
     """What each technique touched on ``module``, by the technique's name, in the order in which they act."""
     session = _session(module)
-    reports = {entry.record["name"]: entry.report for entry in _ledger(module)} | (session.reports if session else {})
+    reports = {entry.record["name"]: entry.report for entry in ledger(module)} | (session.reports if session else {})
     described = ((type(technique).__name__, technique.describe(module)) for technique in in_order(techniques))
     return reports | {name: report for name, report in described if report is not None}
 

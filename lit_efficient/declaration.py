@@ -84,6 +84,9 @@ class Declaration:
     retains_graph: ClassVar[bool] = False  # takes gradients before the backward pass: what it needs is read twice
     repeatable: ClassVar[bool] = False  # may stand in the list more than once
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
+    leaves_traces: ClassVar[bool] = False  # writes or stops outside of the process: steps that are undone leave it out
+    changes_accumulation: ClassVar[bool] = False  # sets trainer.accumulate_grad_batches in the run
+    keeps: ClassVar[str] = ""  # key of checkpoint["lit_efficient"] under which trim_checkpoint describes its parameters
 
     # What a subclass overrides.
 
@@ -147,6 +150,11 @@ class Declaration:
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Take out of a checkpoint what the transform makes redundant; called for as long as the module lives."""
+
+    @classmethod
+    def is_in(cls, module: nn.Module) -> bool:
+        """Whether what the transform put into the network is still there; adapters that were merged are not."""
+        return True
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

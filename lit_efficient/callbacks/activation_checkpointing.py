@@ -144,12 +144,12 @@ class ActivationCheckpointing(Technique):
 
     def transform(self, module: nn.Module) -> Report:
         """Mix the recomputation into each block's class."""
-        found = recomputable_blocks(module, self.blocks)
+        found = recomputable_blocks(module, self.blocks, type(self).__name__)
         if self.every > len(found):
             raise ConfigurationError(
                 f"ActivationCheckpointing: every must be at most the number of blocks, {len(found)}, got {self.every}"
             )
-        refuse_twice(module, [name for name, _ in found])
+        refuse_twice(module, [name for name, _ in found], type(self).__name__)
         for i, (_, block) in enumerate(found):
             state = {"_recomputes": i % self.every == 0, "_recompute_save": tuple(self.save or ())}
             mix_in(block, _Recomputed, **state, _recompute_budget=self.memory_budget, _recompute_bytes=None)
@@ -167,7 +167,8 @@ class ActivationCheckpointing(Technique):
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Tell torch's compiler the budget for this fit, which it reads when it compiles the first step."""
         super().on_fit_start(trainer, pl_module)
-        refuse_twice(pl_module, [name for name, part in pl_module.named_modules() if isinstance(part, _Recomputed)])
+        recomputed = [name for name, part in pl_module.named_modules() if isinstance(part, _Recomputed)]
+        refuse_twice(pl_module, recomputed, type(self).__name__)
         if self.memory_budget is not None:
             self._budget_before = swap_setting("activation_memory_budget", self.memory_budget)
             for block in _recomputed(pl_module):

@@ -17,7 +17,7 @@ from torch import nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
-from lit_efficient.mechanisms.adapters.ia3 import add_ia3
+from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, add_ia3
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_placement
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
@@ -51,6 +51,7 @@ class IA3(Technique):
 
     phase = Phase.ADAPT
     alters = ("weights",)
+    keeps = "ia3"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them",
         "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",
@@ -122,7 +123,12 @@ class IA3(Technique):
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Leave the frozen base out, and say where the factors belong."""
         trim(module, checkpoint)
-        checkpoint["lit_efficient"]["ia3"] = ia3_placement(module)
+        checkpoint["lit_efficient"][cls.keeps] = ia3_placement(module)
+
+    @classmethod
+    def is_in(cls, module: nn.Module) -> bool:
+        """Whether a layer is still scaled."""
+        return any(isinstance(part, IA3Scaled) for part in module.modules())
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

@@ -62,6 +62,7 @@ class LoRA(Technique):
 
     phase = Phase.ADAPT
     alters = ("weights",)
+    keeps = "adapters"
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
     }
@@ -159,8 +160,13 @@ class LoRA(Technique):
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Leave the frozen base out, and say where the adapters belong."""
         trim(module, checkpoint)
-        checkpoint["lit_efficient"]["adapters"] = placement(module)
+        checkpoint["lit_efficient"][cls.keeps] = placement(module)
         checkpoint["lit_efficient"]["quantized"] = quantization_of(module)
+
+    @classmethod
+    def is_in(cls, module: nn.Module) -> bool:
+        """Whether a matrix still stands beside a weight."""
+        return any(isinstance(part, LowRank) for part in module.modules())
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

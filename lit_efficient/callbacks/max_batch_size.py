@@ -69,6 +69,7 @@ class MaxBatchSize(Technique):
         >>> Trainer(callbacks=[MaxBatchSize(memory_limit="12GiB")])  # doctest: +SKIP
     """
 
+    changes_accumulation = True
     conflicts: ClassVar[dict[str, str]] = {
         "BatchSizeFinder": "both change the batch size; keep MaxBatchSize",
         "GradientAccumulationScheduler": "both set accumulate_grad_batches; keep one of them",

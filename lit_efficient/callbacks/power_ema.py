@@ -59,6 +59,7 @@ class PowerEMA(Technique):
     """
 
     phase = Phase.AVERAGE
+    leaves_traces = True
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class PrefixTuning(Technique):
 
     phase = Phase.ADAPT
     alters = ("weights",)
+    keeps = "prefix"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them",
         "IA3": "each freezes all but its own parameters; keep one of them",
@@ -151,7 +152,7 @@ class PrefixTuning(Technique):
         """Leave the frozen base out, and say where the prefix belongs."""
         trim(module, checkpoint)
         name, decoder = find_decoder(module)
-        checkpoint["lit_efficient"]["prefix"] = {"decoder": name, "transformers": not isinstance(decoder, GPT)}
+        checkpoint["lit_efficient"][cls.keeps] = {"decoder": name, "transformers": not isinstance(decoder, GPT)}
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

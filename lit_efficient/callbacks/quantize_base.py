@@ -117,6 +117,11 @@ class QuantizeBase(Technique):
         """Say how the layers are quantised, so that an export can round a float base as the run did."""
         checkpoint["lit_efficient"]["quantized"] = quantization_of(module)
 
+    @classmethod
+    def is_in(cls, module: nn.Module) -> bool:
+        """Whether a weight is still stored in codes."""
+        return any(is_quantized(part) for part in module.modules())
+
     def _layers(self, module: nn.Module) -> list[tuple[str, Any]]:
         done = [name for name, part in module.named_modules() if is_quantized(part)]
         if done:

@@ -63,6 +63,8 @@ class SampleImages(Callback):
         seed: Seed of the samples.
     """
 
+    leaves_traces = True
+
     def __init__(
         self, every_n_validations: int = 1, columns: int = 10, rows: int = 6, zoom: int = 2, seed: int = 0
     ) -> None:

@@ -34,6 +34,8 @@ class SampleText(Callback):
         chat: each prompt is a user's turn in the tokenizer's chat template; ``generate_text`` is told by ``chat=True``.
     """
 
+    leaves_traces = True
+
     def __init__(
         self,
         prompts: Sequence[str] = ("def main(", "class Reader:"),

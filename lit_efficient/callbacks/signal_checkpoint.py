@@ -47,6 +47,8 @@ class SignalCheckpoint(Callback):
         ConfigurationError: If a name is no signal that can be handled.
     """
 
+    leaves_traces = True
+
     def __init__(
         self, signals: Sequence[str] = ("SIGTERM", "SIGINT", "SIGUSR1"), dirpath: str | os.PathLike[str] | None = None
     ) -> None:

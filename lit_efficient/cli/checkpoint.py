@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lit_efficient.cli.run import default_part
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
 from lit_efficient.files.moved import translate
@@ -51,10 +52,8 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
 
 def _last_good(damaged: Path) -> Any:
     """What the trainer will go on from, said by the same plugin that will load it."""
-    from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
-
     try:
-        return SafeCheckpointIO().load_checkpoint(damaged)
+        return default_part("checkpoints")().load_checkpoint(damaged)
     except CheckpointError as error:
         raise CheckpointError(f"ckpt_path: {error}") from error
 

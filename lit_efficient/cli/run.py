@@ -16,8 +16,16 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+import lit_efficient
+
 # Beginnings of messages that advertise something, or tell what is not there.
 _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")
+# All that the command line adds by itself, where a run has none of the kind; no other technique is named in its code.
+DEFAULTS = {
+    "checkpoints": "SafeCheckpointIO",
+    "signals": "SignalCheckpoint",
+    "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
+}
 COMMAND = "python -m lit_efficient"
 _NOISE = ("does not have many workers", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
@@ -32,24 +40,25 @@ def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, op
         subcommand: Which subcommand runs.
         optimizer: Class path of the config's optimizer, if it names one.
     """
-    from lit_efficient.callbacks.schedule_free import ScheduleFree
-    from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
-    from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
-
     plugins = _as_list(trainer_config.get("plugins"))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-        trainer_config["plugins"] = [*plugins, SafeCheckpointIO()]
+        trainer_config["plugins"] = [*plugins, default_part("checkpoints")()]
     callbacks = _as_list(trainer_config.get("callbacks"))
-    if subcommand == "fit" and not any(isinstance(callback, SignalCheckpoint) for callback in callbacks):
-        callbacks.append(SignalCheckpoint())
-    schedule_free = subcommand == "fit" and optimizer.rsplit(".", 1)[-1] == "ScheduleFreeAdamW"
-    if schedule_free and not any(isinstance(callback, ScheduleFree) for callback in callbacks):
-        callbacks.append(ScheduleFree())
-        rank_zero_info(
-            "optimizer: ScheduleFreeAdamW trains with other weights than it validates and saves: added the "
-            "callback ScheduleFree(), which switches them"
-        )
+    kind = optimizer.rsplit(".", 1)[-1]
+    for key in ("signals", kind) if subcommand == "fit" else ():
+        if key in DEFAULTS and not any(isinstance(callback, default_part(key)) for callback in callbacks):
+            callbacks.append(default_part(key)())
+            if key == kind:
+                rank_zero_info(
+                    f"optimizer: {kind} trains with other weights than it validates and saves: added the callback "
+                    f"{DEFAULTS[key]}(), which switches them"
+                )
     trainer_config["callbacks"] = callbacks
+
+
+def default_part(key: str) -> Any:
+    """The class of :data:`DEFAULTS`."""
+    return getattr(lit_efficient, DEFAULTS[key])
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
@@ -181,9 +182,8 @@ def _from_checkpoint(checkpoint: Mapping[str, Any], described: str | None, prefi
 
 
 def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    kept = checkpoint.get("lit_efficient", {})
-    records = [record for record in kept.get("transforms", ()) if record["name"] == "LoRA"]
-    return (kept["adapters"], records[0]["arguments"]) if records else (None, {})
+    arguments = arguments_behind(checkpoint, "adapters")
+    return (None, {}) if arguments is None else (checkpoint["lit_efficient"]["adapters"], arguments)
 
 
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

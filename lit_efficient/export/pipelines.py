@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
@@ -213,14 +214,13 @@ def _autoencoder(codec: Any) -> Any:
 
 def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and description of an adapter as a pipeline of diffusers loads it."""
-    kept = run.checkpoint.get("lit_efficient", {})
-    records = [record for record in kept.get("transforms", ()) if record["name"] == "LoRA"]
-    if not records:
+    recorded = arguments_behind(run.checkpoint, "adapters")
+    if recorded is None:
         raise ConfigurationError("export: lora=diffusers is for checkpoints of LoRA, and this one holds no adapter")
     if not hasattr(pipeline, "load_lora_weights"):
         raise ConfigurationError(f"export: {type(pipeline).__name__} of diffusers loads no adapters: use lora=merged")
-    arguments = {**records[0]["arguments"], "bias": "none", "modules_to_save": None}  # those stand in the base
-    tensors, config = to_peft(_whole_state(run.module), kept["adapters"], arguments)
+    arguments = {**recorded, "bias": "none", "modules_to_save": None}  # those stand in the base
+    tensors, config = to_peft(_whole_state(run.module), run.checkpoint["lit_efficient"]["adapters"], arguments)
     own = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items() if ".lora_" in name}
     place = "unet" if hasattr(pipeline, "unet") else "transformer"
     return {f"{place}.{name}": tensor for name, tensor in own.items()}, {f"{place}.{k}": v for k, v in config.items()}

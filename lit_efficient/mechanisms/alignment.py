@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from lit_efficient.application import ledger
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.torch_dispatch import backward_runs
@@ -219,10 +220,7 @@ class Alignment(Technique):
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         lost = [p for p in self.trains(module) if id(p) not in stepped]
         optimizer.param_groups[0]["params"].extend(lost)
-        report: Report = next(
-            e.report for e in module.__dict__["_lit_efficient_ledger"] if e.record["name"] == type(self).__name__
-        )
-        return report
+        return next(entry.report for entry in ledger(module) if entry.record["name"] == type(self).__name__)
 
     def names(self, module: nn.Module) -> list[str]:
         """The layers' names, searched for once a run."""

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import lit_efficient
-from lit_efficient.application import replay
+from lit_efficient.application import replay, technique_of
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.moved import translate
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
@@ -63,8 +62,8 @@ def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:
     """The averaging techniques of the run, with their state."""
     found = []
     for record in checkpoint.get("lit_efficient", {}).get("techniques", ()):
-        cls: Any = getattr(lit_efficient, record["name"], None) if record["name"] in lit_efficient.PUBLIC else None
-        if not (isinstance(cls, type) and issubclass(cls, ShadowWeights)):
+        cls = technique_of(record)
+        if cls is None or not issubclass(cls, ShadowWeights):
             continue
         technique = cls(**translate(record["name"], record["arguments"]))
         state = checkpoint.get("callbacks", {}).get(technique.state_key)

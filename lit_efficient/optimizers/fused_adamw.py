@@ -9,7 +9,7 @@ Source: Loshchilov and Hutter (2019), https://arxiv.org/abs/1711.05101; kernels:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,8 @@ class FusedAdamW(torch.optim.AdamW):
     Example:
         >>> FusedAdamW(module.parameters(), lr=3e-4, weight_decay=0.1, decay_norm_and_bias=False)  # doctest: +SKIP
     """
+
+    low_bit_twin: ClassVar[tuple[str, int]] = ("AdamW", 2)  # what its low-bit form imitates, and that one's moments
 
     def __init__(
         self,

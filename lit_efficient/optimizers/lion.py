@@ -10,7 +10,7 @@ Source: Chen et al. (2023), https://arxiv.org/abs/2302.06675
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class Lion(Optimizer):
     Raises:
         ConfigurationError: For a value out of range.
     """
+
+    low_bit_twin: ClassVar[tuple[str, int]] = ("Lion", 1)  # what its low-bit form imitates, and that one's moments
 
     def __init__(
         self,

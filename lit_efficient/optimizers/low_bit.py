@@ -17,21 +17,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.groups import decays
-from lit_efficient.optimizers.lion import Lion
 from lit_efficient.surgery import become
 
-_MOMENTS: dict[type[Optimizer], int] = {
-    torch.optim.AdamW: 2,
-    FusedAdamW: 2,
-    torch.optim.Adam: 2,
-    torch.optim.SGD: 1,
-    Lion: 1,
-    torch.optim.RMSprop: 1,
-    torch.optim.Adagrad: 1,
+# The name of the twin and its moments, of torch's optimizers. Ours say it themselves, as ``low_bit_twin``.
+_TWINS: dict[type[Optimizer], tuple[str, int]] = {
+    torch.optim.AdamW: ("AdamW", 2),
+    torch.optim.Adam: ("Adam", 2),
+    torch.optim.SGD: ("SGD", 1),
+    torch.optim.RMSprop: ("RMSprop", 1),
+    torch.optim.Adagrad: ("Adagrad", 1),
 }
-_TORCHAO = (torch.optim.AdamW, FusedAdamW, torch.optim.Adam)
+_TORCHAO = ("AdamW", "Adam")
 # Settings that no twin has, and the value at which they change nothing. RMSprop has a momentum, too.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,
@@ -90,16 +87,16 @@ def to_low_bit(
         ConfigurationError: If the class or one of its settings has no twin, or no tensor would have low-bit states.
         ConflictError: If the backend cannot handle sharded parameters (DTensors).
     """
-    kind, twin_name = _twin_of(optimizer, bits, who)
+    kind = type(optimizer)
+    twin_name, moments = _twin_of(optimizer, bits, who)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = [p for p in parameters if p.requires_grad]
     backend = _backend_for(parameters, bits, backend, who)
     _check_settings(optimizer, kind, who)
     if backend == "torchao":
-        _check_torchao(optimizer, kind, bits, who)
+        _check_torchao(optimizer, twin_name, bits, who)
     if paged and any(p.device.type != "cuda" for p in parameters):
         raise ConfigurationError(f"{who}: paged=True needs parameters on a CUDA device: its pages are the GPU driver's")
-    moments = _MOMENTS[kind]
     settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size}
     settings["no_decay"] = set() if decay_norm_and_bias else {p for p in parameters if not decays(p)}
     if backend == "torchao":
@@ -158,20 +155,24 @@ def _label(bits: int | str) -> str:
     return f"{bits}-bit" if isinstance(bits, int) else bits
 
 
-def _twin_of(optimizer: Optimizer, bits: int | str, who: str) -> tuple[type[Optimizer], str]:
-    """The class, and the name of the class that its twin imitates. Subclasses may step otherwise: only known ones."""
+def _twin_of(optimizer: Optimizer, bits: int | str, who: str) -> tuple[str, int]:
+    """The class that the twin imitates, and its moments. Subclasses may step otherwise: each class says its own."""
     kind = type(optimizer)
-    if kind not in _MOMENTS:
-        names = ", ".join(sorted(known.__name__ for known in _MOMENTS))
-        raise ConfigurationError(f"{who}: {kind.__name__} has no {_label(bits)} twin; allowed: {names}")
+    twin: tuple[str, int] | None = vars(kind).get("low_bit_twin", _TWINS.get(kind))
+    if twin is None:
+        names = ", ".join(sorted(name for name, _ in _TWINS.values()))
+        raise ConfigurationError(
+            f"{who}: {kind.__name__} has no {_label(bits)} twin; allowed: {names}, and of this package "
+            "FusedAdamW and Lion"
+        )
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if kind is torch.optim.Adam and decoupled == {True}:
-        return kind, "AdamW"
+        return _TWINS[torch.optim.AdamW]
     if kind is torch.optim.Adam and decoupled != {False}:
         raise ConfigurationError(
             f"{who}: Adam with decoupled_weight_decay in some groups only has no {_label(bits)} twin"
         )
-    return kind, "AdamW" if kind is FusedAdamW else kind.__name__
+    return twin
 
 
 def _backend_for(parameters: list[Tensor], bits: int | str, backend: str, who: str) -> str:
@@ -206,10 +207,12 @@ def _check_settings(optimizer: Optimizer, kind: type[Optimizer], who: str) -> No
         raise ConfigurationError(f"{who}: {name} has stepped already; its state would be lost")
 
 
-def _check_torchao(optimizer: Optimizer, kind: type[Optimizer], bits: int | str, who: str) -> None:
-    if kind not in _TORCHAO:
-        names = ", ".join(sorted(known.__name__ for known in _TORCHAO))
-        raise ConfigurationError(f"{who}: torchao has no {_label(bits)} twin of {kind.__name__}; allowed: {names}")
+def _check_torchao(optimizer: Optimizer, twin_name: str, bits: int | str, who: str) -> None:
+    if twin_name not in _TORCHAO:
+        raise ConfigurationError(
+            f"{who}: torchao has no {_label(bits)} twin of {type(optimizer).__name__}; allowed: "
+            f"{', '.join(sorted(_TORCHAO))}, and FusedAdamW of this package"
+        )
     if any("base_momentum" in group for group in optimizer.param_groups):
         raise ConfigurationError(
             f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao compiles its step anew for "

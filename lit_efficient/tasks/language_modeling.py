@@ -102,11 +102,11 @@ class LanguageModeling(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Let every token count the same where several batches, of one process or several, make an optimizer step."""
-        trainer = self.trainer
-        names = {type(callback).__name__ for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        trainer: Any = self.trainer
         several = trainer.accumulate_grad_batches > 1 or trainer.world_size > 1
-        several = several or bool(names & {"MaxBatchSize", "GradientAccumulationScheduler"})
-        return [TokenWeightedAccumulation()] if several and "TokenWeightedAccumulation" not in names else []
+        several = several or any(_changes_accumulation(callback) for callback in trainer.callbacks)
+        counted = any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks)
+        return [TokenWeightedAccumulation()] if several and not counted else []
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """How many tokens of a batch are learned."""
@@ -372,3 +372,8 @@ def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[
         shared = [name for name in _HF_SHAPE if name in now and name in then]  # versions of transformers differ
         now, then = ({name: one[name] for name in shared} for one in (now, then))
     return [(name, then[name], now[name]) for name in now]
+
+
+def _changes_accumulation(callback: object) -> bool:
+    named = type(callback).__name__ == "GradientAccumulationScheduler"  # Lightning's, which exists in two packages
+    return named or getattr(callback, "changes_accumulation", False)

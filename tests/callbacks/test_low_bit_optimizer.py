@@ -307,7 +307,7 @@ def test_resumes_bit_exactly_through_a_safe_load(
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (torch.optim.Adadelta, {}, "Adadelta has no 8-bit twin; allowed: Adagrad, Adam, AdamW, FusedAdamW, Lion, RMS"),
+        (torch.optim.Adadelta, {}, "Adadelta has no 8-bit twin; allowed: Adagrad, Adam, AdamW, RMSprop, SGD, and of"),
         (torch.optim.AdamW, {"amsgrad": True}, r"AdamW\(amsgrad=True\) has no low-bit twin; allowed: amsgrad=False"),
         (torch.optim.AdamW, {"maximize": True}, r"AdamW\(maximize=True\) has no low-bit twin"),
         (torch.optim.SGD, {}, r"SGD\(momentum=0\) has no state to save"),
@@ -331,7 +331,9 @@ def test_a_subclass_that_may_step_otherwise_is_refused() -> None:
 
 
 def test_what_torchao_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="torchao has no fp8 twin of SGD; allowed: Adam, AdamW, FusedAdamW"):
+    with pytest.raises(
+        ConfigurationError, match="torchao has no fp8 twin of SGD; allowed: Adam, AdamW, and FusedAdamW"
+    ):
         rewritten(network(), LowBitOptimizer("fp8"), kind=torch.optim.SGD, momentum=0.9)
     module = network()
     optimizer = torch.optim.AdamW(module.parameters())

@@ -21,7 +21,7 @@ from lit_efficient import (
     SNRWeighting,
     StochasticDepth,
 )
-from lit_efficient.application import apply, compare_techniques, find_optimizers, install, replay
+from lit_efficient.application import apply, compare_techniques, find_optimizers, install, ledger, replay
 from lit_efficient.declaration import check_conflicts
 from lit_efficient.technique import Technique
 from tests.support import SCHEDULERS, Toy, ToyOnBatch, assert_equal, data, trainer, weights
@@ -309,7 +309,7 @@ def test_what_serves_training_alone_is_not_rebuilt(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
     module = Toy()
     replay(module, torch.load(tmp_path / "w.ckpt", weights_only=True))
-    assert [entry.record["name"] for entry in module.__dict__["_lit_efficient_ledger"]] == ["StochasticDepth"]
+    assert [entry.record["name"] for entry in ledger(module)] == ["StochasticDepth"]
 
 
 def test_a_ledger_rebuilds_the_network_without_a_trainer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
-from lit_efficient.application import apply
+from lit_efficient.application import apply, ledger
 from lit_efficient.commands.export import run as export
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, save_tokenizer
@@ -155,7 +155,7 @@ def test_diffusers_loads_the_adapter(kind: str, tmp_path: Path) -> None:
             torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
     expected = output(model).detach()
     checkpoint: dict[str, Any] = {"state_dict": root.state_dict(), "lit_efficient": {}}
-    checkpoint["lit_efficient"]["transforms"] = [entry.record for entry in root.__dict__["_lit_efficient_ledger"]]
+    checkpoint["lit_efficient"]["transforms"] = [entry.record for entry in ledger(root)]
     LoRA.trim_checkpoint(root, checkpoint)
     torch.save(checkpoint, tmp_path / "lora.ckpt")
     assert export([str(tmp_path / "lora.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_efficient.application import forget_what_is_gone
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
@@ -58,11 +59,7 @@ def dequantize_layers(module: nn.Module) -> nn.Module:
 
 def _forget(module: nn.Module) -> None:
     """Strike what is not on the module any more from its ledger."""
-    adapted = any(isinstance(part, LowRank | IA3Scaled) for part in module.modules())
-    gone = set() if adapted else {"LoRA", "IA3"}
-    gone |= set() if any(map(is_quantized, module.modules())) else {"QuantizeBase"}
-    ledger = module.__dict__.get("_lit_efficient_ledger", [])
-    ledger[:] = [entry for entry in ledger if entry.record["name"] not in gone]
+    forget_what_is_gone(module)
     for part in module.modules():  # what transformers loaded in 4 or 8 bits must not be saved as if it still were
         config = getattr(part, "config", None)
         if not any(map(is_quantized, part.modules())) and hasattr(config, "quantization_config"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, whole_factors
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
@@ -81,10 +82,8 @@ def vectors_to_peft(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
     kept, state = checkpoint.get("lit_efficient", {}), checkpoint["state_dict"]
     if "ia3" in kept:
         return _ia3_to_peft(state, kept["ia3"])
-    if "prefix" in kept:
-        arguments = next(r["arguments"] for r in kept["transforms"] if r["name"] == "PrefixTuning")
-        return _prefix_to_peft(state, kept["prefix"], arguments)
-    return None
+    arguments = arguments_behind(checkpoint, "prefix")
+    return None if arguments is None else _prefix_to_peft(state, kept["prefix"], arguments)
 
 
 def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

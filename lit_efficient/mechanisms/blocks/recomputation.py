@@ -120,14 +120,14 @@ def choose_kept(sizes: Sequence[int], budget: float) -> list[bool]:
     return kept
 
 
-def recomputable_blocks(root: nn.Module, patterns: str | list[str] = "auto") -> list[tuple[str, nn.Module]]:
+def recomputable_blocks(root: nn.Module, patterns: str | list[str], who: str) -> list[tuple[str, nn.Module]]:
     """The blocks to recompute: a UNet's residual and attention blocks, level by level, or else its repeated blocks.
 
     Levels of a UNet differ, and only their transformer blocks are declared as repeated: most of the bytes would stay.
     """
     found = [part for name, net in root.named_modules() for part in _blocks_of_levels(name, net)]
     if patterns != "auto" or not found:
-        return find_blocks(root, patterns, who="ActivationCheckpointing")
+        return find_blocks(root, patterns, who=who)
     return found
 
 
@@ -145,7 +145,7 @@ def _blocks_of_levels(name: str, net: nn.Module) -> Iterator[tuple[str, nn.Modul
                     yield ".".join(filter(None, (name, side, key, kind, i))), block
 
 
-def refuse_twice(module: nn.Module, names: Sequence[str]) -> None:
+def refuse_twice(module: nn.Module, names: Sequence[str], who: str) -> None:
     """Raise if blocks, what holds them or what they hold is recomputed already, in the ways of other packages."""
     flags = ("gradient_checkpointing", "grad_checkpointing")  # transformers and diffusers; timm
     for name, part in module.named_modules():
@@ -154,7 +154,7 @@ def refuse_twice(module: nn.Module, names: Sequence[str]) -> None:
         near = [b for b in names if not name or b == name or b.startswith(f"{name}.") or name.startswith(f"{b}.")]
         if near:
             raise ConfigurationError(
-                f"ActivationCheckpointing: {name or type(module).__name__!r} recomputes activations by itself, so that "
+                f"{who}: {name or type(module).__name__!r} recomputes activations by itself, so that "
                 f"{near[0]!r} would run three times: switch that off (transformers: activation_checkpointing_disable(),"
                 " diffusers: disable_gradient_checkpointing(), timm: set_grad_checkpointing(False))"
             )

@@ -112,7 +112,7 @@ class BatchSearch:
         asked = min(self.asked, self.most)
         if asked < self.asked:
             rank_zero_info(
-                f"MaxBatchSize: batches of {self.asked} were asked for, but a process has {self.most} samples an "
+                f"{self.place.owner}: batches of {self.asked} were asked for, but a process has {self.most} samples an "
                 f"epoch: {self.most} is the largest size there is"
             )
         self.effective = asked * self.accumulation if keep_effective_batch else None
@@ -120,7 +120,7 @@ class BatchSearch:
         sizes = [size for size in candidate_sizes(mode, most, self.effective) if size >= min_size]
         if not sizes:
             kept = f" that divides the effective batch of {self.effective}" if self.effective else ""
-            raise ConfigurationError(f"MaxBatchSize: there is no size from {min_size} (min_size) to {most}{kept}")
+            raise ConfigurationError(f"{self.place.owner}: there is no size from {min_size} (min_size) to {most}{kept}")
         found = largest_fitting(sizes, self._fits)
         self.trials.finish()
         if found is None:
@@ -202,10 +202,8 @@ class BatchSearch:
         return make
 
     def _probe(self, loader: DataLoader[Any], name: str) -> ProbeBatches:
-        hint = "MaxBatchSize"
-        if name.startswith("validation"):
-            hint = "MaxBatchSize, validation (include_validation=False leaves it out)"
-        check_loader(loader, hint)
+        validation = ", validation (include_validation=False leaves it out)" if name.startswith("validation") else ""
+        check_loader(loader, self.place.owner + validation)
         if name not in self._longest:
             self._longest[name] = ProbeBatches.find(loader, self.scan, self._hook())
         return ProbeBatches(loader, self._longest[name])
@@ -217,7 +215,9 @@ class BatchSearch:
     def _samples_a_process(self, loader: DataLoader[Any]) -> int:
         samples = len(loader.sampler)  # type: ignore[arg-type]
         if samples < 1:
-            raise ConfigurationError(f"MaxBatchSize: {type(loader.dataset).__name__} is empty: there is nothing to try")
+            raise ConfigurationError(
+                f"{self.place.owner}: {type(loader.dataset).__name__} is empty: there is nothing to try"
+            )
         if self.trainer._data_connector._requires_distributed_sampler(loader):
             replicas = self.trainer.distributed_sampler_kwargs["num_replicas"]
             return -(-samples // int(replicas))
@@ -241,7 +241,7 @@ class BatchSearch:
                 needs = f"{format_bytes(whole.peak_bytes)} ({whole.peak_bytes} bytes)"
         limit = f"{format_bytes(self.budget)} ({self.budget} bytes)"
         return OutOfMemoryError(
-            f"MaxBatchSize: a batch of {size} needs {needs} in {first.failed_in}, and {limit} may be used, the margin "
-            f"already taken from the limit of {format_bytes(self.limit)}; use a smaller model, shorter samples, "
+            f"{self.place.owner}: a batch of {size} needs {needs} in {first.failed_in}, and {limit} may be used, the "
+            f"margin already taken from the limit of {format_bytes(self.limit)}; use a smaller model, shorter samples, "
             "activation checkpointing, a low-bit optimizer or more memory"
         )

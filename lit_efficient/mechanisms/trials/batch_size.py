@@ -103,7 +103,7 @@ class BatchSizeTarget:
     """
 
     def __init__(self, trainer: Any, path: str, owner: str) -> None:
-        self._owner = owner
+        self.owner = owner
         self._source = trainer.fit_loop._data_source
         self._passed = None if self._source.is_module() else self._source.instance
         holders = [holder for holder in (trainer.datamodule, trainer.lightning_module) if holder is not None]
@@ -131,17 +131,17 @@ class BatchSizeTarget:
     def _check_passed(self, path: str) -> None:
         if path != "auto":
             raise ConfigurationError(
-                f"{self._owner}: target={path!r}, but a loader was passed to fit, and no attribute decides its size; "
+                f"{self.owner}: target={path!r}, but a loader was passed to fit, and no attribute decides its size; "
                 "use target='auto' for the loader's own"
             )
         self.name = "the loader's batch_size"
         loaders = loaders_in(self._passed)
         for loader in loaders:
-            check_loader(loader, self._owner)
+            check_loader(loader, self.owner)
         if len({loader.batch_size for loader in loaders}) != 1:
             sizes = [loader.batch_size for loader in loaders]
             raise ConfigurationError(
-                f"{self._owner}: the loaders passed to fit have batches of {sizes}, and which of them to change cannot "
+                f"{self.owner}: the loaders passed to fit have batches of {sizes}, and which of them to change cannot "
                 "be known; give them one size, or put it into an attribute of a datamodule"
             )
 
@@ -173,10 +173,10 @@ class BatchSizeTarget:
         """
         collection = self._source.dataloader()
         for loader in loaders_in(collection):
-            check_loader(loader, self._owner)
+            check_loader(loader, self.owner)
             if loader.batch_size != self.value:
                 raise ConfigurationError(
-                    f"{self._owner}: {self.name} is {self.value}, but the training loader has batches of "
+                    f"{self.owner}: {self.name} is {self.value}, but the training loader has batches of "
                     f"{loader.batch_size}: it does not follow it; name the attribute that it does follow in target"
                 )
         return collection

@@ -30,7 +30,7 @@ from lit_efficient.mechanisms.trials.rewind import Rewind, random_states
 from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
-_WRITERS = {"Checkpoint", "ProgressBar", "PowerEMA", "SampleImages", "SampleText", "SignalCheckpoint"}
+_WRITERS = {"Checkpoint", "ProgressBar"}
 _MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", "_DataFetcher"}
 
 
@@ -39,7 +39,8 @@ class Trials:
 
     Args:
         trainer: A trainer at the start of its first epoch.
-        idle: Names of callback classes that must not act in trials, beside loggers, checkpoints and progress bars.
+        idle: Names of callback classes that must not act in trials, beside loggers, checkpoints, progress bars and
+            those that leave traces (:attr:`lit_efficient.declaration.Declaration.leaves_traces`).
     """
 
     def __init__(self, trainer: Any, idle: Iterable[str] = ()) -> None:
@@ -147,6 +148,8 @@ class Trials:
             strategy.barrier = _nothing
 
     def _acts(self, callback: object) -> bool:
+        if getattr(callback, "leaves_traces", False):
+            return False
         return not {base.__name__ for base in type(callback).__mro__} & self._idle
 
     def _hook(self, name: str) -> None:
