@@ -23,11 +23,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from lit_efficient.internals.torch_loaders import copied
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
     plot_rates,
@@ -267,11 +267,9 @@ def _batches(trainer: Any) -> Iterator[Any]:
     """Training batches without end, from copies of the loaders: how far the run's own ones are is not touched."""
     combined = trainer.fit_loop._combined_loader
     while True:
-        loaders = [copy.copy(loader) for loader in combined.flattened]
-        for loader in loaders:
-            if isinstance(loader, DataLoader):
-                vars(loader)["_iterator"] = None  # its workers are the original's
-        copies = type(combined)(tree_unflatten(loaders, combined._spec), combined._mode)
+        copies = copy.copy(combined)
+        copies.flattened = [copied(x) if isinstance(x, DataLoader) else copy.copy(x) for x in combined.flattened]
+        copies.limits = None
         empty = True
         for batch, _, _ in copies:
             empty = False
