@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.torch_foreach import foreach_mul_
 from lit_efficient.losses.deferred_logits import shifts_labels
 from lit_efficient.technique import Technique
@@ -228,7 +229,7 @@ def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     if scaled is not None:
         type(self).backward(self, scaled, *args, **kwargs) if inner is None else inner(scaled, *args, **kwargs)
     technique._complete = False  # an optimizer may run its closure more than once
-    if not self.trainer.fit_loop._should_accumulate():
+    if not accumulates(self.trainer):
         technique._finish(self.trainer)
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_data import sampler_inside
 from lit_efficient.internals.torch_loaders import PlannedLoader, copied
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, mix_seed, seed_all
@@ -240,7 +241,8 @@ def _deterministic(sampler: Any, seed: int) -> Any:
     if type(sampler) in _REPLACEABLE:
         return ResumableSampler(sampler, seed=seed, num_replicas=1, rank=0)
     if isinstance(sampler, DistributedSampler) and not isinstance(sampler, _PURE) and _is_known(sampler):
-        source = getattr(sampler.dataset, "_sampler", sampler.dataset)
+        inside = sampler_inside(sampler)
+        source = sampler.dataset if inside is None else inside
         parts, part = sampler.num_replicas, sampler.rank
         return ResumableSampler(source, sampler.shuffle, seed, parts, part, sampler.drop_last)  # type: ignore[arg-type]
     return sampler
@@ -250,8 +252,7 @@ def _is_known(sampler: object) -> bool:
     if type(sampler) in (*_REPLACEABLE, *_PURE, BatchSampler, DistributedSampler):
         return True
     # Lightning (in either of its namespaces) wraps a sampler that is not distributed in a DistributedSamplerWrapper.
-    wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
-    return type(sampler).__name__ == "DistributedSamplerWrapper" and type(wrapped) in _REPLACEABLE
+    return type(sampler).__name__ == "DistributedSamplerWrapper" and type(sampler_inside(sampler)) in _REPLACEABLE
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
