@@ -22,6 +22,8 @@ import lit_efficient
 from lit_efficient.declaration import Declaration, Report, check_conflicts, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.files.moved import translate
+from lit_efficient.internals.lightning_strategies import copies_the_process
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 
@@ -197,8 +199,7 @@ def uninstall(module: Any) -> None:
 def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
     check_conflicts(trainer.callbacks)
     surgeons = [type(technique).__name__ for technique in techniques if overrides(technique, "transform")]
-    launcher = type(getattr(trainer.strategy, "launcher", None)).__name__
-    if surgeons and launcher == "_MultiProcessingLauncher":
+    if surgeons and copies_the_process(trainer.strategy):
         raise ConflictError(
             f"{surgeons[0]} changes the network, and a strategy that spawns or forks its processes would lose that "
             "change without a word: use strategy='ddp' instead of 'ddp_spawn' or 'ddp_fork'"
@@ -385,7 +386,7 @@ def _with_extra_losses(module: Any, *args: Any) -> Any:
 def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     inner_method(self, "on_save_checkpoint", _on_save_checkpoint)(checkpoint)
     checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in ledger(self)]
-    trainer = self.__dict__.get("_trainer")
+    trainer = trainer_of(self)
     for technique in in_order(techniques_of(trainer)) if trainer is not None else ():
         technique.write_checkpoint(checkpoint, self)
     for entry in ledger(self):

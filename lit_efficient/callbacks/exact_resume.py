@@ -25,6 +25,8 @@ from torch import Tensor
 
 from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_data import restore_loader_states
+from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
@@ -93,7 +95,7 @@ class ExactResume(Technique):
         for loader in self._loaders:
             loader.reseed(self._run_seed)  # strategies that restore late made them before the checkpoint was read
         # Lightning forgets to, if something (a scheduler that asks how long the run is) made it load the data early.
-        trainer.fit_loop._load_combined_loader_states()
+        restore_loader_states(trainer)
         gradients, self._gradients = self._gradients, None
         if gradients:
             for name, parameter in pl_module.named_parameters():
@@ -197,4 +199,4 @@ def _window_is_open(trainer: Any, pl_module: Any) -> bool:
     """Whether gradients have been gathered that no optimizer step has used yet (automatic optimization only)."""
     if not pl_module.automatic_optimization or trainer.accumulate_grad_batches == 1 or trainer.state.fn != "fit":
         return False
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0 and trainer.fit_loop._should_accumulate()
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0 and accumulates(trainer)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_strategies import gathers_checkpoints
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
 
@@ -94,7 +95,7 @@ class LowBitOptimizer(Technique):
                 f"LowBitOptimizer: paged=True needs a CUDA GPU, whose driver does the paging; this trainer's device is "
                 f"{device!r}: use paged=False"
             )
-        if getattr(trainer.strategy, "_save_distributed_checkpoint", True) is False:
+        if gathers_checkpoints(trainer.strategy):
             raise ConflictError(
                 "LowBitOptimizer: quantised states of sharded parameters cannot be loaded from one file: use "
                 "ModelParallelStrategy(save_distributed_checkpoint=True)"

@@ -23,11 +23,12 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from lit_efficient.internals.lightning_data import combined_loader
+from lit_efficient.internals.torch_loaders import copied
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
     plot_rates,
@@ -205,9 +206,7 @@ def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tu
     losses: list[float] = []
     accumulate = trainer.accumulate_grad_batches
     batches = _batches(trainer)
-    generators = [
-        (generator, generator.get_state()) for generator in live_generators(trainer.fit_loop._combined_loader)
-    ]
+    generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
     with trials.trial(accumulate, alone=False):
         trainer.strategy.lr_scheduler_configs = []
         # Each group's share of the first one's rate, as the schedule's full rates have it.
@@ -265,13 +264,11 @@ def _full_rate(group: dict[str, Any]) -> float:
 
 def _batches(trainer: Any) -> Iterator[Any]:
     """Training batches without end, from copies of the loaders: how far the run's own ones are is not touched."""
-    combined = trainer.fit_loop._combined_loader
+    combined = combined_loader(trainer)
     while True:
-        loaders = [copy.copy(loader) for loader in combined.flattened]
-        for loader in loaders:
-            if isinstance(loader, DataLoader):
-                vars(loader)["_iterator"] = None  # its workers are the original's
-        copies = type(combined)(tree_unflatten(loaders, combined._spec), combined._mode)
+        copies = copy.copy(combined)
+        copies.flattened = [copied(x) if isinstance(x, DataLoader) else copy.copy(x) for x in combined.flattened]
+        copies.limits = None
         empty = True
         for batch, _, _ in copies:
             empty = False

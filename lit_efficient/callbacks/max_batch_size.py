@@ -25,6 +25,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders
+from lit_efficient.internals.lightning_loops import validates_next
 from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
 from lit_efficient.mechanisms.trials.memory import format_bytes, parse_bytes
@@ -187,7 +189,7 @@ class MaxBatchSize(Technique):
 
     def _before_run(self, trainer: Any, states: dict[str, Any]) -> None:
         self._start = states
-        source = trainer.fit_loop._data_source
+        source = data_source(trainer.fit_loop)
         generators = [] if source.is_module() else live_generators(source.instance)
         self._generators = [(generator, generator.get_state()) for generator in generators]
         if self.found is not None:
@@ -208,7 +210,7 @@ class MaxBatchSize(Technique):
         )
         self.found = search.run(self.mode, self.keep_effective_batch, self.min_size, self.max_size)
         self._use(trainer, self.found)
-        if trainer.fit_loop._combined_loader is None:
+        if combined_loader(trainer) is None:
             self._reload(trainer)
         self._say_found("found")
 
@@ -227,9 +229,7 @@ class MaxBatchSize(Technique):
         self._place.set(found.size)
         loop = trainer.fit_loop
         for part in (loop, loop.epoch_loop.val_loop):
-            if part._data_fetcher is not None:
-                part._data_fetcher.teardown()  # its workers, too
-            part._combined_loader = None
+            drop_loaders(part)
 
     def _reload(self, trainer: Any) -> None:
         """Make the loaders anew with the draws that made them first: as if the size had been set at the start."""
@@ -238,7 +238,7 @@ class MaxBatchSize(Technique):
             generator.set_state(state)
         with other_randomness(self._start):
             trainer.fit_loop.setup_data()
-            if trainer.enable_validation and trainer.fit_loop.epoch_loop._should_check_val_epoch():
+            if trainer.enable_validation and validates_next(trainer):
                 trainer.validating = True
                 trainer.fit_loop.epoch_loop.val_loop.setup_data()
                 trainer.training = True

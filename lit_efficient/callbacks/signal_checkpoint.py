@@ -28,6 +28,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_trainer import signal_connector
 
 
 class SignalCheckpoint(Callback):
@@ -87,7 +89,7 @@ class SignalCheckpoint(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save and exit if a signal has come and the optimizer has just stepped."""
-        if not (pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()):
+        if not (pl_module.automatic_optimization and accumulates(trainer)):
             self._answer(trainer)
 
     def on_validation_batch_end(
@@ -189,7 +191,7 @@ def _handlers_of_the_user(handler: Any, trainer: Any) -> list[Callable[[int, Fra
     The notifier broadcasts from inside the signal handler, which hangs processes that are in another collective.
     """
     handlers = getattr(handler, "signal_handlers", [handler])
-    connector = trainer._signal_connector
+    connector = signal_connector(trainer)
     return [
         one
         for one in handlers

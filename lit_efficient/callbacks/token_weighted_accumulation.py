@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.torch_foreach import foreach_mul_
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import shifts_labels
@@ -225,7 +226,7 @@ def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     if scaled is not None:
         inner_method(self, "backward", _backward)(scaled, *args, **kwargs)
     technique._complete = False  # an optimizer may run its closure more than once
-    if not self.trainer.fit_loop._should_accumulate():
+    if not accumulates(self.trainer):
         technique._finish(self.trainer)
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.models.autoencoder import AutoencoderConfig, kl_divergence, sample_posterior
 from lit_efficient.models.autoencoders import (
     CHECKPOINT_KEY,
@@ -104,11 +105,11 @@ class Autoencoding(LightningModule):
                 self._check_kind()
                 self.autoencoder = build_autoencoder(self.config)
             except ConfigurationError:
-                if self._trainer is not None or not self._named:
+                if trainer_of(self) is not None or not self._named:
                     raise
                 return  # a checkpoint that is being loaded needs no folder: see on_load_checkpoint
             self.autoencoder.source = None  # what trains is soon not what is there
-        if self.perceptual is not None and self._features is None and self._trainer is not None:
+        if self.perceptual is not None and self._features is None and trainer_of(self) is not None:
             data = getattr(self.trainer, "datamodule", None)
             self._features = find_network(self.perceptual, self.autoencoder.image_channels, data, "Autoencoding")
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
@@ -115,7 +116,7 @@ class LanguageModeling(LightningModule):
     def configure_model(self) -> None:
         """Build the network, once. Without data and a vocabulary size it waits for the checkpoint's."""
         if isinstance(self.model, CausalLMConfig):
-            waits = self.model.takes_vocabulary and self.tokenizer_state is None and self._trainer is None
+            waits = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 self.network = causal_lm.build(self.model, from_data)
@@ -130,7 +131,7 @@ class LanguageModeling(LightningModule):
         vocab_size = wanted or offered
         if self.network is None and vocab_size is not None:
             self.network = GPT(replace(self.model, vocab_size=vocab_size))
-        if self.network is None and self._trainer is not None:
+        if self.network is None and trainer_of(self) is not None:
             raise ConfigurationError(
                 "LanguageModeling: model.vocab_size must be a number when the data is not a datamodule with vocab_size."
             )
@@ -306,7 +307,7 @@ class LanguageModeling(LightningModule):
         return self.network
 
     def _datamodule(self) -> object | None:
-        return None if self._trainer is None else getattr(self._trainer, "datamodule", None)
+        return getattr(trainer_of(self), "datamodule", None)
 
     def _adopt_tokenizer(self, state: dict[str, Any], origin: str) -> None:
         if self.tokenizer_state is not None and self.tokenizer_state["json"] != state["json"]:

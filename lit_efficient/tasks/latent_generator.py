@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
 from lit_efficient.losses.diffusion import Prediction
@@ -208,7 +209,8 @@ class LatentGenerator(LightningModule):
         Classes and prompts in turn; by ``preview`` while fitting.
         """
         latents = self.sample(**self._in_turn(num), generator=torch.Generator().manual_seed(seed))
-        fitting = self._trainer is not None and self._trainer.state.fn == "fit" and not self._trainer.state.finished
+        trainer = trainer_of(self)
+        fitting = trainer is not None and trainer.state.fn == "fit" and not trainer.state.finished
         return to_uint8(self._decode(latents, self._preview if fitting else None))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -228,7 +230,8 @@ class LatentGenerator(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the encoders from the checkpoint, unless weights and data disagree about the latents or the text."""
-        must_agree = not (self._trainer is not None and self._trainer.predicting)  # which needs nothing of the data
+        trainer = trainer_of(self)
+        must_agree = not (trainer is not None and trainer.predicting)  # which needs nothing of the data
         if _CODEC_KEY in checkpoint:
             what, way_out = "latents of another autoencoder", "Use the cache of the original run, or start anew."
             saved = checkpoint[_CODEC_KEY]
@@ -319,7 +322,7 @@ class LatentGenerator(LightningModule):
 
     def _source(self) -> LatentSource | None:
         """The data module, if there is one that has an autoencoder."""
-        data = getattr(self._trainer, "datamodule", None)
+        data = getattr(trainer_of(self), "datamodule", None)
         return data if isinstance(data, LatentSource) else None
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.merge import merge_adapters
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
@@ -64,7 +65,7 @@ class PairTask(LanguageModeling):
 
     def _begin(self, network: nn.Module) -> None:
         # Without a trainer a checkpoint is being read: only one of adapters needs the start, and it refuses another.
-        if self.start_from is None or (self._trainer is None and not Path(self.start_from).is_file()):
+        if self.start_from is None or (trainer_of(self) is None and not Path(self.start_from).is_file()):
             return
         start, _ = load_language_model(self.start_from)
         own = self.tokenizer_state

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
@@ -110,7 +111,7 @@ class Preference(PairTask):
         if self._reference is not None or not self.needs_reference:
             return self._reference
         made = Reference(self._built())
-        strategy = "" if self._trainer is None else type(self._trainer.strategy).__name__
+        strategy = type(getattr(trainer_of(self), "strategy", None)).__name__
         if made.tensors and strategy in _SHARDING:
             raise ConflictError(
                 f"Preference: loss={self.loss!r} keeps a copy of what trains in full ({len(made.tensors)} tensors), "
@@ -164,7 +165,7 @@ class Preference(PairTask):
         if saved is None:  # a language model's: what is loaded is a start
             return
         self._fingerprint = saved["reference"]
-        if built and self._trainer is not None:
+        if built and trainer_of(self) is not None:
             self.reference()
 
     # helpers

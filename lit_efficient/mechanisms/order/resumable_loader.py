@@ -27,6 +27,8 @@ from torch.utils.data import (
 )
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_data import sampler_inside
+from lit_efficient.internals.torch_loaders import PlannedLoader, copied
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, mix_seed, seed_all
 
@@ -35,7 +37,7 @@ _REPLACEABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedR
 _PURE = (ResumableSampler, KeyedBatchSampler)
 
 
-class ResumableLoader(DataLoader[Any]):
+class ResumableLoader(PlannedLoader):
     """A ``DataLoader`` that can be resumed after any batch it yielded, with the same batches and the same random draws.
 
     Workers, collation, pinned memory and all other arguments are the loader's own. Lightning finds ``state_dict`` and
@@ -109,10 +111,9 @@ class ResumableLoader(DataLoader[Any]):
     def _innermost_sampler(self) -> object:
         return getattr(self.batch_sampler, "sampler", self.sampler)
 
-    @property
-    def _index_sampler(self) -> Any:
-        # The one place through which DataLoader's iterators, with and without workers, take what to fetch next.
-        return _Plan(self, super()._index_sampler)
+    def plan(self, indices: Any) -> Any:
+        """Give each batch its seed, and leave out those that an earlier process has yielded."""
+        return _Plan(self, indices)
 
 
 class _Plan:
@@ -209,8 +210,7 @@ def make_resumable(
     takes, remark = examine(loader)
     if not takes:
         raise ConfigurationError(f"this loader cannot be made resumable: {remark or 'it has a state of its own'}")
-    resumable: Any = copy.copy(loader)
-    resumable.__dict__["_iterator"] = None  # persistent workers, if any are running, stay the original's
+    resumable: Any = copied(loader)
     resumable.__class__ = _resumable_class(type(loader))  # type: ignore[arg-type]
     _adopt(resumable, seed, rank, epoch)
     return resumable
@@ -241,7 +241,8 @@ def _deterministic(sampler: Any, seed: int) -> Any:
     if type(sampler) in _REPLACEABLE:
         return ResumableSampler(sampler, seed=seed, num_replicas=1, rank=0)
     if isinstance(sampler, DistributedSampler) and not isinstance(sampler, _PURE) and _is_known(sampler):
-        source = getattr(sampler.dataset, "_sampler", sampler.dataset)
+        inside = sampler_inside(sampler)
+        source = sampler.dataset if inside is None else inside
         parts, part = sampler.num_replicas, sampler.rank
         return ResumableSampler(source, sampler.shuffle, seed, parts, part, sampler.drop_last)  # type: ignore[arg-type]
     return sampler
@@ -251,8 +252,7 @@ def _is_known(sampler: object) -> bool:
     if type(sampler) in (*_REPLACEABLE, *_PURE, BatchSampler, DistributedSampler):
         return True
     # Lightning (in either of its namespaces) wraps a sampler that is not distributed in a DistributedSamplerWrapper.
-    wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
-    return type(sampler).__name__ == "DistributedSamplerWrapper" and type(wrapped) in _REPLACEABLE
+    return type(sampler).__name__ == "DistributedSamplerWrapper" and type(sampler_inside(sampler)) in _REPLACEABLE
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lit_efficient.errors import ConfigurationError, OutOfMemoryError
+from lit_efficient.internals.lightning_data import data_source, wants_distributed_sampler
 from lit_efficient.internals.torch_trees import tree_map_only
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget, candidate_sizes, largest_fitting
 from lit_efficient.mechanisms.trials.memory import (
@@ -149,7 +150,7 @@ class BatchSearch:
                     self.trials.train(train)
                 trial.failed_in = "validation"
                 if self.validates:
-                    source = self.trainer.fit_loop.epoch_loop.val_loop._data_source
+                    source = data_source(self.trainer.fit_loop.epoch_loop.val_loop)
                     loaders = loaders_in(source.dataloader())
                     makers = [self._maker(loader, f"validation {i}", meter) for i, loader in enumerate(loaders)]
                     self.trials.validate(makers)
@@ -218,7 +219,7 @@ class BatchSearch:
             raise ConfigurationError(
                 f"{self.place.owner}: {type(loader.dataset).__name__} is empty: there is nothing to try"
             )
-        if self.trainer._data_connector._requires_distributed_sampler(loader):
+        if wants_distributed_sampler(self.trainer, loader):
             replicas = self.trainer.distributed_sampler_kwargs["num_replicas"]
             return -(-samples // int(replicas))
         return samples

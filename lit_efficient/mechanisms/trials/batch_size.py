@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_data import data_source
 from lit_efficient.mechanisms.trials.probes import check_loader, loaders_in, resize
 
 NAMES = ("device_batch", "batch_size")  # what "auto" looks for, in this order
@@ -104,7 +105,7 @@ class BatchSizeTarget:
 
     def __init__(self, trainer: Any, path: str, owner: str) -> None:
         self.owner = owner
-        self._source = trainer.fit_loop._data_source
+        self._source = data_source(trainer.fit_loop)
         self._passed = None if self._source.is_module() else self._source.instance
         holders = [holder for holder in (trainer.datamodule, trainer.lightning_module) if holder is not None]
         self._places: list[tuple[Any, str]] = []

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_loaders import copied, fetcher
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 
 Longest = Callable[[Any, int], Sequence[int]]
@@ -96,7 +96,7 @@ class ProbeBatches:
         size = min(loader.batch_size or 1, len(loader.dataset))  # type: ignore[arg-type]
         self._indices = list(itertools.islice(itertools.cycle(indices), size))
         # What a loader without workers uses, batched reading (``__getitems__``) included.
-        self._fetcher = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False)
+        self._fetcher = fetcher(loader)
 
     @staticmethod
     def find(loader: DataLoader[Any], scan: int, longest: Longest | None = None) -> list[int]:
@@ -127,9 +127,8 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
         loader: A loader with a batch size; its class and attributes are kept. It is not changed.
         size: Samples a batch.
     """
-    other: Any = copy.copy(loader)
+    other = copied(loader)
     # DataLoader forbids to set these after __init__, because it could not check them again; their kinds stay.
-    vars(other)["_iterator"] = None  # running workers stay the original's
     vars(other)["batch_size"] = size
     sampler = copy.copy(loader.batch_sampler)
     if type(sampler) is not BatchSampler:
@@ -142,7 +141,9 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 def resize(loaders: Any, size: int) -> Any:
     """A collection of loaders with the training loaders' batch size changed, see :func:`with_batch_size`."""
     if hasattr(loaders, "iterables"):  # Lightning's CombinedLoader
-        return type(loaders)(resize(loaders.iterables, size), loaders._mode)
+        other = copy.copy(loaders)
+        other.flattened = [resize(loader, size) for loader in loaders.flattened]
+        return other
     return tree_map_only(DataLoader, lambda loader: with_batch_size(loader, size), loaders)
 
 

@@ -13,17 +13,23 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import distributed
 
 from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.internals.lightning_data import validate_on
+from lit_efficient.internals.lightning_loops import DATA_FETCHER, forget_restart
+from lit_efficient.internals.lightning_trainer import (
+    call_callbacks,
+    call_module,
+    logger_connector,
+    set_default_root_dir,
+)
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
 from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
 from lit_efficient.mechanisms.trials.rewind import Rewind, random_states
@@ -31,7 +37,7 @@ from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
 _WRITERS = {"Checkpoint", "ProgressBar"}
-_MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", "_DataFetcher"}
+_MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", DATA_FETCHER}
 
 
 class Trials:
@@ -48,7 +54,7 @@ class Trials:
         self._idle = {*idle, *_WRITERS}
         strategy, data = trainer.strategy, trainer.datamodule
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
-        roots += [trainer.fit_loop, trainer._logger_connector, trainer.state, strategy.precision_plugin]
+        roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
         shallow = [trainer, strategy, *([data] if data is not None else [])]
         self.record = Rewind(roots, shallow, _is_machinery)
 
@@ -67,7 +73,7 @@ class Trials:
                 trainer.callbacks = [callback for callback in trainer.callbacks if self._acts(callback)]
                 trainer.loggers = [DummyLogger()] if trainer.loggers else []
                 trainer.profiler = PassThroughProfiler()
-                trainer._default_root_dir = str(Path(folder))
+                set_default_root_dir(trainer, folder)
                 trainer.save_checkpoint = _nothing
                 trainer.accumulate_grad_batches = accumulate
                 for callback in trainer.callbacks if alone else ():
@@ -75,8 +81,7 @@ class Trials:
                         callback.worst_case = True
                 if alone:
                     self._step_alone()
-                for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-                    part._restarting = False
+                forget_restart(trainer)
                 loop.max_batches = float("inf")
                 loop.epoch_loop.batch_progress.current.reset()
                 loop.epoch_loop.batch_progress.is_last_batch = False
@@ -117,13 +122,11 @@ class Trials:
             strategy.configure_ddp()
 
     def _validate(self, batches: Sequence[Callable[[], Any]]) -> None:
-        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
+        trainer = self.trainer
         trainer.validating = True
-        call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
-        loop._combined_loader = CombinedLoader([_One(batch) for batch in batches], "sequential")
-        loop._max_batches = [1] * len(batches)
-        loop._last_val_dl_reload_epoch = trainer.current_epoch
-        loop.run()
+        call_module(trainer, "on_validation_model_zero_grad")
+        validate_on(trainer, CombinedLoader([_One(batch) for batch in batches], "sequential"), [1] * len(batches))
+        trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
 
     def _attempt(self, unit: Callable[[], None]) -> None:
@@ -153,8 +156,8 @@ class Trials:
         return not {base.__name__ for base in type(callback).__mro__} & self._idle
 
     def _hook(self, name: str) -> None:
-        call._call_callback_hooks(self.trainer, name)
-        call._call_lightning_module_hook(self.trainer, name)
+        call_callbacks(self.trainer, name)
+        call_module(self.trainer, name)
 
 
 class _Feed:

@@ -1,0 +1,37 @@
+"""A trainer's parts, and the module's tie to it. Checked with lightning 2.6.6, in both of its namespaces."""
+
+from typing import Any
+
+
+def trainer_of(module: Any) -> Any:
+    """The module's trainer, ``None`` where it has none, for which ``module.trainer`` raises: ``_trainer``."""
+    return getattr(module, "_trainer", None)
+
+
+def signal_connector(trainer: Any) -> Any:
+    """What Lightning's own signal handlers belong to: ``_signal_connector``."""
+    return trainer._signal_connector
+
+
+def logger_connector(trainer: Any) -> Any:
+    """What holds the metrics that were logged: ``_logger_connector``."""
+    return trainer._logger_connector
+
+
+def set_default_root_dir(trainer: Any, folder: str) -> None:
+    """``trainer.default_root_dir = folder``, which has no setter: ``_default_root_dir``."""
+    trainer._default_root_dir = folder
+
+
+def call_callbacks(trainer: Any, hook: str) -> None:
+    """Call a hook of all callbacks: ``call._call_callback_hooks``."""
+    from lightning.pytorch.trainer import call
+
+    call._call_callback_hooks(trainer, hook)
+
+
+def call_module(trainer: Any, hook: str) -> None:
+    """Call a hook of the module: ``call._call_lightning_module_hook``."""
+    from lightning.pytorch.trainer import call
+
+    call._call_lightning_module_hook(trainer, hook)

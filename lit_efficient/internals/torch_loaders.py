@@ -1,0 +1,36 @@
+"""How a ``DataLoader`` keeps its workers, plans its batches and reads one. Checked with torch 2.13."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+_Loader = TypeVar("_Loader", bound=DataLoader[Any])
+
+
+def copied(loader: _Loader) -> _Loader:
+    """A copy with the same parts; running workers stay the original's: ``DataLoader._iterator``."""
+    other = copy.copy(loader)
+    vars(other)["_iterator"] = None
+    return other
+
+
+def fetcher(loader: DataLoader[Any]) -> Any:
+    """What a loader without workers reads with: ``fetch(indices)`` is a batch; ``_MapDatasetFetcher``."""
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+    return _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False)
+
+
+class PlannedLoader(DataLoader[Any]):
+    """A ``DataLoader`` that says itself what to fetch, with workers and without: ``DataLoader._index_sampler``."""
+
+    def plan(self, indices: Any) -> Any:
+        """What to fetch, batch by batch; ``indices`` is what the samplers give."""
+        return indices
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self.plan(super()._index_sampler)

@@ -1,0 +1,47 @@
+import pytest
+
+from lit_efficient.internals import lightning_loops
+from tests.internals.leaning import leans_on
+from tests.internals.toy_fit import NAMESPACES, fit, rows
+
+both = pytest.mark.parametrize("namespace", NAMESPACES)
+
+
+@both
+@leans_on("lightning", "trainer.fit_loop._should_accumulate", "lightning_loops")
+def test_the_last_batch_of_a_window_and_of_an_epoch_steps(namespace):
+    seen = []
+    hooks = {"on_train_batch_end": lambda trainer, *_: seen.append(lightning_loops.accumulates(trainer))}
+    fit(namespace, hooks, accumulate_grad_batches=3)
+    assert seen == [True, True, False, False]
+
+
+@both
+@leans_on("lightning", "trainer.fit_loop.epoch_loop._should_check_val_epoch", "lightning_loops")
+def test_epochs_that_validate_are_known_at_their_start(namespace):
+    seen = []
+    hooks = {"on_train_epoch_start": lambda trainer, *_: seen.append(lightning_loops.validates_next(trainer))}
+    fit(namespace, hooks, rows(), check_val_every_n_epoch=2, max_epochs=4)
+    assert seen == [False, True, False, True]
+
+
+@both
+@leans_on("lightning", "trainer.fit_loop._restarting", "lightning_loops")
+def test_a_restart_can_be_forgotten_even_if_the_public_setter_keeps_it(namespace):
+    trainer, _ = fit(namespace, val=rows(), max_steps=2, max_epochs=-1)
+    loop = trainer.fit_loop
+    parts = (loop, loop.epoch_loop, loop.epoch_loop.val_loop)
+    for part in parts:
+        part.restarting = False
+    assert loop.restarting  # a fit by steps always takes itself for restarted
+    lightning_loops.forget_restart(trainer)
+    assert not any(part.restarting for part in parts)
+
+
+@both
+@leans_on("lightning", "_DataFetcher", "lightning_loops")
+def test_what_hands_batches_to_a_loop_is_of_that_class(namespace):
+    seen = []
+    hooks = {"on_train_start": lambda trainer, *_: seen.append(trainer.fit_loop._data_fetcher)}
+    fit(namespace, hooks)
+    assert lightning_loops.DATA_FETCHER in [base.__name__ for base in type(seen[0]).__mro__]

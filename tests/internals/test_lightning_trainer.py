@@ -1,0 +1,63 @@
+import pytest
+from torch import nn
+
+from lit_efficient.internals import lightning_trainer
+from tests.internals.leaning import leans_on
+from tests.internals.toy_fit import NAMESPACES, fit, module, trainer
+
+both = pytest.mark.parametrize("namespace", NAMESPACES)
+
+
+@both
+@leans_on("lightning", "LightningModule._trainer", "lightning_trainer")
+def test_a_module_without_a_trainer_says_so(namespace):
+    assert lightning_trainer.trainer_of(nn.Linear(1, 1)) is None
+    assert lightning_trainer.trainer_of(module(namespace)) is None
+    made, toy = fit(namespace)
+    assert lightning_trainer.trainer_of(toy) is made
+
+
+@both
+@leans_on("lightning", "trainer._signal_connector", "lightning_trainer")
+def test_lightning_s_handlers_belong_to_its_connector(namespace):
+    connector = lightning_trainer.signal_connector(trainer(namespace))
+    assert connector.register_signal_handlers.__self__ is connector
+    assert connector._sigterm_notifier_fn.__self__ is connector
+
+
+@both
+@leans_on("lightning", "trainer._logger_connector", "lightning_trainer")
+def test_what_was_logged_is_kept_there(namespace):
+    made, _ = fit(namespace, {"on_train_epoch_end": lambda _, module: module.log("x", 3.0)})
+    assert lightning_trainer.logger_connector(made).callback_metrics["x"] == made.callback_metrics["x"] == 3.0
+
+
+@both
+@leans_on("lightning", "trainer._default_root_dir", "lightning_trainer")
+def test_the_root_folder_can_be_set(namespace, tmp_path):
+    made = trainer(namespace)
+    lightning_trainer.set_default_root_dir(made, str(tmp_path))
+    assert made.default_root_dir == str(tmp_path)
+
+
+@both
+@leans_on("lightning", "call._call_callback_hooks", "lightning_trainer")
+def test_a_hook_of_the_callbacks_is_called(namespace):
+    seen = []
+    hooks = {"on_train_epoch_start": lambda *_: seen.append("epoch")}
+    hooks["on_train_start"] = lambda trainer, *_: lightning_trainer.call_callbacks(trainer, "on_train_epoch_start")
+    fit(namespace, hooks)
+    assert seen == ["epoch", "epoch"]
+
+
+@both
+@leans_on("lightning", "call._call_lightning_module_hook", "lightning_trainer")
+def test_a_hook_of_the_module_is_called(namespace):
+    seen = []
+
+    def on_train_start(trainer, module):
+        module.on_validation_model_zero_grad = lambda: seen.append("called")
+        lightning_trainer.call_module(trainer, "on_validation_model_zero_grad")
+
+    fit(namespace, {"on_train_start": on_train_start}, limit_val_batches=0)
+    assert seen == ["called"]
