@@ -133,18 +133,15 @@ class EncodedData(LightningDataModule):
         """Those for validation: there are no others."""
         return self.val_index
 
+    def prepare_data(self) -> None:
+        """Open the files: what has to be copied is copied by one process."""
+        self._opened()
+
     def setup(self, stage: str) -> None:
         """Open the files, choose what is held out, measure; the same in every process, no random number is drawn."""
         if hasattr(self, "dataset"):
             return
-        root = Path(self.folder).expanduser()
-        sources = [open_encoded(root, self.layout, self.files, self.val_files)]
-        if self.val_files is not None:
-            other = root / Path(self.val_files).expanduser()
-            chosen = (other, self.layout) if other.is_dir() else (root, self.layout, self.val_files)
-            sources.append(open_encoded(*chosen))
-        for source in sources:
-            check_fields(source, self.fields.asked(), root)
+        sources = self._opened()
         rows = EncodedRows(sources, self.fields, self.numbers)
         self.train_index, self.val_index = self._split([len(source) for source in sources])
         if self.classes is None and self.fields.label is not None:
@@ -189,6 +186,17 @@ class EncodedData(LightningDataModule):
             seed=self.seed,
             num_workers=self.num_workers,
         )
+
+    def _opened(self) -> list[EncodedSource]:
+        root = Path(self.folder).expanduser()
+        sources = [open_encoded(root, self.layout, self.files, self.val_files)]
+        if self.val_files is not None:
+            other = root / Path(self.val_files).expanduser()
+            chosen = (other, self.layout) if other.is_dir() else (root, self.layout, self.val_files)
+            sources.append(open_encoded(*chosen))
+        for source in sources:
+            check_fields(source, self.fields.asked(), root)
+        return sources
 
     def _split(self, lengths: list[int]) -> tuple[list[int], list[int]]:
         if len(lengths) == 2:

@@ -48,7 +48,7 @@ class ImageData(ImageModule):
         view: Size, crops and flips.
         skip_unreadable: Decode all images once and leave out those that cannot be, with a warning. Otherwise a damaged
             one is an error that names it.
-        scores: What generated images are compared with real ones by; null gives no scores.
+        scores: What generated images are compared with real ones by.
         val_fraction: Share of ``train`` held out for validation if ``val`` is null, by a hash of each image's content.
         test_fraction: The same for the test.
         batch_size: Images a batch, for each process.
@@ -66,7 +66,7 @@ class ImageData(ImageModule):
         columns: ImageColumns = ImageColumns(),  # noqa: B008 (frozen)
         view: ImageView = ImageView(),  # noqa: B008 (frozen)
         skip_unreadable: bool = False,
-        scores: ImageScores | None = None,
+        scores: ImageScores = ImageScores(),  # noqa: B008 (frozen)
         val_fraction: float = 0.05,
         test_fraction: float = 0.0,
         batch_size: int = 16,
@@ -99,7 +99,7 @@ class ImageData(ImageModule):
         for store in self._stores:
             store.say()
         self._say_shapes()
-        if self.scores is not None:
+        if self.scores.judge is not None:
             ImageJudge(self.scores.judge, "ImageData")  # what it cannot load, it should refuse now
 
     def setup(self, stage: str) -> None:
@@ -125,7 +125,7 @@ class ImageData(ImageModule):
     @property
     def judges_samples(self) -> bool:
         """Whether there is a judge."""
-        return self.scores is not None
+        return self.scores.judge is not None
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
         """Distances to training images in the judge's features.
@@ -137,7 +137,7 @@ class ImageData(ImageModule):
         Returns:
             ``frechet_distance`` and ``kernel_distance``, lower is better; nothing without a judge.
         """
-        if self.scores is None:
+        if self.scores.judge is None:
             return {}
         dataset = self._opened()
         if self._judge is None:

@@ -6,7 +6,21 @@ A config with an old key, path or module is refused with the new one. A checkpoi
 from collections.abc import Mapping
 from typing import Any
 
-MOVED_KEYS: dict[str, dict[str, str]] = {}
+_VIEW = ("resolution", "channels", "buckets", "crop", "horizontal_flip", "variants", "resample")
+
+MOVED_KEYS: dict[str, dict[str, str]] = {
+    "ImageData": {
+        "split": "splits.train",
+        "val_split": "splits.val",
+        "test_split": "splits.test",
+        "image_column": "columns.image",
+        "label_column": "columns.label",
+        "caption_column": "columns.caption",
+        **{name: f"view.{name}" for name in _VIEW},
+        "judge": "scores.judge",
+        "judge_images": "scores.images",
+    },
+}
 """Of a class: an argument that is gone, and where its value stands now (with dots: in a group)."""
 
 MOVED_PATHS = {

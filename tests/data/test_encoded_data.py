@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import tarfile
 
@@ -32,7 +33,7 @@ CAPTIONS = [f"ein Bild, Nr. {i}: gräßlich" for i in range(ROWS)]
 PARTS = [slice(0, 9), slice(9, 10), slice(10, ROWS)]
 
 
-def write_mds(folder, columns, rows, compression=None) -> None:
+def write_mds(folder, columns, rows) -> None:
     """Shards as MosaicML's writer lays them out. ``columns``: name -> (encoding, fixed size or None)."""
     shards = []
     for number, part in enumerate(PARTS):
@@ -52,7 +53,7 @@ def write_mds(folder, columns, rows, compression=None) -> None:
                 "column_names": list(columns),
                 "column_encodings": [encoding for encoding, _ in columns.values()],
                 "column_sizes": [size for _, size in columns.values()],
-                "compression": compression,
+                "compression": None,
                 "format": "mds",
                 "raw_data": {"basename": name, "bytes": len(data), "hashes": {}},
                 "samples": len(samples),
@@ -136,25 +137,12 @@ def mds_of_any_array(folder):
     return EncodedFields("z", label="y")
 
 
-def mds_compressed(folder):
-    fields = mds(folder)
-    index = json.loads((folder / "index.json").read_text())
-    for shard in index["shards"][1:]:
-        path = folder / shard["raw_data"]["basename"]
-        packed = pa.compress(path.read_bytes(), codec="zstd", asbytes=True)
-        (folder / f"{path.name}.zstd").write_bytes(packed)
-        path.unlink()
-        shard |= {"compression": "zstd:3", "zip_data": {"basename": f"{path.name}.zstd", "bytes": len(packed)}}
-    (folder / "index.json").write_text(json.dumps(index))
-    return fields
-
-
 def webdataset(folder):
     for number, part in enumerate(PARTS):
         with tarfile.open(folder / f"{number:05d}.tar", "w") as archive:
             for row in range(ROWS)[part]:
                 about = json.dumps({"label": int(LABELS[row])}).encode()
-                files = {"latents.npy": npy(LATENTS[row]), "json": about, "txt": CAPTIONS[row].encode()}
+                files = {"latents.npy": npy(LATENTS[row]), "json": about, "txt": f"{CAPTIONS[row]}\n".encode()}
                 for suffix, data in files.items():
                     member = tarfile.TarInfo(f"train/{row:06d}.{suffix}")
                     member.size = len(data)
@@ -194,7 +182,6 @@ WRITERS = [
     npz,
     mds,
     mds_of_any_array,
-    mds_compressed,
     webdataset,
     parquet,
     parquet_flat,
@@ -224,13 +211,31 @@ def test_each_layout_gives_each_row_with_its_own_label(tmp_path, writer):
     assert sorted(seen) == list(range(ROWS))
 
 
-def test_columns_of_parquet_are_not_pickled(tmp_path):
-    fields = parquet(tmp_path)
+@pytest.mark.parametrize("writer", [parquet, webdataset])
+def test_tables_are_mapped_and_copied_once(tmp_path, shared_cache, writer, monkeypatch):
+    fields = writer(tmp_path)
     source = open_encoded(tmp_path)
-    small = len(pickle.dumps(source))
     row = source.read(11, [fields.latents])
-    assert len(pickle.dumps(source)) == small < 2000
-    assert np.array_equal(pickle.loads(pickle.dumps(source)).read(11, [fields.latents])["z"], row["z"])
+    copy = pickle.dumps(source)
+    assert len(copy) < 5000
+    assert np.array_equal(pickle.loads(copy).read(11, [fields.latents])[fields.latents], row[fields.latents])
+
+    def never(*_, **__):
+        raise AssertionError("copied again")
+
+    monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.__init__", never)
+    assert np.array_equal(open_encoded(tmp_path).read(11, [fields.latents])[fields.latents], LATENTS[11])
+    for path in tmp_path.iterdir():
+        os.utime(path, (1e9, 1e9))
+    with pytest.raises(ConfigurationError, match="copied again"):
+        open_encoded(tmp_path)
+
+
+def test_names_of_tables_are_no_patterns(tmp_path):
+    folder = tmp_path / "a[1]*"
+    folder.mkdir()
+    parquet(folder)
+    assert len(open_encoded(folder)) == ROWS
 
 
 def test_imagenet_int8_as_it_is_published(tmp_path):
@@ -437,24 +442,44 @@ def test_what_cannot_be_read_row_by_row_says_why(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", latents=LATENTS)
     with pytest.raises(ConfigurationError, match=r"a.npz is compressed.*np.savez"):
         open_encoded(tmp_path)
-    (tmp_path / "tar").mkdir()
-    with tarfile.open(tmp_path / "tar/0.tar", "w:gz") as archive:
-        archive.add(tmp_path / "a.npz")
-    with pytest.raises(ConfigurationError, match=r"0.tar is no plain tar.*unpack it once"):
-        open_encoded(tmp_path / "tar")
+    for name, layout in (("0.tar", "webdataset"), ("0.parquet", "parquet")):
+        folder = tmp_path / layout
+        folder.mkdir()
+        (folder / name).write_bytes(b"neither")
+        with pytest.raises(
+            ConfigurationError, match=f"{name}, or another of the 1 files, cannot be read as {layout}: "
+        ):
+            open_encoded(folder)
+    (tmp_path / "gaps").mkdir()
+    pq.write_table(pa.table({"z": [[1.0], None]}), tmp_path / "gaps/0.parquet")
+    with pytest.raises(ConfigurationError, match="row 1 has no 'z'"):
+        open_encoded(tmp_path / "gaps").read(1, ["z"])
+
+
+def rewrite_index(folder, number, **changes):
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][number] |= changes
+    path.write_text(json.dumps(index))
+
+
+def test_shards_that_cannot_be_read_say_why(tmp_path):
     (tmp_path / "mds").mkdir()
-    write_mds(tmp_path / "mds", {"y": ("int", 8)}, {"y": [np.int64(0).tobytes()] * ROWS}, compression="brotli")
-    (tmp_path / "mds/shard.00001.mds").rename(tmp_path / "mds/shard.00001.mds.br")
-    with pytest.raises(ConfigurationError, match=r"shard.00001.mds is missing"):
+    write_mds(tmp_path / "mds", {"y": ("int", 8)}, {"y": [np.int64(0).tobytes()] * ROWS})
+    (tmp_path / "mds/shard.00001.mds").rename(tmp_path / "outside.mds")
+    with pytest.raises(ConfigurationError, match=r"shard.00001.mds is missing\."):
         open_encoded(tmp_path / "mds")
-    index = json.loads((tmp_path / "mds/index.json").read_text())
-    index["shards"][1] |= {"compression": "bz2:9", "zip_data": {"basename": "shard.00001.mds.br"}}
-    (tmp_path / "mds/index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigurationError, match=r"compressed by bz2:9 cannot be read .zstd, br"):
-        open_encoded(tmp_path / "mds").read(9, ["y"])
-    index["shards"][0]["raw_data"]["bytes"] += 1
-    (tmp_path / "mds/index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigurationError, match=r"shard.00000.mds is not whole"):
+    rewrite_index(tmp_path / "mds", 1, compression="zstd:3", zip_data={"basename": "shard.00001.mds.zstd"})
+    with pytest.raises(ConfigurationError, match=r"00001.mds is missing; unpack the compressed ones first .zstd -d"):
+        open_encoded(tmp_path / "mds")
+    size = (tmp_path / "outside.mds").stat().st_size
+    for name in ("../outside.mds", str(tmp_path / "outside.mds")):
+        rewrite_index(tmp_path / "mds", 1, raw_data={"basename": name, "bytes": size}, zip_data=None)
+        with pytest.raises(ConfigurationError, match=f"index.json lists '{name}', which is not in it"):
+            open_encoded(tmp_path / "mds")
+    (tmp_path / "outside.mds").rename(tmp_path / "mds/shard.00001.mds")
+    rewrite_index(tmp_path / "mds", 1, raw_data={"basename": "shard.00001.mds", "bytes": size + 1})
+    with pytest.raises(ConfigurationError, match=r"shard.00001.mds is not whole"):
         open_encoded(tmp_path / "mds")
 
 

@@ -24,11 +24,12 @@ class ImageScores:
     """What generated images are compared with real ones by.
 
     Args:
-        judge: Folder, name or ``config.json`` of a transformers vision model, whose features are compared.
+        judge: Folder, name or ``config.json`` of a transformers vision model, whose features are compared; null gives
+            no scores.
         images: Training images to compare with.
     """
 
-    judge: str
+    judge: str | None = None
     images: int = 1000
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""MosaicML's MDS files, read by offset: what `StreamingDataset` writes, without the package.
+"""MosaicML's MDS files, read by offset: what `MDSWriter` writes, without the package, which unpickles columns.
 
     shard:   uint32 n | uint32 offsets[n + 1] | header (JSON) | samples
     sample:  uint32 size of each column whose size varies | the columns' bytes, one after the other
@@ -20,19 +20,18 @@ from lit_efficient.data.latents.encoded_rows import Value, locate, np_bytes, ref
 from lit_efficient.errors import ConfigurationError
 
 _VALUES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
-_CODECS = {"zstd": "zstd", "br": "brotli", "gz": "gzip", "snappy": "snappy"}  # pyarrow's names
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
 class MosaicShards:
-    """A folder with an ``index.json``. Compressed shards are unpacked into memory when they are read first, and stay.
+    """A folder with an ``index.json``.
 
     Args:
         folder: Where it is.
         belongs: Which of the shards count, by the paths that the index has for them.
 
     Raises:
-        ConfigurationError: If a shard is missing, not whole or of another format.
+        ConfigurationError: If a shard is missing, compressed, not whole, of another format or not in the folder.
     """
 
     def __init__(self, folder: Path, belongs: Callable[[Path], bool]) -> None:
@@ -91,26 +90,21 @@ class MosaicShards:
         return found
 
     def _check(self, shard: dict[str, Any]) -> None:
-        raw = self._folder / shard["raw_data"]["basename"]
-        if raw.is_file():
-            if raw.stat().st_size != shard["raw_data"]["bytes"]:
-                raise ConfigurationError(f"EncodedData: {raw} is not whole: its size is not the index's.")
-            return
-        packed = shard["zip_data"] and self._folder / shard["zip_data"]["basename"]
-        if not packed or not packed.is_file():
-            raise ConfigurationError(f"EncodedData: the shard {raw} is missing.")
+        name = shard["raw_data"]["basename"]
+        raw = self._folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigurationError(f"EncodedData: {self._folder / 'index.json'} lists {name!r}, which is not in it.")
+        if not raw.is_file():
+            packed = "; unpack the compressed ones first (zstd -d *.zstd)" if shard["zip_data"] else ""
+            raise ConfigurationError(f"EncodedData: the shard {raw} is missing{packed}.")
+        if raw.stat().st_size != shard["raw_data"]["bytes"]:
+            raise ConfigurationError(f"EncodedData: {raw} is not whole: its size is not the index's.")
 
     def _bytes(self, number: int) -> np.ndarray:
         """All bytes of a shard [n] uint8, mapped."""
         if number not in self._opened:
-            shard = self._shards[number]
-            raw = self._folder / shard["raw_data"]["basename"]
-            if raw.is_file():
-                self._opened[number] = np.memmap(raw, np.uint8, "r")
-            else:
-                packed = (self._folder / shard["zip_data"]["basename"]).read_bytes()
-                unpacked = _unpack(packed, str(shard["compression"]), int(shard["raw_data"]["bytes"]))
-                self._opened[number] = np.frombuffer(unpacked, np.uint8)
+            raw = self._folder / self._shards[number]["raw_data"]["basename"]
+            self._opened[number] = np.memmap(raw, np.uint8, "r")
         return self._opened[number]
 
 
@@ -155,21 +149,3 @@ def _array(data: bytes, details: str) -> np.ndarray:
         shape = np.frombuffer(data[position + 1 : end], f"<u{width}").tolist()
         position = end
     return np.frombuffer(data[position:], dtype).reshape(shape)
-
-
-def _unpack(packed: bytes, compression: str, size: int) -> bytes:
-    """A shard's ``size`` bytes."""
-    codec = _CODECS.get(compression.split(":", maxsplit=1)[0])
-    if codec is None:
-        raise ConfigurationError(
-            f"EncodedData: MDS shards compressed by {compression} cannot be read ({', '.join(_CODECS)} can): unpack "
-            "them."
-        )
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise ConfigurationError(
-            "EncodedData: compressed MDS shards need pyarrow: pip install lit-efficient[diffusion]."
-        ) from error
-    unpacked: bytes = pyarrow.decompress(packed, decompressed_size=size, codec=codec, asbytes=True)
-    return unpacked

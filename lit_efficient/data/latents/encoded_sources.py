@@ -8,10 +8,9 @@
     webdataset    .tar files, a sample the files of one name, a field each suffix
     parquet       columns of numbers, lists or bytes
 
-Nothing is unpickled. All but parquet are read in place: memory-mapped, or at offsets that were looked up at the start.
+Nothing is unpickled. Arrays and MDS are read in place, mapped into memory; tars and parquet from a mapped copy.
 
-Costs: opening reads headers (tar: those of all members, about 30 microseconds each); parquet's asked-for columns are
-    held in memory, decompressed, shared by forked workers
+Costs: opening reads headers; tars and parquet are copied once, see `encoded_tables`
 Source: https://huggingface.co/datasets/fal/cosmos-imagenet, https://github.com/cloneofsimo/imagenet.int8,
     https://github.com/webdataset/webdataset.
 """
@@ -29,9 +28,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from lit_efficient.data.latents.encoded_mds import MosaicShards
-from lit_efficient.data.latents.encoded_parquet import ParquetFiles
 from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, locate, refusal, rows_in
-from lit_efficient.data.latents.encoded_tar import TarShards
+from lit_efficient.data.latents.encoded_tables import TableRows
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.tensors import map_tensors
 
@@ -97,10 +95,8 @@ def open_encoded(
         raise ConfigurationError(
             f"EncodedData: {root} has no files of the layout {layout} ({', '.join(_SUFFIXES[layout])}) that {chosen}."
         )
-    if layout == "webdataset":
-        return TarShards(kinds[layout])
-    if layout == "parquet":
-        return ParquetFiles(kinds[layout])
+    if layout in ("webdataset", "parquet"):
+        return TableRows(layout, kinds[layout])
     return ArrayFiles(root, kinds[layout])
 
 
@@ -116,7 +112,7 @@ def _belonging(root: Path, files: str, without: str | None) -> Callable[[Path], 
 
 _SUFFIXES: dict[str, tuple[str, ...]] = {
     "arrays": (".safetensors", ".npy", ".npz"),
-    "mds": (".mds", ".zstd"),
+    "mds": (".mds",),
     "webdataset": (".tar",),
     "parquet": (".parquet",),
 }
