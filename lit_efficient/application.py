@@ -109,7 +109,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"the checkpoint uses the technique {record['name']!r}: import its class first")
         if cls.training_only:
             continue
-        techniques.append(cls(**translate(name, record["arguments"])))
+        techniques.append(cls(**translate(record["name"], record["arguments"])))
     apply(module, techniques)
     _check_checkpoint(module, checkpoint)
 
