@@ -67,14 +67,22 @@ def numbers(tensor: Tensor) -> list[float]:
 def resumed(name: str, folder: Path) -> tuple[dict[str, Any], Notes]:
     """How a run goes on, and notes of its beginning."""
     module, notes = run(CASES[name], folder, ckpt_path=Path(f"{name}.ckpt"))
-    trained = {key: value for key, value in module.state_dict().items() if value.is_floating_point()}
-    return {"losses": [_short(loss) for loss in notes.losses], "weights": figures(trained)}, notes
+    seen = {"losses": [_short(loss) for loss in notes.losses], "weights": figures(module.state_dict())}
+    for technique in module.trainer.callbacks:
+        if hasattr(technique, "averaged"):
+            with technique.averaged(module):
+                seen["average"] = figures(dict(module.named_parameters()))
+    if (folder / "snapshots").exists():
+        seen["snapshots"] = {file.name: figures(load_file(file)) for file in (folder / "snapshots").iterdir()}
+    return seen, notes
 
 
 def restored(name: str) -> dict[str, Any]:
     """What a module computes with the weights of a checkpoint, rebuilt without a trainer."""
     seen: dict[str, Any] = {}
     for weights in ("auto", "raw"):
+        if seen and seen["auto"]["weights"] == "raw":
+            break
         checkpoint = torch.load(f"{name}.ckpt", map_location="cpu", weights_only=True)
         module = CASES[name].module()
         if "hyper_parameters" in checkpoint:  # a task is built from its checkpoint alone
