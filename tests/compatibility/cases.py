@@ -195,7 +195,9 @@ CASES: dict[str, Case] = {
             CheckpointAverage(last_k=2, every_n_steps=1),
         ],
     ),
-    "new_head": Case(Stranger, lambda: [ExactResume(0), ReplaceHead(4), TokenWeightedAccumulation()]),
+    "new_head": Case(
+        partial(Stranger, optimizer=Lion), lambda: [ExactResume(0), ReplaceHead(4), TokenWeightedAccumulation()]
+    ),
     "somebody_elses": Case(partial(Stranger, optimizer=Lion), lambda: [ExactResume(0), Doubled()]),
     "nf4": Case(
         partial(Stranger, optimizer=Lion),
@@ -208,7 +210,7 @@ CASES: dict[str, Case] = {
         partial(Stranger, optimizer=Lion),
         lambda: [ExactResume(0), QuantizeBase("int4", group_size=4), LoRA(rank=2, variant="qalora", save_base=True)],
     ),
-    "ia3": Case(partial(Stranger, Attention), lambda: [ExactResume(0), QuantizeBase("int8"), IA3()]),
+    "ia3": Case(partial(Stranger, Attention, Lion), lambda: [ExactResume(0), QuantizeBase("int8"), IA3()]),
     # optimizers
     "muon": _optimizer(MuonAdamW),
     "adafactor": _optimizer(GroupedAdafactor),

@@ -219,15 +219,20 @@ def fitted(folder: Path) -> dict[str, Any]:
     }
 
 
-def mixed(name: str, folder: Path) -> dict[str, Any]:
-    """How such a run goes on, and what Lightning makes of its checkpoint alone."""
-    path = mixed_config(folder, [{"class_path": "PythonCorpus"}])
-    arguments = ["--ckpt_path", f"{name}.ckpt", "--trainer.max_steps", str(END)]
-    command("fit", "--allow-import", "tests", "-c", str(path), *arguments)
+def fitted_mixed(folder: Path) -> dict[str, float]:
+    """How such a run goes on."""
+    arguments = ["-c", str(mixed_config(folder, [{"class_path": "PythonCorpus"}])), "--ckpt_path", "mixed.ckpt"]
+    command("fit", "--allow-import", "tests", *arguments, "--trainer.max_steps", str(END))
+    return figures(torch.load(folder / "run" / "last.ckpt", weights_only=True)["state_dict"])
+
+
+def parts_of(name: str, folder: Path) -> dict[str, Any]:
+    """What Lightning makes of such a checkpoint alone."""
+    # What an earlier command allows to import holds for the whole process.
+    command("fit", "--allow-import", "tests", "-c", str(mixed_config(folder, [])), "--print_config")
     module = Plain.load_from_checkpoint(f"{name}.ckpt", weights_only=True)
     data = Mixed.load_from_checkpoint(f"{name}.ckpt", weights_only=True)
     return {
-        "weights": figures(torch.load(folder / "run" / "last.ckpt", weights_only=True)["state_dict"]),
-        "loaded": figures(module.state_dict()),
+        "weights": figures(module.state_dict()),
         "parts": [[type(part).__name__, part.batch_size] for part in data.parts],
     }

@@ -56,7 +56,7 @@ def close(found: Any, expected: Any, tolerance: dict[str, float], path: str = ""
 
 
 def test_every_run_has_its_file() -> None:
-    others = {"alone", "fit", "mixed", "moved"}
+    others = {"alone", "fit", "mixed", "grouped", "moved"}
     assert {path.stem for path in FILES.glob("*.ckpt")} == {*CASES, *others}
     assert EXPECTED["resumed"].keys() == EXPECTED["restored"].keys() == CASES.keys()
 
@@ -124,7 +124,11 @@ def test_fit_and_validate(tmp_path: Path) -> None:
     close(observed.fitted(tmp_path), EXPECTED["fitted"], TRAINED)
 
 
-@pytest.mark.parametrize("name", ["mixed", "moved"])
+def test_fit_of_classes_that_keep_what_the_config_names(tmp_path: Path) -> None:
+    close(observed.fitted_mixed(tmp_path), EXPECTED["fitted_mixed"], TRAINED)
+
+
+@pytest.mark.parametrize("name", ["mixed", "grouped", "moved"])
 def test_hyper_parameters_name_our_classes(name: str, tmp_path: Path) -> None:
-    """In ``mixed`` by public names and with all arguments of then, in ``moved`` by a module's path of then."""
-    close(observed.mixed(name, tmp_path), EXPECTED["mixed"][name], TRAINED)
+    """With all arguments of then, by public names and (``mixed``, ``moved``) by the paths of modules of then."""
+    close(observed.parts_of(name, tmp_path), EXPECTED["parts"][name], COMPUTED)
