@@ -142,9 +142,10 @@ def match_modules(
         ConfigurationError: If a pattern is no regular expression or matches nothing; the message lists how
             the names of those end that could match.
     """
-    candidates: dict[str, nn.Module] = {
+    modules: list[tuple[str, nn.Module]] = list(root.named_modules())
+    candidates = {
         name: module
-        for name, module in root.named_modules()
+        for name, module in modules
         if name and isinstance(module, kind) and (where is None or where(module))
     }
     names = {name: [name] for name in candidates}
