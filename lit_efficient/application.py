@@ -22,10 +22,11 @@ import lit_efficient
 from lit_efficient.declaration import Declaration, Report, check_conflicts, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.files.moved import translate
-from lit_efficient.internals.lightning_strategies import copies_the_process
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
+from lit_efficient.surgery import is_sharded
 
 
 @dataclass
@@ -151,7 +152,7 @@ def _check_order(record: Mapping[str, Any], done: list[Entry]) -> None:
 def _check_sharding(technique: Declaration, module: nn.Module) -> None:
     if technique.after_sharding:
         return
-    sharded = next((name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"), None)
+    sharded = next((name for name, p in module.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ConflictError(
             f"{type(technique).__name__} must change the network before it is sharded, but {sharded!r} is sharded "
@@ -199,7 +200,8 @@ def uninstall(module: Any) -> None:
 def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
     check_conflicts(trainer.callbacks)
     surgeons = [type(technique).__name__ for technique in techniques if overrides(technique, "transform")]
-    if surgeons and copies_the_process(trainer.strategy):
+    traits = traits_of(trainer.strategy)
+    if surgeons and traits.spawns:
         raise ConflictError(
             f"{surgeons[0]} changes the network, and a strategy that spawns or forks its processes would lose that "
             "change without a word: use strategy='ddp' instead of 'ddp_spawn' or 'ddp_fork'"
@@ -215,6 +217,12 @@ def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None
         raise ConflictError(
             f"{adders[0]} adds a term to the loss that training_step returns, but {type(module).__name__} optimizes "
             "manually and has stepped by then: add the technique's pure function to your loss inside training_step"
+        )
+    constrainers = [type(technique).__name__ for technique in techniques if overrides(technique, "after_step")]
+    if constrainers and traits.flattens:
+        raise ConflictError(
+            f"{constrainers[0]} changes the weights after each step, but {traits.name} steps other tensors than the "
+            "module's parameters: use strategy='ddp' or ModelParallelStrategy"
         )
     for technique in techniques:
         technique.check(trainer, module)

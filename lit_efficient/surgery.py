@@ -4,7 +4,7 @@ Everything here works on plain ``nn.Module`` s and optimizers and knows nothing 
 
 * :func:`mix_in` changes a module's behaviour by putting a class in front of its own (deep copies, pickles, FSDP2 and
   ``isinstance`` go on working, no key of ``state_dict`` changes);
-* :func:`find_blocks` and :func:`match_modules` say where to do it, and raise where there is nothing;
+* :func:`find_blocks`, :func:`match_modules` and :func:`match_parameters` say where, and raise where there is nothing;
 * :func:`become` turns an optimizer into one of another class, with all the schedulers that point at it.
 """
 
@@ -15,7 +15,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -143,27 +143,76 @@ def match_modules(
             the names of those end that could match.
     """
     modules: list[tuple[str, nn.Module]] = list(root.named_modules())
-    candidates = [
-        item for item in modules if item[0] and isinstance(item[1], kind) and (where is None or where(item[1]))
-    ]
-    matched: dict[str, nn.Module] = {}
+    candidates = {
+        name: module
+        for name, module in modules
+        if name and isinstance(module, kind) and (where is None or where(module))
+    }
+    names = {name: [name] for name in candidates}
+    return [(name, candidates[name]) for name in _matching(names, patterns, who, "modules")]
+
+
+def match_parameters(
+    root: nn.Module,
+    patterns: Sequence[str],
+    *,
+    who: str,
+    where: Callable[[nn.Parameter], object] | None = None,
+) -> list[tuple[str, nn.Parameter]]:
+    """Parameters whose dotted name, or that of a module that holds them, matches any of ``patterns``.
+
+    A tied parameter may be matched by any of its names, and is given once, under the first.
+
+    Args:
+        root: Where to look.
+        patterns: Regular expressions as in :func:`match_modules`: ``"norm"`` matches all of ``blocks.0.norm``, and
+            ``bias`` each bias.
+        who: Name of the technique that asks, for the error.
+        where: Only parameters for which this is true.
+
+    Raises:
+        ConfigurationError: If a pattern is no regular expression or matches nothing, as :func:`match_modules` does.
+    """
+    named = [item for item in root.named_parameters(remove_duplicate=False) if where is None or where(item[1])]
+    candidates: dict[str, nn.Parameter] = {}
+    names: dict[str, list[str]] = {}
+    first: dict[int, str] = {}
+    for name, parameter in named:
+        own = first.setdefault(id(parameter), name)
+        candidates[own] = parameter
+        names.setdefault(own, []).extend((name, *_parents(name)))
+    return [(name, candidates[name]) for name in _matching(names, patterns, who, "parameters")]
+
+
+def name_pattern(pattern: str, who: str) -> re.Pattern[str]:
+    """The compiled pattern for the end of a dotted name, to be used with ``fullmatch``.
+
+    Raises:
+        ConfigurationError: If it is no regular expression.
+    """
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{pattern})")
+    except re.error as error:
+        raise ConfigurationError(f"{who}: {pattern!r} is no regular expression: {error}") from error
+
+
+def _matching(names: Mapping[str, Sequence[str]], patterns: Sequence[str], who: str, what: str) -> list[str]:
+    """Those of the keys of ``names`` for which a pattern matches one of the values; each pattern must match one."""
+    matched: set[str] = set()
     for pattern in patterns:
-        try:
-            expression = re.compile(rf"(?:.*\.)?(?:{pattern})")
-        except re.error as error:
-            raise ConfigurationError(f"{who}: {pattern!r} is no regular expression: {error}") from error
-        hits = {name: module for name, module in candidates if expression.fullmatch(name)}
+        expression = name_pattern(pattern, who)
+        hits = {key for key, aliases in names.items() if any(map(expression.fullmatch, aliases))}
         if not hits:
-            names = [name for name, _ in candidates]
-            ends = endings(names)
+            could = [alias for aliases in names.values() for alias in aliases]
+            ends = endings(could)
             near = difflib.get_close_matches(pattern, ends, n=1, cutoff=0.3) or ends[:1]
-            example = next((f" (as in {name})" for name in names if name.endswith(near[0])), "")
+            example = next((f" (as in {name})" for name in could if name.endswith(near[0])), "")
             raise ConfigurationError(
-                f"{who}: the pattern {pattern!r} matches none of the {len(names)} modules that it could, whose names "
+                f"{who}: the pattern {pattern!r} matches none of the {len(names)} {what} that it could, whose names "
                 f"end in: {_listed(near + [end for end in ends if end not in near])}{example}"
             )
-        matched.update(hits)
-    return [(name, module) for name, module in candidates if name in matched]
+        matched |= hits
+    return [key for key in names if key in matched]
 
 
 def endings(names: Iterable[str]) -> list[str]:
@@ -294,6 +343,19 @@ def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
 
     mark_counted(wrapper)
     return wrapper
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether this process holds a part of the tensor only: a DTensor, as FSDP2 makes them."""
+    return hasattr(tensor, "placements")
+
+
+def reshard(root: nn.Module) -> None:
+    """Drop gathered copies of FSDP2's shards: a forward would go on using them, and their names hide the shards."""
+    part: Any
+    for part in root.modules():
+        if type(part).__name__.startswith("FSDP") and hasattr(part, "reshard"):
+            part.reshard()
 
 
 def count(parameters: Iterable[nn.Parameter]) -> int:

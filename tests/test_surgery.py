@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, mix_in
-from lit_efficient.surgery import become, endings, find_blocks, match_modules, mix_out
+from lit_efficient.surgery import become, endings, find_blocks, is_sharded, match_modules, match_parameters, mix_out
 from tests.support import Block, Net
 
 
@@ -101,6 +102,38 @@ def test_match_modules_lists_what_could_match() -> None:
         match_modules(many, ["fc"], who="T")
     with pytest.raises(ConfigurationError, match=r"none of the 0 modules that it could, .* end in: there are none$"):
         match_modules(many, ["fc"], who="T", kind=nn.Conv2d)
+
+
+def test_match_parameters_by_their_names_and_by_those_of_what_holds_them() -> None:
+    net = Net()
+    named = dict(net.named_parameters())
+    found = match_parameters(net, [r"blocks\.1\.norm", "head", "bias"], who="T", where=lambda p: p.ndim == 1)
+    norms = {"blocks.1.norm.weight"}
+    assert [name for name, _ in found] == [name for name in named if name.endswith("bias") or name in norms]
+    assert all(parameter is named[name] for name, parameter in found)
+    net.again = net.head  # a tied parameter is found by each of its names and given once
+    assert [name for name, _ in match_parameters(net, ["again"], who="T")] == ["head.weight", "head.bias"]
+    with pytest.raises(
+        ConfigurationError, match=r"T: the pattern 'bais' matches none of the 28 parameters .* in: bias,"
+    ):
+        match_parameters(net, ["bais"], who="T")
+    with pytest.raises(ConfigurationError, match=r"T: '\(' is no regular expression"):
+        match_parameters(net, ["("], who="T")
+
+
+def test_a_shard_is_known_on_parameters_too(tmp_path: Path) -> None:
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        shard = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert is_sharded(shard)
+        assert is_sharded(nn.Parameter(shard))
+        assert not is_sharded(nn.Parameter(torch.ones(2)))
+    finally:
+        destroy_process_group()
 
 
 def test_find_blocks_takes_the_outermost_repeated_blocks() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.internals.lightning_strategies import recomputes_activations
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_compiler import swap_setting
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.recomputation import (
@@ -126,7 +126,7 @@ class ActivationCheckpointing(Technique):
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse what would recompute twice, or not at all."""
-        if recomputes_activations(trainer.strategy):
+        if traits_of(trainer.strategy).recomputes:
             raise ConflictError(
                 "ActivationCheckpointing: this strategy recomputes activations by itself: build it without "
                 "activation_checkpointing_policy"

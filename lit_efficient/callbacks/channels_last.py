@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_layers import Convolution
 from lit_efficient.surgery import count
 from lit_efficient.technique import Technique
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 def lay_out(tensor: Tensor, dimensions: Iterable[int] = (4, 5)) -> None:
@@ -73,11 +73,11 @@ class ChannelsLast(Technique):
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse sharding, which would undo it or fail."""
-        name = next((base.__name__ for base in type(trainer.strategy).__mro__ if base.__name__ in _SHARDED), None)
-        if name is not None:
+        traits = traits_of(trainer.strategy)
+        if traits.shards:
             raise ConflictError(
-                f"ChannelsLast cannot be combined with {name}: it stores weights in flat pieces, which have no layout; "
-                "use strategy='ddp', or leave ChannelsLast out"
+                f"ChannelsLast cannot be combined with {traits.name}: it stores weights in flat pieces, which have no "
+                "layout; use strategy='ddp', or leave ChannelsLast out"
             )
 
     def transform(self, module: nn.Module) -> Report:

@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.averages.weights import (
     weighted_mean,
 )
 from lit_efficient.mechanisms.averages.weights import whole as gathered
+from lit_efficient.surgery import is_sharded
 
 _WEIGHTS = ("uniform", "linear", "exponential")
 
@@ -152,7 +153,7 @@ class CheckpointAverage(ShadowWeights):
             return
         dtypes = {n: precise(p.dtype) if self.last_k is None else p.dtype for n, p in tracked.items()}
         # Shards stay with their mesh, all else goes to the CPU.
-        devices = {n: None if hasattr(p, "placements") else "cpu" for n, p in tracked.items()}
+        devices = {n: None if is_sharded(p) else "cpu" for n, p in tracked.items()}
         self._snapshots.append({n: placed_like(p, p, dtypes[n], devices[n]) for n, p in tracked.items()})
         del self._snapshots[: -(self.last_k or 1)]
 
@@ -172,7 +173,7 @@ class CheckpointAverage(ShadowWeights):
         parameters = dict(module.named_parameters())
         for snapshot in self._snapshots:
             for name, tensor in snapshot.items():
-                if hasattr(parameters[name], "placements") and not hasattr(tensor, "placements"):
+                if is_sharded(parameters[name]) and not is_sharded(tensor):
                     snapshot[name] = placed_like(tensor, parameters[name], tensor.dtype)
 
     def forget(self) -> None:

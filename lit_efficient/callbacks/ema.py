@@ -19,6 +19,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import averageable, decay_at, placed_like, precise, update_, whole
+from lit_efficient.surgery import is_sharded
 
 _WARMUPS = ("inverse_gamma", "tf", None)
 
@@ -136,7 +137,7 @@ class EMA(ShadowWeights):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Allocate the average, or put a restored one where the parameters are: all weights are restored by now."""
         self._parameters = self._tracked(pl_module)
-        sharded = next((n for n, p in self._parameters.items() if hasattr(p, "placements")), None)
+        sharded = next((n for n, p in self._parameters.items() if is_sharded(p)), None)
         if sharded is not None and self.device is not None:
             raise ConflictError(
                 f"EMA: device={self.device!r} cannot be combined with sharded parameters ({sharded!r} is one): leave "

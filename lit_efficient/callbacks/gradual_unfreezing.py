@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lit_efficient.application import schedulers_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, held, hold, label, release
 from lit_efficient.optimizers.rates import split_groups
@@ -125,13 +126,13 @@ class GradualUnfreezing(Technique):
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse strategies that join parameters into larger ones."""
-        strategy = type(trainer.strategy).__name__
-        if strategy in ("FSDPStrategy", "DeepSpeedStrategy"):
+        traits = traits_of(trainer.strategy)
+        if traits.flattens:
             raise ConflictError(
-                f"GradualUnfreezing cannot be combined with {strategy}, which joins parameters of all groups before it "
-                "knows which train: use strategy='ddp'"
+                f"GradualUnfreezing cannot be combined with {traits.name}, which joins parameters of all groups before "
+                "it knows which train: use strategy='ddp'"
             )
-        if strategy == "ModelParallelStrategy":
+        if traits.dtensors:
             raise ConflictError(
                 "GradualUnfreezing cannot be combined with ModelParallelStrategy (FSDP2): a checkpoint that is written "
                 "before all groups have thawed could not be resumed, because optimizer states are loaded for every "

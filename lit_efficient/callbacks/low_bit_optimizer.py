@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.internals.lightning_strategies import gathers_checkpoints
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
 
@@ -95,7 +95,7 @@ class LowBitOptimizer(Technique):
                 f"LowBitOptimizer: paged=True needs a CUDA GPU, whose driver does the paging; this trainer's device is "
                 f"{device!r}: use paged=False"
             )
-        if gathers_checkpoints(trainer.strategy):
+        if traits_of(trainer.strategy).saves_one_file:
             raise ConflictError(
                 "LowBitOptimizer: quantised states of sharded parameters cannot be loaded from one file: use "
                 "ModelParallelStrategy(save_distributed_checkpoint=True)"

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
 from lit_efficient.internals.lightning_data import combined_loader
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_loaders import copied
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
@@ -116,7 +117,7 @@ class LRFinder(Technique):
                 f"LRFinder: {type(module).__name__} optimizes manually, with rates and losses of its own; call "
                 "lit_efficient.mechanisms.trials.rate_range.suggest_lr on rates and losses that you have recorded"
             )
-        if trainer.world_size > 1 and not {"DDPStrategy"} & {base.__name__ for base in type(trainer.strategy).__mro__}:
+        if trainer.world_size > 1 and not traits_of(trainer.strategy).replicates:
             raise ConflictError(
                 f"LRFinder cannot be combined with {type(trainer.strategy).__name__}: sharded weights cannot be put "
                 "back by one process; find the rate on DDP or one device"

@@ -27,6 +27,7 @@ from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders
 from lit_efficient.internals.lightning_loops import validates_next
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
 from lit_efficient.mechanisms.trials.memory import format_bytes, parse_bytes
@@ -127,7 +128,7 @@ class MaxBatchSize(Technique):
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse what cannot be tried without harm."""
         name, strategy = type(self).__name__, trainer.strategy
-        if trainer.world_size > 1 and not {"DDPStrategy"} & {base.__name__ for base in type(strategy).__mro__}:
+        if trainer.world_size > 1 and not traits_of(strategy).replicates:
             raise ConflictError(
                 f"{name} cannot be combined with {type(strategy).__name__}: its processes need each other within a "
                 "step, and would wait for ever for the one that runs out of memory; find the size on DDP or one device"

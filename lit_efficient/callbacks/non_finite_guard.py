@@ -23,6 +23,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from lit_efficient.surgery import is_sharded
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -30,8 +31,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     tensors = list(tensors)
     if not tensors:
         return True
-    largest = get_total_norm(tensors, norm_type=math.inf)
-    largest = largest.full_tensor() if hasattr(largest, "full_tensor") else largest
+    largest: Any = get_total_norm(tensors, norm_type=math.inf)
+    largest = largest.full_tensor() if is_sharded(largest) else largest
     return bool(torch.isfinite(largest))
 
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
+from lit_efficient.surgery import is_sharded
 from lit_efficient.technique import Technique
 
 _STREAMED = "_lit_efficient_streamed"
@@ -66,7 +67,7 @@ class OffloadOptimizer(Technique):
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Let ``optimizer`` stream its states."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(type(p).__name__ == "DTensor" for p in parameters):
+        if any(map(is_sharded, parameters)):
             raise ConfigurationError("OffloadOptimizer: sharded parameters (DTensors) bring CPU offload of their own")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError("OffloadOptimizer: LBFGS keeps one state for all parameters, which has no pieces")

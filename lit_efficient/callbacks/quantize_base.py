@@ -12,13 +12,13 @@ Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, ClassVar
 
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.quantized import (
     FORMATS,
     is_conv1d,
@@ -27,7 +27,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
-from lit_efficient.surgery import call_layers
+from lit_efficient.surgery import call_layers, name_pattern
 from lit_efficient.technique import Technique
 
 
@@ -70,12 +70,7 @@ class QuantizeBase(Technique):
         if format not in FORMATS:
             raise ConfigurationError(f"QuantizeBase: format must be one of {', '.join(FORMATS)}; got {format!r}")
         for pattern in skip:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigurationError(
-                    f"QuantizeBase: skip must hold regular expressions, got {pattern!r}: {error}"
-                ) from error
+            name_pattern(pattern, "QuantizeBase: skip")
         if group_size < 2 or group_size % 2:
             raise ConfigurationError(f"QuantizeBase: group_size must be even and at least 2, got {group_size}")
         self.format = format
@@ -85,10 +80,11 @@ class QuantizeBase(Technique):
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse int8 under FSDP2: bitsandbytes keeps its scales on the parameter, which sharding replaces."""
-        if self.format == "int8" and type(trainer.strategy).__name__ in ("ModelParallelStrategy", "FSDPStrategy"):
+        traits = traits_of(trainer.strategy)
+        if self.format == "int8" and traits.shards:
             raise ConflictError(
                 "QuantizeBase: format='int8' cannot be sharded: its scales stand on the parameter, which "
-                f"{type(trainer.strategy).__name__} replaces; use nf4, fp4 or int4, or strategy='ddp'"
+                f"{traits.name} replaces; use nf4, fp4 or int4, or strategy='ddp'"
             )
 
     def transform(self, module: nn.Module) -> Report:
@@ -156,4 +152,4 @@ class QuantizeBase(Technique):
         return found
 
     def _skips(self, name: str) -> bool:
-        return any(re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) for pattern in self.skip)
+        return any(name_pattern(pattern, "QuantizeBase: skip").fullmatch(name) for pattern in self.skip)

@@ -1,18 +1,58 @@
-"""What a strategy was asked to do, and how it starts its processes. Checked with lightning 2.6.6."""
+"""What a strategy does to processes, parameters and checkpoints, by names of classes and two private attributes.
 
+By name, because Lightning's classes exist twice, in lightning.pytorch and in pytorch_lightning, and to import none that
+a run does not use. Checked with lightning 2.6.6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
 
-
-def copies_the_process(strategy: Any) -> bool:
-    """Whether it spawns or forks its processes, which then have copies of the module: ``_MultiProcessingLauncher``."""
-    return type(getattr(strategy, "launcher", None)).__name__ == "_MultiProcessingLauncher"
-
-
-def recomputes_activations(strategy: Any) -> bool:
-    """Whether it was given an activation checkpointing policy: FSDP's ``_activation_checkpointing_kwargs``."""
-    return bool(getattr(strategy, "_activation_checkpointing_kwargs", None))
+_REPLICATES = {"DDPStrategy"}
+_FLATTENS = {"FSDPStrategy", "DeepSpeedStrategy"}  # the second of these is a subclass of DDPStrategy
+_DTENSORS = {"ModelParallelStrategy"}
 
 
-def gathers_checkpoints(strategy: Any) -> bool:
-    """Whether it writes sharded states into one file: ``ModelParallelStrategy._save_distributed_checkpoint``."""
-    return getattr(strategy, "_save_distributed_checkpoint", True) is False
+@dataclass(frozen=True)
+class Traits:
+    """What a trainer's strategy does.
+
+    Args:
+        name: The class that decides, for errors.
+        spawns: It spawns or forks processes, which have copies of the module: ``_MultiProcessingLauncher``.
+        replicates: Each process holds all parameters and steps by itself between two gradients (DDP).
+        dtensors: Parameters are sharded one by one, as DTensors (FSDP2).
+        flattens: Parameters are joined into larger ones, or stepped as copies of them (FSDP1, DeepSpeed).
+        recomputes: It recomputes activations by itself: FSDP's ``_activation_checkpointing_kwargs``.
+        saves_one_file: It writes sharded states into one file: ``ModelParallelStrategy._save_distributed_checkpoint``.
+    """
+
+    name: str
+    spawns: bool
+    replicates: bool
+    dtensors: bool
+    flattens: bool
+    recomputes: bool
+    saves_one_file: bool
+
+    @property
+    def shards(self) -> bool:
+        """No process holds all of each parameter."""
+        return self.dtensors or self.flattens
+
+
+def traits_of(strategy: Any) -> Traits:
+    """The traits of a strategy of Lightning's or of a class derived from one."""
+    names = [base.__name__ for base in type(strategy).__mro__]
+    flattens = not _FLATTENS.isdisjoint(names)
+    launchers = {base.__name__ for base in type(getattr(strategy, "launcher", None)).__mro__}
+    return Traits(
+        name=next((name for name in names if name in _FLATTENS | _DTENSORS), names[0]),
+        spawns="_MultiProcessingLauncher" in launchers,
+        replicates=not flattens and not _REPLICATES.isdisjoint(names),
+        dtensors=not _DTENSORS.isdisjoint(names),
+        flattens=flattens,
+        recomputes=bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),
+        saves_one_file=getattr(strategy, "_save_distributed_checkpoint", True) is False,
+    )

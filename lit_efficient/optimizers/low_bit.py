@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.optimizers.groups import decays
-from lit_efficient.surgery import become
+from lit_efficient.surgery import become, is_sharded
 
 # The name of the twin and its moments, of torch's optimizers. Ours say it themselves, as ``low_bit_twin``.
 _TWINS: dict[type[Optimizer], tuple[str, int]] = {
@@ -176,7 +176,7 @@ def _twin_of(optimizer: Optimizer, bits: int | str, who: str) -> tuple[str, int]
 
 
 def _backend_for(parameters: list[Tensor], bits: int | str, backend: str, who: str) -> str:
-    sharded = any(type(p).__name__ == "DTensor" for p in parameters)
+    sharded = any(map(is_sharded, parameters))
     if backend == "auto":
         backend = "torchao" if sharded or bits != 8 else "bitsandbytes"
     if backend == "bitsandbytes" and bits != 8:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
 from lit_efficient.models.causal_lm import CausalLMConfig
@@ -30,7 +31,6 @@ from lit_efficient.tasks.reference import Reference
 Loss = Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"]
 _DPO = ("sigmoid", "hinge", "ipo")
 _AVERAGED = ("ipo", "orpo", "simpo")  # take log-probabilities averaged over tokens
-_SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _KEY = "preference"
 
 
@@ -111,11 +111,11 @@ class Preference(PairTask):
         if self._reference is not None or not self.needs_reference:
             return self._reference
         made = Reference(self._built())
-        strategy = type(getattr(trainer_of(self), "strategy", None)).__name__
-        if made.tensors and strategy in _SHARDING:
+        traits = traits_of(getattr(trainer_of(self), "strategy", None))
+        if made.tensors and traits.shards:
             raise ConflictError(
                 f"Preference: loss={self.loss!r} keeps a copy of what trains in full ({len(made.tensors)} tensors), "
-                f"which {strategy} shards: train adapters (LoRA) alone, whose reference is the base itself, or use "
+                f"which {traits.name} shards: train adapters (LoRA) alone, whose reference is the base itself, or use "
                 "loss='orpo' or 'simpo', which need none"
             )
         if self._fingerprint is not None and made.fingerprint() != self._fingerprint:

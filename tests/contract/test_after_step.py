@@ -9,12 +9,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient import (
     EMA,
     CheckpointAverage,
+    ConflictError,
     LoRA,
     LowBitOptimizer,
     LRFinder,
@@ -254,6 +256,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     resumed = trainer([Clamp(), EMA(decay=0.5)], max_epochs=2)
     resumed.fit(Toy("configure_model"), data(), data(), ckpt_path=tmp_path / "half.ckpt")
     assert_equal(weights(whole.lightning_module), weights(resumed.lightning_module))
+
+
+def test_strategies_that_step_other_tensors_are_refused() -> None:
+    class FSDPStrategy(SingleDeviceStrategy):
+        """By its name one of those."""
+
+    with pytest.raises(ConflictError, match=r"Clamp changes the weights after each step, but FSDPStrategy steps other"):
+        fit([Clamp()], strategy=FSDPStrategy("cpu"), accelerator="auto", devices="auto")
 
 
 DISTRIBUTED = """

@@ -1,35 +1,62 @@
-import pytest
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+import importlib
 
-from lit_efficient.internals import lightning_strategies
+import pytest
+import torch
+
+from lit_efficient.internals.lightning_strategies import Traits, traits_of
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import NAMESPACES, trainer
+
+
+def traits(name, **given):
+    return Traits(**({key: False for key in Traits.__annotations__ if key != "name"} | {"name": name} | given))
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @leans_on("lightning", "_MultiProcessingLauncher", "lightning_strategies")
 def test_strategies_that_spawn_or_fork_are_known(namespace):
-    copies = {}
+    spawns = {}
     for name in ("ddp", "ddp_spawn", "ddp_fork"):
         strategy = trainer(namespace, strategy=name, devices=2).strategy
         strategy._configure_launcher()
-        copies[name] = lightning_strategies.copies_the_process(strategy)
-    assert copies == {"ddp": False, "ddp_spawn": True, "ddp_fork": True}
+        spawns[name] = traits_of(strategy).spawns
+    assert spawns == {"ddp": False, "ddp_spawn": True, "ddp_fork": True}
 
 
-@leans_on("lightning", "FSDPStrategy._activation_checkpointing_kwargs", "lightning_strategies")
-def test_strategies_that_recompute_are_known():
-    recomputes = lightning_strategies.recomputes_activations
-    from torch import nn
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@leans_on(
+    "lightning",
+    "FSDPStrategy._activation_checkpointing_kwargs, ModelParallelStrategy._save_distributed_checkpoint",
+    "lightning_strategies",
+)
+def test_what_strategies_do_to_parameters_and_checkpoints_is_known(namespace):
+    strategies = importlib.import_module(f"{namespace}.strategies")
+    ddp, sharded, flat = strategies.DDPStrategy, strategies.ModelParallelStrategy, strategies.FSDPStrategy
 
-    assert recomputes(FSDPStrategy(activation_checkpointing_policy={nn.Linear}))
-    assert not recomputes(FSDPStrategy())
-    assert not recomputes(DDPStrategy())
+    class Own(ddp):
+        pass
 
-
-@leans_on("lightning", "ModelParallelStrategy._save_distributed_checkpoint", "lightning_strategies")
-def test_strategies_that_write_one_file_of_many_shards_are_known():
-    gathers = lightning_strategies.gathers_checkpoints
-    assert gathers(ModelParallelStrategy(save_distributed_checkpoint=False))
-    assert not gathers(ModelParallelStrategy())
-    assert not gathers(SingleDeviceStrategy("cpu"))
+    expected = [
+        (None, traits("NoneType")),
+        (strategies.SingleDeviceStrategy("cpu"), traits("SingleDeviceStrategy")),
+        (ddp(), traits("DDPStrategy", replicates=True)),
+        (Own(), traits("Own", replicates=True)),
+        (sharded(), traits("ModelParallelStrategy", dtensors=True)),
+        (
+            sharded(save_distributed_checkpoint=False),
+            traits("ModelParallelStrategy", dtensors=True, saves_one_file=True),
+        ),
+        (flat(), traits("FSDPStrategy", flattens=True)),
+        (
+            flat(activation_checkpointing_policy={torch.nn.Linear}),
+            traits("FSDPStrategy", flattens=True, recomputes=True),
+        ),
+    ]
+    for strategy, found in expected:
+        assert traits_of(strategy) == found
+        assert traits_of(strategy).shards is (found.dtensors or found.flattens)
+    # DeepSpeed may not be installed: it inherits from DDPStrategy, and shards all the same.
+    assert issubclass(strategies.DeepSpeedStrategy, ddp)
+    deep = strategies.DeepSpeedStrategy.__new__(strategies.DeepSpeedStrategy)
+    deep._launcher = None
+    assert traits_of(deep) == traits("DeepSpeedStrategy", flattens=True)

@@ -18,6 +18,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.blocks.freezing import held
+from lit_efficient.surgery import is_sharded
 
 _MARK = "_lit_efficient_base"
 _SAMPLES = 1024
@@ -77,18 +78,14 @@ def digests(module: nn.Module) -> dict[str, str]:
     Values are rounded to bfloat16 first: a base is the same in any precision.
     """
     frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in held(module))
-    return {name: _digest(p) for name, p in frozen if not _sharded(p)}
+    return {name: _digest(p) for name, p in frozen if not is_sharded(p)}
 
 
 def _all_digests(module: nn.Module) -> dict[str, str]:
     """:func:`digests`, and of parameters that have been sharded since, those of before."""
     now, named = digests(module), dict(module.named_parameters())
     earlier: dict[str, str] = module.__dict__[_MARK]["digests"] if has_frozen_base(module) else {}
-    return {name: d for name, d in earlier.items() if name in named and _sharded(named[name])} | now
-
-
-def _sharded(tensor: Tensor) -> bool:
-    return type(tensor).__name__ == "DTensor"
+    return {name: d for name, d in earlier.items() if name in named and is_sharded(named[name])} | now
 
 
 def _digest(tensor: Tensor) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import read
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
 
@@ -24,7 +25,7 @@ def restore_without_base(strategy: Any) -> None:
 
     Modules without a frozen base are restored as before.
     """
-    if type(strategy).__name__ == "ModelParallelStrategy":
+    if traits_of(strategy).dtensors:
         wrap_method(strategy, "load_checkpoint", _load_checkpoint)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase
 from lit_efficient.internals.torch_foreach import foreach_copy_
 from lit_efficient.mechanisms.averages.weights import local, placed_like, whole
+from lit_efficient.surgery import is_sharded, reshard
 from lit_efficient.technique import Technique
 
 
@@ -58,7 +59,7 @@ class ShadowWeights(Technique):
         average = None if self._raw is not None else self.average(module)
         if average is None:
             return
-        _reshard(module)
+        reshard(module)
         parameters = dict(module.named_parameters())
         self._raw = {n: placed_like(parameters[n], t, parameters[n].dtype) for n, t in average.items()}
         _copy(average, parameters)
@@ -68,7 +69,7 @@ class ShadowWeights(Technique):
         """Put the raw weights back, bit for bit."""
         raw, self._raw = self._raw, None
         if raw is not None:
-            _reshard(module)
+            reshard(module)
             _copy(raw, dict(module.named_parameters()))
 
     @contextmanager
@@ -150,7 +151,7 @@ def put_into_state_dict(state_dict: dict[str, Any], source: Mapping[str, Tensor]
     names: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(canonical.setdefault(id(parameter), name), []).append(name)
-    sharded = any(hasattr(entry, "placements") for entry in state_dict.values())
+    sharded = any(map(is_sharded, state_dict.values()))
     for name, average in source.items():
         tensor = average if sharded else whole(average)
         for key in names[name]:
@@ -161,11 +162,3 @@ def put_into_state_dict(state_dict: dict[str, Any], source: Mapping[str, Tensor]
 def _copy(source: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     targets = [local(parameters[name]) for name in source]
     foreach_copy_(targets, [local(tensor) for tensor in source.values()])
-
-
-def _reshard(module: nn.Module) -> None:
-    """Drop gathered copies of FSDP2's shards: a forward would go on using them, and their names hide the shards."""
-    part: Any
-    for part in module.modules():
-        if type(part).__name__.startswith("FSDP") and hasattr(part, "reshard"):
-            part.reshard()

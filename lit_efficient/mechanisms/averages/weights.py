@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
 from lit_efficient.mechanisms.blocks.freezing import held
+from lit_efficient.surgery import is_sharded
 
 _CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there
 
@@ -154,23 +155,23 @@ def precise(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """The shard of a DTensor that this process holds (the same memory), or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """All of a DTensor, gathered by all its processes and moved to the CPU, or the tensor itself.
 
     A DTensor must not be pickled as it is: the file would hold one shard, without a word.
     """
-    return tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor().cpu() if is_sharded(tensor) else tensor
 
 
 def placed_like(tensor: Tensor, like: Any, dtype: torch.dtype, device: Any = None) -> Tensor:
     """A copy of ``tensor`` of the format ``dtype``, on ``device`` or that of ``like``, and sharded as ``like`` is."""
     copied = tensor.detach().to(device or like.device, dtype, copy=True)
-    if hasattr(like, "placements") and not hasattr(copied, "placements"):
+    if is_sharded(like) and not is_sharded(copied):
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(copied, like.device_mesh, like.placements)

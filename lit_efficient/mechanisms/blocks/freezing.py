@@ -8,17 +8,15 @@ to the first group that holds it.
 
 from __future__ import annotations
 
-import difflib
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
-from lit_efficient.surgery import find_blocks
+from lit_efficient.surgery import find_blocks, match_parameters, name_pattern, reshard
 
 Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
 Rule = Callable[[str], int | None]  # dotted name of a tensor -> number of its group
@@ -60,10 +58,7 @@ def held(root: nn.Module) -> frozenset[str]:
 
 def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters, under FSDP2 their shards: gathered copies of them take their names between two passes."""
-    part: Any
-    for part in root.modules():
-        if type(part).__name__.startswith("FSDP") and hasattr(part, "reshard"):
-            part.reshard()
+    reshard(root)
     return dict(root.named_parameters())
 
 
@@ -195,23 +190,9 @@ def _by_depth(module: nn.Module, who: str) -> Rule:
 
 
 def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
-    names = [name for aliases in _aliases(module).values() for name in aliases]
-    compiled: list[list[re.Pattern[str]]] = []
     for patterns in groups:
-        compiled.append([])
-        for pattern in patterns:
-            try:
-                expression = re.compile(rf"(?:.*\.)?(?:{pattern})")
-            except re.error as error:
-                raise ConfigurationError(f"{who}: {pattern!r} is no regular expression: {error}") from error
-            if not any(_matches(expression, name) for name in names):
-                could = list(dict.fromkeys(part for name in names for part in (name, *_with_parents(name)) if part))
-                near = difflib.get_close_matches(pattern, could, n=5, cutoff=0.3) or could[:5]
-                raise ConfigurationError(
-                    f"{who}: the pattern {pattern!r} matches no parameter that trains; for example: {', '.join(near)}"
-                )
-            compiled[-1].append(expression)
-
+        match_parameters(module, patterns, who=who, where=lambda parameter: parameter.requires_grad)
+    compiled = [[name_pattern(pattern, who) for pattern in patterns] for patterns in groups]
     new = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, NewLayer))
 
     def rule(name: str) -> int | None:
