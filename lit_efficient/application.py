@@ -174,7 +174,10 @@ def install(trainer: Any, module: Any) -> None:
     wraps: dict[str, Callable[..., Any]] = {"configure_model": _configure_model}
     wraps["on_load_checkpoint"] = _on_load_checkpoint
     rewriters = ("prepare_parameters", "rewrite_optimizer", "trains", "after_step")
-    if any(overrides(technique, method) for technique in techniques for method in rewriters):
+    rewrites = any(overrides(technique, method) for technique in techniques for method in rewriters)
+    # Lightning asks whether the hook is overridden: one that is not is left alone, unless a technique needs it.
+    has_own = getattr(module.configure_optimizers, "__qualname__", "") != "LightningModule.configure_optimizers"
+    if rewrites or has_own:
         wraps["configure_optimizers"] = _configure_optimizers
     if any(overrides(technique, method) for technique in techniques for method in ("sample_weights", "extra_loss")):
         wraps["training_step"] = _training_step_like(module.training_step)
@@ -198,7 +201,7 @@ def uninstall(module: Any) -> None:
 
 
 def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
-    check_conflicts(trainer.callbacks)
+    check_conflicts([*trainer.callbacks, getattr(trainer, "datamodule", None)])
     surgeons = [type(technique).__name__ for technique in techniques if overrides(technique, "transform")]
     traits = traits_of(trainer.strategy)
     if surgeons and traits.spawns:
@@ -240,6 +243,7 @@ def _configure_optimizers(self: Any) -> Any:
         technique.prepare_parameters(self)
     configured = inner_method(self, "configure_optimizers", _configure_optimizers)()
     optimizers = list(find_optimizers(configured))
+    check_conflicts([*self.trainer.callbacks, *optimizers])
     session.schedulers = find_schedulers(configured)
     try:
         _rewrite_optimizers(self, session, techniques, optimizers)

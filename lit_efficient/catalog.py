@@ -3,17 +3,26 @@
 ``python -m lit_efficient techniques`` must answer in a blink, so this module parses the files that
 ``lit_efficient.PUBLIC`` names with :mod:`ast`: no torch, no Lightning. What a card says is what the file says; there is
 no second list to keep up.
+
+Packages of others register techniques as entry points of :data:`GROUP`, ``Clamp = my_package.clamp:Clamp``. They are
+listed from metadata and sources alone. A config that names one imports it: who installs a package that registers
+techniques trusts it as much as this one. A checkpoint never imports any.
 """
 
 import ast
+import functools
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from lit_efficient import PUBLIC
+from lit_efficient.errors import ConfigurationError
 
 PACKAGE = Path(__file__).parent
+GROUP = "lit_efficient.techniques"
 
 # A folder is a slot of the YAML.
 SLOTS = {
@@ -47,6 +56,7 @@ class Card:
         conflicts: Classes that it excludes, each with the reason and the way out.
         requires: Classes that it needs, each with the reason.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
+        distribution: The package of somebody else's that registers it, with its version; empty for ours.
     """
 
     name: str
@@ -62,6 +72,7 @@ class Card:
     conflicts: dict[str, str] = field(default_factory=dict)
     requires: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
+    distribution: str = ""
 
 
 def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list[Card]:
@@ -78,34 +89,41 @@ def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list
     for name, module in public.items():
         path = package / Path(*module.split(".")).with_suffix(".py")
         if module.split(".")[0] in SLOTS and path.is_file():
-            card = _read_card(name, module, ast.parse(path.read_text(encoding="utf-8")))
+            slot = SLOTS[module.split(".")[0]]
+            card = _read_card(name, f"lit_efficient.{module}", slot, path)
             if card:
                 cards.append(card)
     order = [*dict.fromkeys(SLOTS.values()), "lr_scheduler"]
     return sorted(cards, key=lambda card: (not card.is_technique, order.index(card.slot), card.name))
 
 
-def _read_card(name: str, module: str, tree: ast.Module) -> Card | None:
+def _read_card(name: str, module: str, slot: str, path: Path, distribution: str = "") -> Card | None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
     if node is None:
         return None
-    folder = module.split(".", maxsplit=1)[0]
     bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
-    is_scheduler = any(base.endswith("LRScheduler") for base in bases)
+    if any(base.endswith("LRScheduler") for base in bases):
+        slot = "lr_scheduler"
+    elif distribution and any(base.endswith("Optimizer") for base in bases):
+        slot = "optimizer"
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
     attributes = _class_attributes(node)
     return Card(
         name=name,
-        slot="lr_scheduler" if is_scheduler else SLOTS[folder],
-        module=f"lit_efficient.{module}",
+        slot=slot,
+        module=module,
         summary=_first_paragraph(docstring),
         **{label.lower(): _labelled(docstring, label) for label in _LABELS},
         signature=_signature(node),
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
         phase=ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else "",
-        conflicts=_literal_dict(attributes.get("conflicts")),
+        conflicts=_conflicts(attributes.get("conflicts")),
         requires=_literal_dict(attributes.get("requires")),
-        is_technique="Technique" in bases or folder in _TECHNIQUES or bool(_labelled(docstring, "Saves")),
+        is_technique=bool(
+            distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
+        ),
+        distribution=distribution,
     )
 
 
@@ -116,6 +134,19 @@ def _class_attributes(node: ast.ClassDef) -> dict[str, ast.expr]:
             found[statement.target.id] = statement.value
         elif isinstance(statement, ast.Assign):
             found.update({t.id: statement.value for t in statement.targets if isinstance(t, ast.Name)})
+    return found
+
+
+def _conflicts(value: ast.expr | None) -> dict[str, str]:
+    """A dictionary as it is written, in which ``**Other.conflicts`` stands for those of another public class."""
+    found: dict[str, str] = {}
+    for key, item in zip(value.keys, value.values) if isinstance(value, ast.Dict) else ():
+        if key is not None:
+            found[ast.literal_eval(key)] = ast.literal_eval(item)
+            continue
+        name = ast.unparse(item).partition(".")[0]
+        other = read_cards({name: PUBLIC[name]}) if name in PUBLIC else []
+        found |= other[0].conflicts if other else {}
     return found
 
 
@@ -161,12 +192,88 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
     """Return what two classes have to do with each other, whichever of the two declares it.
 
     Returns:
-        ``(name, name) -> "conflicts: reason"`` or ``"requires: reason"``; pairs that simply go together are not listed.
+        ``(name, name) -> "conflicts: reason"``, ``"conflicts if Name(argument=...): reason"`` or ``"requires:
+        reason"``; pairs that simply go together are not listed.
     """
-    found: dict[tuple[str, str], str] = {}
+    conflicts: dict[tuple[str, str], str] = {}
     for card in cards:
-        for other, reason in card.conflicts.items():
-            found.setdefault((other, card.name) if (other, card.name) in found else (card.name, other), reason)
-    conflicts = {pair: f"conflicts: {reason}" for pair, reason in found.items()}
+        for key, reason in card.conflicts.items():
+            other = key.partition("(")[0]
+            pair = (other, card.name) if (other, card.name) in conflicts else (card.name, other)
+            always = key == other and not conflicts.get(pair, "").startswith("conflicts:")
+            if always or pair not in conflicts:
+                conflicts[pair] = f"conflicts: {reason}" if key == other else f"conflicts if {key}: {reason}"
     requires = {(c.name, other): f"requires: {reason}" for c in cards for other, reason in c.requires.items()}
     return {**requires, **conflicts}
+
+
+# Techniques of others ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def registered() -> dict[str, tuple[EntryPoint, ...]]:
+    """What installed packages register, by name, from their metadata alone."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in entry_points(group=GROUP):
+        found[point.name] = (*found.get(point.name, ()), point)
+    return found
+
+
+def third_party(name: str) -> EntryPoint | None:
+    """The technique of somebody else's that ``name`` is short for; our own names are never anybody else's.
+
+    Raises:
+        ConfigurationError: If two packages register the name, or it is not the name of the class.
+    """
+    points = registered().get(name, ())
+    if name in PUBLIC or not points:
+        return None
+    owners = " and ".join(_distribution(point) for point in points)
+    if len(points) > 1:
+        raise ConfigurationError(f"{name} is registered by {owners}: uninstall one, or write the class's import path")
+    if points[0].attr != name:
+        raise ConfigurationError(
+            f"{owners} registers {points[0].value} as {name!r}: conflicts and checkpoints go by the class's name: the "
+            f"entry must be called {points[0].attr!r}"
+        )
+    return points[0]
+
+
+def read_third_party() -> tuple[list[Card], list[str]]:
+    """The cards of others' techniques, and a sentence for each registered name that cannot be used."""
+    cards, refused = [], []
+    for name, points in sorted(registered().items()):
+        try:
+            point = third_party(name)
+        except ConfigurationError as error:
+            refused.append(str(error))
+            continue
+        if point is None:
+            refused.append(f"{name} of {' and '.join(map(_distribution, points))} is not used: the name is ours")
+            continue
+        path, owner, slot = _source(point.module), _distribution(point), SLOTS["callbacks"]
+        card = None
+        if path is not None:
+            try:
+                card = _read_card(name, point.module, slot, path, owner)
+            except (OSError, SyntaxError, ValueError):  # what cannot be read is still listed
+                card = None
+        cards.append(card or Card(name, slot, point.module, summary="", distribution=owner))
+    return cards, refused
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module that is not imported for it: only the package at its top is looked for."""
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    if spec is None:
+        return None
+    places = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    if not rest and spec.origin:
+        files = [Path(spec.origin)]
+    return next((file for file in files if file.is_file()), None)

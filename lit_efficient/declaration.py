@@ -76,7 +76,9 @@ class Declaration:
     """
 
     phase: ClassVar[Phase | None] = None  # None: neither network nor optimizer nor loss is touched
-    conflicts: ClassVar[Mapping[str, str]] = {}  # name of another callback's class -> why, and the way out
+    # What it cannot work with: name of a class -> why, and the way out. ``Name(argument=...)`` is one for which that
+    # argument is set, ``Name(argument='value')`` one that was given this value. Optimizers may have conflicts, too.
+    conflicts: ClassVar[Mapping[str, str]] = {}
     requires: ClassVar[Mapping[str, str]] = {}  # name of another technique -> why
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
@@ -190,25 +192,35 @@ def overrides(technique: Declaration, method: str) -> bool:
     return getattr(type(technique), method) is not getattr(Declaration, method)
 
 
-def check_conflicts(callbacks: Sequence[object]) -> None:
-    """Refuse a set of callbacks that contains a declared conflict, a missing requirement or a repetition.
+def check_conflicts(parts: Sequence[object]) -> None:
+    """Refuse a set of callbacks, optimizers and data that contains a declared conflict, or a technique twice.
 
     Raises:
-        ConflictError: Naming both techniques, the reason and the way out.
+        ConflictError: Naming both sides, the reason and the way out.
     """
-    names = {base.__name__ for callback in callbacks for base in type(callback).__mro__}
+    names = {base.__name__ for part in parts for base in type(part).__mro__}
     seen: set[type] = set()
-    for technique in (callback for callback in callbacks if isinstance(callback, Declaration)):
+    for part in (part for part in parts if isinstance(part, Declaration | Optimizer)):
+        for other, reason in getattr(part, "conflicts", {}).items():
+            if any(_is_excluded(one, other) for one in parts):
+                raise ConflictError(f"{type(part).__name__} cannot be combined with {other}: {reason}")
+    for technique in (part for part in parts if isinstance(part, Declaration)):
         name = type(technique).__name__
         if type(technique) in seen and not technique.repeatable:
             raise ConflictError(f"{name} is listed twice in Trainer(callbacks=...); keep one of them")
         seen.add(type(technique))
-        for other, reason in technique.conflicts.items():
-            if other in names:
-                raise ConflictError(f"{name} cannot be combined with {other}: {reason}")
         for other, reason in technique.requires.items():
             if other not in names:
                 raise ConflictError(f"{name} needs {other} in Trainer(callbacks=...): {reason}")
+
+
+def _is_excluded(part: object, key: str) -> bool:
+    """Whether a key of ``conflicts`` means ``part``."""
+    name, _, setting = key.removesuffix(")").partition("(")
+    argument, _, wanted = setting.partition("=")
+    given = getattr(part, argument, None)
+    fits = (given is not None and given is not False) if wanted == "..." else repr(given) == wanted
+    return name in {base.__name__ for base in type(part).__mro__} and (fits or not argument)
 
 
 def _primitive(value: Any) -> Any:

@@ -95,6 +95,8 @@ def test_conflicts_hold_in_both_directions_and_are_listed_once():
     b = Card("B", "trainer.callbacks", "m", "s", conflicts={"A": "why not"}, requires={"C": "because"})
     c = Card("C", "trainer.callbacks", "m", "s")
     assert sorted(pairs([a, b, c])) == [("A", "B"), ("B", "C")]
+    d, e = (Card(name, "optimizer", "m", "s") for name in "DE")
+    assert matrix([d, e]).splitlines()[1].split()[1:] == ["D", ".", "/"]
     rows = [line.split()[1:] for line in matrix([a, b, c]).splitlines()[1:4]]
     assert rows == [["A", ".", "x", "+"], ["B", "x", ".", ">"], ["C", "+", "+", "."]]
 

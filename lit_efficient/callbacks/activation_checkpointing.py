@@ -131,17 +131,6 @@ class ActivationCheckpointing(Technique):
                 "ActivationCheckpointing: this strategy recomputes activations by itself: build it without "
                 "activation_checkpointing_policy"
             )
-        retains = [type(callback).__name__ for callback in trainer.callbacks if getattr(callback, "retains_graph", 0)]
-        if self.save and retains:
-            raise ConflictError(
-                f"ActivationCheckpointing(save=...) cannot be combined with {retains[0]}: it measures gradients "
-                "before the backward pass, and what was kept by operator can be used once: leave save out"
-            )
-        if self.memory_budget is not None and any(type(c).__name__ == "MaxBatchSize" for c in trainer.callbacks):
-            raise ConflictError(
-                "ActivationCheckpointing(memory_budget=...) cannot be combined with MaxBatchSize: which blocks are "
-                "recomputed is decided by the first batch, after the size is found: use every or save"
-            )
 
     def transform(self, module: nn.Module) -> Report:
         """Mix the recomputation into each block's class."""

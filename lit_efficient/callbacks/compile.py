@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -82,7 +82,6 @@ class Compile(Technique):
     phase = Phase.COMPILE
     training_only = True
     after_sharding = True  # no parameter changes
-    conflicts: ClassVar[dict[str, str]] = {}
 
     def __init__(
         self,
@@ -116,11 +115,6 @@ class Compile(Technique):
     def check(self, trainer: Any, module: Any) -> None:
         """Learn whether another technique takes gradients before the backward pass."""
         self._retains = any(getattr(callback, "retains_graph", False) for callback in trainer.callbacks)
-        if self.modules == "network" and any(type(one).__name__ == "StochasticDepth" for one in trainer.callbacks):
-            raise ConflictError(
-                "Compile: modules must be blocks (or patterns) beside StochasticDepth, not 'network': each combination "
-                "of dropped blocks would be a graph of its own"
-            )
 
     def transform(self, module: nn.Module) -> Report:
         """Mark what is to be compiled, and compile it when it is first called."""

@@ -57,6 +57,8 @@ class LatentAlignment(Alignment):
     phase = Phase.FREEZE
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
+        "ActivationCheckpointing(save=...)": "gradients are measured before the backward pass, and what was kept by "
+        "operator can be used once: leave save out",
     }
     heads_name = "latent_alignment_heads"
     retains_graph = True

@@ -54,7 +54,10 @@ class LowBitOptimizer(Technique):
 
     phase = Phase.OPTIMIZER
     alters = ("optimizer",)
-    conflicts: ClassVar[dict[str, str]] = {}
+    conflicts: ClassVar[dict[str, str]] = {
+        "GroupedAdafactor": "it has no low-bit twin, and hardly a state to save: leave LowBitOptimizer out",
+        "MuonAdamW": "it has no low-bit twin: use FusedAdamW or Lion, or leave LowBitOptimizer out",
+    }
 
     def __init__(
         self,

@@ -78,6 +78,13 @@ class MaxBatchSize(Technique):
         "GradientAccumulationScheduler": "both set accumulate_grad_batches; keep one of them",
         "GradualUnfreezing": "the first steps train the head alone, and what fits them does not fit later ones; "
         "find the size in a run without GradualUnfreezing and set it",
+        "ActivationCheckpointing(memory_budget=...)": "which blocks are recomputed is decided by the first batch, "
+        "after the size is found: use every or save",
+        "EncodedData": "its loader draws whole batches of keys: set batch_size by hand",
+        "ImageData": "its loader draws whole batches of keys: set batch_size by hand",
+        "LatentData": "its loader draws whole batches of keys: set batch_size by hand",
+        "PhotoCrops": "its loader draws whole batches of keys: set batch_size by hand",
+        "LanguageData(streaming=...)": "a stream cannot be asked for its longest rows: set batch_size by hand",
     }
 
     def __init__(

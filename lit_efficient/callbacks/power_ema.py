@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.averages.shadow import outside_autograd
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, write_snapshot
 from lit_efficient.mechanisms.averages.weights import (
@@ -60,6 +60,10 @@ class PowerEMA(Technique):
 
     phase = Phase.AVERAGE
     leaves_traces = True
+    conflicts: ClassVar[dict[str, str]] = {
+        # In the same hook, so that the order of the list would decide which weights are averaged.
+        "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out",
+    }
 
     def __init__(
         self,
@@ -99,14 +103,6 @@ class PowerEMA(Technique):
             parameters=sum(p.numel() for p in tracked.values()),
             details={"average_bytes": size},
         )
-
-    def check(self, trainer: Any, module: Any) -> None:
-        """Switch EMA writes weights in the same hook: the order of the list would decide which ones are averaged."""
-        if any(type(c).__name__ == "EMA" and getattr(c, "switch_every", None) for c in trainer.callbacks):
-            raise ConflictError(
-                "PowerEMA cannot be combined with EMA(switch_every=...), which replaces the weights that it averages: "
-                "leave switch_every out"
-            )
 
     def _folder(self, trainer: Any) -> Path:
         root = trainer.log_dir or trainer.default_root_dir

@@ -46,12 +46,10 @@ class ScheduleFree(Technique):
     phase = Phase.OPTIMIZER
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str, str]] = {
-        "LowBitOptimizer": "there are no low-bit schedule-free kernels: use one of the two",
-        "OffloadOptimizer": "switching needs the states on the parameters' device: use one of the two",
-        "EMA": "both average the weights and swap them at validation: use one of the two",
-        "CheckpointAverage": "both average the weights and swap them at validation: use one of the two",
-        "WeightAveraging": "both average the weights and swap them at validation: use one of the two",
-        "StochasticWeightAveraging": "both average the weights and swap them at validation: use one of the two",
+        **ScheduleFreeAdamW.conflicts,
+        "GroupedAdafactor": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
+        "Lion": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
+        "MuonAdamW": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
     }
 
     def __init__(self, warmup_steps: int = 0) -> None:

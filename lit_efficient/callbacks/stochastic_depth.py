@@ -223,7 +223,10 @@ class StochasticDepth(Technique):
 
     phase = Phase.ARCHITECTURE
     after_sharding = True  # the class of a block changes, no parameter does
-    conflicts: ClassVar[dict[str, str]] = {}
+    conflicts: ClassVar[dict[str, str]] = {
+        "Compile(modules='network')": "each combination of dropped blocks would be a graph of its own: modules must be "
+        "blocks or patterns",
+    }
 
     def __init__(
         self,

@@ -40,6 +40,8 @@ class LitEfficientCLI(LightningCLI):
         argparse.ArgumentError: For a config or command line that does not fit the classes.
     """
 
+    tried_optimizer: Optimizer | None = None  # built from the config over nothing that trains
+
     def __init__(self, *args: Any, allow_imports: Sequence[str] = (), **kwargs: Any) -> None:
         self.allowed = list(allow_imports)
         kwargs.setdefault("save_config_callback", SaveRunConfig)
@@ -87,7 +89,8 @@ class LitEfficientCLI(LightningCLI):
         if techniques:
             from lit_efficient.declaration import check_conflicts
 
-            check_conflicts(callbacks)  # a fit does so as well, but after it has prepared the data
+            # A fit does so as well, but after it has prepared the data.
+            check_conflicts([*callbacks, self.datamodule, self.tried_optimizer])
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
             checkpoint.check_shapes(self.model, self.checkpoint)
         self.checkpoint = {}
@@ -120,7 +123,7 @@ class LitEfficientCLI(LightningCLI):
         plan = optimizers.OptimizerPlan(
             optimizer.as_dict(), scheduler.as_dict() if scheduler else None, type(self).configure_optimizers
         )
-        plan.check()
+        self.tried_optimizer = plan.check()
         if subcommand == "fit" and is_overridden("configure_optimizers", self.model):
             rank_zero_info(f"optimizer: the config's replaces {type(self.model).__name__}.configure_optimizers")
         optimizers.attach(self.model, plan)

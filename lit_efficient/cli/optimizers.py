@@ -39,15 +39,19 @@ class OptimizerPlan:
     scheduler: Spec | None
     arrange: Callable[..., Any]
 
-    def check(self) -> None:
+    def check(self) -> Optimizer:
         """Build both on a throwaway parameter, so that a wrong argument fails before data is touched.
+
+        Returns:
+            The optimizer, to be asked what it cannot be combined with.
 
         Raises:
             ConfigurationError: With what torch says about the argument.
         """
-        optimizer = _build("optimizer", self.optimizer, [nn.Parameter(torch.zeros(2, 2))])
+        optimizer: Optimizer = _build("optimizer", self.optimizer, [nn.Parameter(torch.zeros(2, 2))])
         if self.scheduler:
             _monitored(_build("lr_scheduler", _with_horizon(self.scheduler, 1000), optimizer))
+        return optimizer
 
     def build(self, module: LightningModule) -> Any:
         """Build both over the parameters that train.

@@ -16,10 +16,12 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse import get_loader, set_loader, set_parsing_settings
+from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
+from lit_efficient.catalog import registered, third_party
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.moved import moved_key
 
@@ -43,6 +45,8 @@ _SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimi
 _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
 # Other packages, once imported, have optimizers of the same names as torch's, and a short name would be ambiguous.
 _ALIASES |= {name: f"torch.optim.{name}" for name, value in vars(torch.optim).items() if isinstance(value, type)}
+# Their short names are resolved by Lightning.
+_LIGHTNINGS = {name for part in (callbacks, loggers, plugins, profilers, strategies) for name in part.__all__}
 # Arguments by which schedulers call the length of the run. Left unset they are the run's number of optimizer steps.
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
 
@@ -66,11 +70,19 @@ def set_import_policy(extra: Sequence[str] = ()) -> None:
             validate_subclass_spec_in_any=True,  # a class in an untyped argument is checked like any other
             instantiate_subclass_spec_in_any=False,
             import_path_denylist=["*", *_granted],
-            import_path_allowlist=[*ALLOWED_IMPORTS, *extra],
+            import_path_allowlist=[*ALLOWED_IMPORTS, *extra, *_registered_classes()],
         )
     except ValueError as error:
         raise ConfigurationError(f"--allow-import: {error}") from error
     _granted.update(set(extra) - set(ALLOWED_IMPORTS))
+
+
+def _registered_classes() -> list[str]:
+    """What installed packages register as techniques: the classes alone, not what else lies beside them.
+
+    Whoever installs such a package has decided to run it, as with a plugin of any program; a config only says when.
+    """
+    return [f"{point.module}.{point.attr}" for points in registered().values() for point in points]
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -105,8 +117,17 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def full_name(name: str) -> str:
-    """Return the import path of a short class name of ours; any other string as it is."""
-    return f"lit_efficient.{name}" if name in PUBLIC else _ALIASES.get(name, name)
+    """Return the import path of a short class name: of ours, of torch's, or one that another package registers.
+
+    Any other string is returned as it is, and so are the names of Lightning's classes.
+
+    Raises:
+        ConfigurationError: If two packages register the name.
+    """
+    if name in PUBLIC:
+        return f"lit_efficient.{name}"
+    point = None if name in _ALIASES or name in _LIGHTNINGS else third_party(name)
+    return f"{point.module}.{point.attr}" if point else _ALIASES.get(name, name)
 
 
 def expand_short_names(tree: Any, key: str = "") -> Any:

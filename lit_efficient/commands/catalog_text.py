@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from lit_efficient.catalog import Card, pairs, read_cards
+from lit_efficient.catalog import Card, pairs, read_cards, read_third_party
 
 USAGE = """usage: python -m lit_efficient techniques [NAME | --matrix | --markdown]
 
@@ -14,6 +14,9 @@ USAGE = """usage: python -m lit_efficient techniques [NAME | --matrix | --markdo
   NAME         the card of one technique, task or data module
   --matrix     what goes with what
   --markdown   the table as Markdown"""
+
+
+_SINGLE = {"optimizer", "lr_scheduler", "model", "data", "trainer.strategy"}  # slots that hold one class
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +31,9 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE)
         return 0
-    cards = read_cards()
+    others, refused = read_third_party()
+    cards = [*read_cards(), *others]
+    print("".join(f"note: {sentence}\n" for sentence in refused), end="", file=sys.stderr)
     if not arguments:
         print(table(cards, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         return 0
@@ -72,6 +77,7 @@ def table(cards: Sequence[Card], width: int | None) -> str:
     others = [f"{c.name} ({c.slot})" for c in cards if not c.is_technique]
     text = "no techniques, but public too: " + ", ".join(others)
     footer = ["", *(textwrap.wrap(text, width) if width else [text])] if others else []
+    footer += [f"{c.name} is a technique of {c.distribution}" for c in cards if c.distribution]
     return "\n".join([*lines, *footer, "", "python -m lit_efficient techniques NAME prints a card."])
 
 
@@ -86,6 +92,7 @@ def card_text(card: Card) -> str:
     """Render everything that a card knows, with the lines of YAML that use it."""
     lines = [f"{card.name}   (slot {card.slot})", "", card.summary, ""]
     facts = {"saves": card.saves, "costs": card.costs, "source": card.source, "phase": card.phase, "file": card.module}
+    facts["of"] = card.distribution
     lines += [f"{label:<8}{text}" for label, text in facts.items() if text]
     lines += [f"{'not with':<8} {name}: {reason}" for name, reason in card.conflicts.items()]
     lines += [f"{'needs':<8}{name}: {reason}" for name, reason in card.requires.items()]
@@ -111,20 +118,24 @@ def matrix(cards: Sequence[Card]) -> str:
     known = pairs(techniques)
     width = max(map(len, names), default=0)
     lines = [" " * (width + 4) + " ".join(f"{i + 1:>2}" for i in range(len(names)))]
-    for i, row in enumerate(names):
-        marks = " ".join(f"{_mark(row, column, known):>2}" for column in names)
-        lines.append(f"{i + 1:>2}  {row:<{width}}{marks}".rstrip())
-    lines += ["", "+ go together   x exclude each other   > the row needs the column   . itself"]
+    for i, row in enumerate(techniques):
+        marks = " ".join(f"{_mark(row, column, known):>2}" for column in techniques)
+        lines.append(f"{i + 1:>2}  {row.name:<{width}}{marks}".rstrip())
+    lines += ["", "+ go together   x exclude each other   o at some setting   / the slot holds one"]
+    lines += ["> the row needs the column   . itself"]
     reasons = [f"{a} and {b}: {text}" for (a, b), text in known.items()]
     return "\n".join([*lines, *([""] if reasons else []), *reasons])
 
 
-def _mark(row: str, column: str, known: dict[tuple[str, str], str]) -> str:
-    if row == column:
+def _mark(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
+    if row.name == column.name:
         return "."
-    either = (known.get((row, column), ""), known.get((column, row), ""))
-    if any(text.startswith("conflicts") for text in either):
-        return "x"
+    if row.slot == column.slot and row.slot in _SINGLE:
+        return "/"
+    either = (known.get((row.name, column.name), ""), known.get((column.name, row.name), ""))
+    for start, mark in (("conflicts:", "x"), ("conflicts if", "o")):
+        if any(text.startswith(start) for text in either):
+            return mark
     return ">" if either[0] else "+"
 
 
@@ -132,7 +143,7 @@ def markdown(cards: Sequence[Card]) -> str:
     """Render the table of techniques as Markdown: the README holds it, and a test compares the two."""
     rows = [("Technique", "Slot", "Saves", "Costs", "Source"), ("---",) * 5]
     for card in cards:
-        if card.is_technique:
+        if card.is_technique and not card.distribution:
             path = card.module.replace(".", "/") + ".py"
             rows.append((f"[`{card.name}`]({path})", f"`{card.slot}`", card.saves, card.costs, card.source))
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,16 @@ class ScheduleFreeAdamW(Optimizer):
     Raises:
         ConfigurationError: For a value out of range; in :meth:`step`, if the weights are the averaged ones.
     """
+
+    conflicts: ClassVar[dict[str, str]] = {
+        "LowBitOptimizer": "there are no low-bit schedule-free kernels: use one of the two",
+        "OffloadOptimizer": "switching needs the states on the parameters' device: use one of the two",
+        "EMA": "both average the weights and swap them at validation: use one of the two",
+        "CheckpointAverage": "both average the weights and swap them at validation: use one of the two",
+        "WeightAveraging": "both average the weights and swap them at validation: use one of the two",
+        "StochasticWeightAveraging": "both average the weights and swap them at validation: use one of the two",
+        "LoRA(lr_ratio=...)": "the weights are an average of those that are stepped: leave lr_ratio out",
+    }
 
     def __init__(
         self,
