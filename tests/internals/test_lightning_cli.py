@@ -75,9 +75,15 @@ def test_a_checkpoint_does_not_override_the_config(cli, tmp_path):
 def test_a_checkpoint_of_a_command_line_names_the_class(tmp_path):
     from lightning.pytorch.cli import LightningCLI
 
-    config = ["--model", f"{__name__}.Named", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    config = [
+        "--trainer.limit_val_batches=0",
+        "--model",
+        f"{__name__}.Named",
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+    ]
     silent = [f"--trainer.{name}=false" for name in ("enable_progress_bar", "enable_model_summary")]
-    quick = ["--trainer.max_epochs=0", f"--trainer.default_root_dir={tmp_path}"]
+    quick = ["--trainer.max_epochs=0", "--trainer.limit_val_batches=0", f"--trainer.default_root_dir={tmp_path}"]
     made = LightningCLI(
         Toy, subclass_mode_model=True, args=["fit", *config, *silent, *quick], save_config_callback=SaveConfigCallback
     )
