@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.hugging_face import repeated_blocks
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 
 
@@ -248,7 +249,7 @@ def find_blocks(root: nn.Module, patterns: str | Sequence[str] = "auto", *, who:
     if patterns != "auto":
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
         return _outermost(match_modules(root, wanted, who=who))
-    named = {name for module in root.modules() for name in getattr(module, "_repeated_blocks", None) or ()}
+    named = {name for module in root.modules() for name in repeated_blocks(module)}
     modules: list[tuple[str, nn.Module]] = list(root.named_modules())
     found = [(name, module) for name, module in modules if type(module).__name__ in named]
     found = found or [(name, module) for name, module in modules if _is_transformers_layer(module)]

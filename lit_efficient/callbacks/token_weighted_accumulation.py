@@ -24,6 +24,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.torch_foreach import foreach_mul_
+from lit_efficient.internals.torch_tensors import hooks_after_accumulation
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import shifts_labels
 from lit_efficient.technique import Technique
@@ -132,7 +133,7 @@ class TokenWeightedAccumulation(Technique):
         Raises:
             ConflictError: If a parameter is stepped while the backward pass runs.
         """
-        if any(p._post_accumulate_grad_hooks for p in pl_module.parameters()):
+        if any(hooks_after_accumulation(p) for p in pl_module.parameters()):
             raise ConflictError(
                 "TokenWeightedAccumulation: a parameter has a post-accumulate hook, which uses its gradient before the "
                 "tokens of the window are counted; leave out the optimizer in the backward pass, or this technique"

@@ -16,7 +16,6 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -26,9 +25,10 @@ from lit_efficient.cli.errors import constructor_error, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
 from lit_efficient.cli.run import SaveRunConfig, add_default_parts, callbacks_of, last_word, quiet
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.lightning_cli import OpenCLI
 
 
-class LitEfficientCLI(LightningCLI):
+class LitEfficientCLI(OpenCLI):
     """Lightning's command line for any LightningModule and LightningDataModule. Use it in a script of your own, too.
 
     Args:
@@ -63,12 +63,9 @@ class LitEfficientCLI(LightningCLI):
         set_import_policy(self.allowed)
         self.config = parser.parse_args(arguments)
 
-    def _parse_ckpt_path(self) -> None:
-        """Do not let the checkpoint override the config, as the stock command line does."""
-
     def before_instantiate_classes(self) -> None:
         """Check what can be checked before anything is built."""
-        self._dump_config()
+        self.dump_config()
         preflight.check_config(self.config_dump)
         if preflight.go_offline_without_key(self.config_dump):
             rank_zero_info("W&B: no API key, so this run is recorded offline; `wandb sync` uploads it later.")
@@ -99,7 +96,7 @@ class LitEfficientCLI(LightningCLI):
         """Build the trainer with the parts that every run gets."""
         quiet(evaluating=self.subcommand != "fit")
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
-        add_default_parts(self._get(self.config_init, "trainer", default={}), self.subcommand, optimizer)
+        add_default_parts(self.part(self.config_init, "trainer", default={}), self.subcommand, optimizer)
         return super().instantiate_trainer(**kwargs)
 
     @staticmethod
@@ -107,15 +104,12 @@ class LitEfficientCLI(LightningCLI):
         """Arrange optimizer and scheduler for Lightning; override it as in the stock command line."""
         return optimizers.arrange(lightning_module, optimizer, lr_scheduler)
 
-    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        parser = self._parser(subcommand)
-        if not self.auto_configure_optimizers or {*parser._optimizers, *parser._lr_schedulers} != {
-            "optimizer",
-            "lr_scheduler",
-        }:
-            super()._add_configure_optimizers_method_to_model(subcommand)
+    def attach_optimizers(self, subcommand: str | None) -> None:
+        """Let ``configure_optimizers`` build what the config says, over what trains then."""
+        if not self.auto_configure_optimizers or self.optimizer_keys(subcommand) != {"optimizer", "lr_scheduler"}:
+            super().attach_optimizers(subcommand)
             return
-        optimizer, scheduler = (self._get(self.config_init, key) for key in ("optimizer", "lr_scheduler"))
+        optimizer, scheduler = (self.part(self.config_init, key) for key in ("optimizer", "lr_scheduler"))
         if not optimizer:
             if scheduler:
                 raise ConfigurationError("lr_scheduler: it needs an `optimizer` in the config to act on")

@@ -11,6 +11,7 @@ from lit_efficient.cli.run import default_part
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
 from lit_efficient.files.moved import translate
+from lit_efficient.internals.lightning_cli import CLASS_PATH
 
 # Words that Lightning resolves itself, for `fit` alone: the others have no training before them in this process.
 _WORDS = {"last", "hpc"}
@@ -80,7 +81,7 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     for section, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
         ours = config.get(section) or {}
         given = {
-            "_class_path": ours.get("class_path"),
+            CLASS_PATH: ours.get("class_path"),
             **(ours.get("init_args") or {}),
             **(ours.get("dict_kwargs") or {}),
         }
@@ -88,7 +89,7 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> lis
         now, then = _flat(given), _flat(translate(name, checkpoint.get(key) or {}))
         for name in then:
             if name in now and then[name] != now[name]:
-                shown = "class_path" if name == "_class_path" else name
+                shown = "class_path" if name == CLASS_PATH else name
                 lines.append(f"{section}.{shown}: {then[name]!r} in the checkpoint -> {now[name]!r} in the config")
     return lines
 

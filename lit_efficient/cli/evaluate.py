@@ -21,8 +21,8 @@ _ALONE = ("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=au
 class _Parts(LitEfficientCLI):
     """Builds the parts of a validation and leaves it to the caller to run it."""
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
+    def run_subcommand(self, subcommand: str) -> None:
+        """Nothing runs."""
 
 
 class Validator:
@@ -44,7 +44,7 @@ class Validator:
 
     def __call__(self, checkpoint: str | Path) -> dict[str, float]:
         """Everything that a validation of this checkpoint logs, by name; the same random numbers each time."""
-        seed = self._parts._get(self._parts.config, "seed_everything")
+        seed = self._parts.part(self._parts.config, "seed_everything")
         seed_everything(seed if isinstance(seed, int) and not isinstance(seed, bool) else 0, verbose=False)
         trainer: Any = self._parts.trainer
         with contextlib.redirect_stdout(io.StringIO()):  # samples of callbacks: the caller prints a table

@@ -84,12 +84,12 @@ class OptimizerPlan:
 
 def attach(module: LightningModule, plan: OptimizerPlan) -> None:
     """Let ``module.configure_optimizers`` build what the plan says; only this instance is changed."""
-    module._cli_optimizers = plan  # type: ignore[assignment]
+    module.__dict__["_lit_efficient_optimizers"] = plan
     module.configure_optimizers = MethodType(_configure_optimizers, module)  # type: ignore[method-assign]
 
 
 def _configure_optimizers(module: LightningModule) -> Any:
-    plan: OptimizerPlan = module._cli_optimizers  # type: ignore[assignment]
+    plan: OptimizerPlan = module.__dict__["_lit_efficient_optimizers"]
     return plan.build(module)
 
 

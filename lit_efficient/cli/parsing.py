@@ -24,6 +24,7 @@ from lit_efficient import PUBLIC
 from lit_efficient.catalog import registered, third_party
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.moved import moved_key
+from lit_efficient.internals.jsonargparse_parser import ChecksValues, actions, is_section, subcommands, type_hint
 
 # Packages whose classes a config may name. Where an object is defined counts as well as where it was found, so
 # `lightning.pytorch.cli.os.system` is refused as `os.system` is.
@@ -34,7 +35,7 @@ ALLOWED_IMPORTS = (
     "pytorch_lightning",
     "torch.optim",
     "torch.nn",
-    "torch._C._nn",  # where torch defines `torch.nn.functional.gelu` and its kin
+    torch.nn.functional.gelu.__module__,  # where torch defines it and its kin, in C
     "torchmetrics",
 )
 PARSER_MODE = "lit_efficient"
@@ -185,7 +186,7 @@ _UNLISTED = {"help", "config", "print_config", "print_shtab", "==SUPPRESS==", "s
 set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError,))
 
 
-class Parser(LightningArgumentParser):
+class Parser(ChecksValues, LightningArgumentParser):
     """The parser of the command line, of each subcommand and of each class that a config names."""
 
     described: type | None = None  # the class
@@ -195,7 +196,7 @@ class Parser(LightningArgumentParser):
         added = super().add_class_arguments(theclass, *args, **kwargs)
         self.described = theclass
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
-            for action in self._actions:
+            for action in actions(self):
                 if action.dest in HORIZONS:
                     action.required = False
                     action.default = None
@@ -218,13 +219,13 @@ class Parser(LightningArgumentParser):
         if not isinstance(tree, dict):
             return
         # `trainer` alone is an option as well, which takes a file; it is no value.
-        values = {action.dest for action in self._actions if type(action).__name__ != "_ActionConfigLoad"}
+        values = {action.dest for action in actions(self) if not is_section(action)}
         for name, value in tree.items():
             key = f"{prefix}{name}".rstrip("+")
             if any(f"{key}.".startswith(f"{dest}.") for dest in values | {*_UNLISTED, "$schema"}):
                 continue
-            if self._subcommands_action and key in self._subcommands_action.choices:
-                self._subcommands_action.choices[key]._check_keys(value)
+            if key in subcommands(self):
+                subcommands(self)[key]._check_keys(value)
             elif not any(dest.startswith(f"{key}.") for dest in values):
                 self.error(f"Option '{key}' is not accepted")
             elif value is None:
@@ -237,7 +238,7 @@ class Parser(LightningArgumentParser):
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown and "(accepted" not in message:
             parser = getattr(ex, "subcommand_parser", None) or self
-            dests = [a.dest for a in parser._actions if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
+            dests = [a.dest for a in actions(parser) if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
             level, _, leaf = unknown["name"].rpartition(".")
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
@@ -245,11 +246,10 @@ class Parser(LightningArgumentParser):
             message = f"no option {unknown['name']!r}{moved_key(parser.described, leaf) or advice}"
         super().error(message, ex)
 
-    def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:
-        """Check a value; null is checked too, which jsonargparse takes for "not given"."""
+    def before_check(self, action: Any, value: Any, key: str) -> None:
+        """Check null, too, which jsonargparse takes for "not given"."""
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(action):
-            raise TypeError(f'Parser key "{key}":\n  Expected a {action._typehint}. Got value: null')
-        return super()._check_value_key(action, value, key, cfg, append=append)
+            raise TypeError(f'Parser key "{key}":\n  Expected a {type_hint(action)}. Got value: null')
 
 
 def _accepts_null(action: Any) -> bool:
@@ -258,7 +258,7 @@ def _accepts_null(action: Any) -> bool:
             return True
         return any(accepts(part) for part in typing.get_args(hint)) if _is_union(hint) else _is_opaque(hint)
 
-    return not hasattr(action, "_typehint") or accepts(action._typehint)
+    return accepts(type_hint(action, Any))
 
 
 def _is_union(hint: Any) -> bool:

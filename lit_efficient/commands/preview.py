@@ -221,7 +221,7 @@ def build_data(argv: Sequence[str], command: str = "preview") -> Any:
         data: Any = None
 
         def instantiate_classes(self) -> None:
-            wanted = self._get(self.config, "data")
+            wanted = self.part(self.config, "data")
             if not wanted:
                 raise ConfigurationError(f"{command}: the config has no `data`.")
             parser = Parser(parser_mode=PARSER_MODE, exit_on_error=False)
@@ -234,7 +234,7 @@ def build_data(argv: Sequence[str], command: str = "preview") -> Any:
         def after_instantiate_classes(self) -> None:
             """There is no trainer to tell."""
 
-        def _run_subcommand(self, subcommand: str) -> None:
+        def run_subcommand(self, subcommand: str) -> None:
             """Nothing runs."""
 
     return DataOnly(args=["fit", *argv]).data

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive
 
@@ -276,10 +277,9 @@ def _drawn(config: "PretrainedConfig", dtype: str) -> nn.Module:
     """Random weights, always the same ones."""
     architecture = _architecture(config)
     config.use_cache = False
-    make = getattr(architecture, "from_config", None) or architecture._from_config
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        return _reader(architecture, make(config, dtype=getattr(torch, dtype)))
+        return _reader(architecture, from_config(architecture, config, dtype=getattr(torch, dtype)))
 
 
 def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:

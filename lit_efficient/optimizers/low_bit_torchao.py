@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchao.optim.adam import _AdamBase
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
+
+from lit_efficient.internals.torchao_adam import QuantisedAdam
 
 _STATES: dict[int | str, Any] = {8: OptimState8bit, 4: OptimState4bit, "fp8": OptimStateFp8}
 _BLOCKS: dict[int | str, int] = {8: 256, 4: 128, "fp8": 256}  # elements that share a scale
 _TABLES: dict[int | str, int] = {8: 256, 4: 16, "fp8": 0}  # float32 values of each tensor's code table
 
 
-class _Twin(_AdamBase):
+class _Twin(QuantisedAdam):
     """What both twins share."""
 
     adamw: ClassVar[bool]
@@ -71,7 +72,7 @@ class _Twin(_AdamBase):
         groups = self.param_groups
         self.param_groups = [part for group in groups for part in self._parts(group)]
         try:
-            return _AdamBase.step(self, closure)  # the class's own, which no other optimizer's hooks have wrapped
+            return QuantisedAdam.step(self, closure)  # the class's own, which no other optimizer's hooks have wrapped
         finally:
             self.param_groups = groups
 
@@ -83,7 +84,7 @@ class _Twin(_AdamBase):
         decaying = [p for p in group["params"] if p not in self.no_decay]
         return [{**group, "params": decaying}, {**group, "params": resting, "weight_decay": 0.0}]
 
-    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+    def new_state(self, p: Tensor, signed: bool) -> Tensor:
         if not is_low(p, self.bits, self.min_size, p in self.keep_32bit):
             return torch.zeros_like(p)
         local = p.to_local() if isinstance(p, DTensor) else p
@@ -117,7 +118,7 @@ class _Twin(_AdamBase):
     def _quantised(self, p: Tensor | None, key: str, value: Any) -> Any:
         if p is None or not isinstance(value, dict):
             return value
-        empty = self._new_buffer(p, signed=key == "exp_avg")
+        empty = self.new_state(p, signed=key == "exp_avg")
         names, context = empty.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: value[name].to(p.device, copy=True) for name in names}
         return type(empty).__tensor_unflatten__(parts, context)  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import sha256_of
+from lit_efficient.internals.hugging_face import fingerprint
 
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
@@ -201,7 +202,7 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
         ) from error
     if streaming:
         return Source(name, partial(streamed_rows, found, name), "")
-    digest = hashlib.sha256(str(found._fingerprint).encode())
+    digest = hashlib.sha256(fingerprint(found).encode())
     for entry in found.cache_files:
         with open(entry["filename"], "rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.hugging_face import attention_of
 
 CHECKPOINTING = (
     "recomputing a block would leave the prefix out, which is in the cache that checkpointing switches off; call "
@@ -221,7 +222,7 @@ def _packed_mask(decoder: Any, positions: Tensor, cache: Any, length: int) -> An
     if not packed.any():
         return None
     batch, tokens = positions.shape
-    window, attention = _window_of(decoder), decoder.config._attn_implementation
+    window, attention = _window_of(decoder), attention_of(decoder.config)
     if attention not in ("sdpa", "eager") or (window is not None and length + tokens > window):
         raise ConfigurationError(
             "PrefixTuning: rows of several documents (position_ids that start over) need attn_implementation sdpa or "

@@ -1,0 +1,42 @@
+"""Steps of Lightning's command line that are private methods there. Checked with lightning 2.6.6."""
+
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningCLI
+
+CLASS_PATH = "_class_path"  # the key of a checkpoint's hyper-parameters under which its command line notes the class
+
+
+class OpenCLI(LightningCLI):
+    """Lightning's command line with public names for steps to use or to override. A checkpoint overrides no config."""
+
+    def part(self, config: Namespace, key: str, default: Any = None) -> Any:
+        """An entry of a config, inside the subcommand if there is one: ``_get``."""
+        return self._get(config, key, default)
+
+    def dump_config(self) -> None:
+        """Set ``config_dump`` to the config as plain data: ``_dump_config``."""
+        self._dump_config()
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Run what was asked for, when all parts are built: ``_run_subcommand``."""
+        super()._run_subcommand(subcommand)
+
+    def attach_optimizers(self, subcommand: str | None) -> None:
+        """Give the model the config's optimizer: ``_add_configure_optimizers_method_to_model``."""
+        super()._add_configure_optimizers_method_to_model(subcommand)
+
+    def optimizer_keys(self, subcommand: str | None) -> set[str]:
+        """Keys of optimizers and schedulers that the parser has: ``_parser``, ``_optimizers``, ``_lr_schedulers``."""
+        parser = self._parser(subcommand)
+        return {*parser._optimizers, *parser._lr_schedulers}
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.run_subcommand(subcommand)
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        self.attach_optimizers(subcommand)
+
+    def _parse_ckpt_path(self) -> None:
+        pass

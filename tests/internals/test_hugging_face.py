@@ -1,0 +1,49 @@
+from torch import nn
+
+from lit_efficient.internals import hugging_face
+from tests.internals.leaning import leans_on
+
+
+@leans_on("diffusers", "_repeated_blocks", "hugging_face")
+def test_diffusers_models_name_their_repeated_blocks():
+    from diffusers import FluxTransformer2DModel, UNet2DConditionModel
+
+    assert set(FluxTransformer2DModel._repeated_blocks) == {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
+    model = UNet2DConditionModel.__new__(UNet2DConditionModel)
+    nn.Module.__init__(model)
+    assert hugging_face.repeated_blocks(model) == ("BasicTransformerBlock",)
+    assert hugging_face.repeated_blocks(nn.Linear(1, 1)) == ()
+
+
+@leans_on("transformers", "config._attn_implementation", "hugging_face")
+def test_a_model_s_attention_is_known():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM._from_config(LlamaConfig(vocab_size=4, **sizes), attn_implementation="eager")
+    assert hugging_face.attention_of(model.config) == "eager"
+    model.set_attn_implementation("sdpa")
+    assert hugging_face.attention_of(model.config) == "sdpa"
+
+
+@leans_on("transformers", "PreTrainedModel._from_config", "hugging_face")
+def test_models_are_drawn_from_their_configs_by_both_kinds_of_classes():
+    import torch
+    from transformers import AutoModel, CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = CLIPTextConfig(vocab_size=4, bos_token_id=0, eos_token_id=1, pad_token_id=1, **sizes)
+    for kind in (AutoModel, CLIPTextModel):
+        model = hugging_face.from_config(kind, config, dtype=torch.bfloat16)
+        assert type(model) is CLIPTextModel
+        assert model.dtype is torch.bfloat16
+
+
+@leans_on("datasets", "Dataset._fingerprint", "hugging_face")
+def test_a_data_set_s_hash_follows_what_was_done_to_it():
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"x": [1, 2]})
+    first, again = (rows.select([0]) for _ in range(2))
+    assert hugging_face.fingerprint(first) == hugging_face.fingerprint(again)
+    assert len({hugging_face.fingerprint(rows), hugging_face.fingerprint(first), ""}) == 3

@@ -1,0 +1,63 @@
+import pytest
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lit_efficient.internals import jsonargparse_parser as ours
+from tests.internals.leaning import leans_on
+
+
+class Parser(ours.ChecksValues, LightningArgumentParser):
+    def before_check(self, action, value, key):
+        if value is None and ours.type_hint(action) is int:
+            raise TypeError(f"{key} is null")
+
+
+class Thing:
+    def __init__(self, size: int = 1, name: str | None = None) -> None:
+        pass
+
+
+def parser():
+    made = Parser(exit_on_error=False)
+    made.add_class_arguments(Thing, "thing")
+    return made
+
+
+@leans_on("jsonargparse", "ArgumentParser._actions", "jsonargparse_parser")
+def test_an_option_can_be_changed_after_it_was_added():
+    made = ArgumentParser()
+    made.add_argument("--size", type=int, required=True)
+    (action,) = (action for action in ours.actions(made) if action.dest == "size")
+    action.required, action.default = False, 3
+    assert made.parse_args([]).size == 3
+
+
+@leans_on("jsonargparse", "_ActionConfigLoad", "jsonargparse_parser")
+def test_an_option_that_takes_the_file_of_a_group_is_told_from_a_value():
+    sections = {action.dest: ours.is_section(action) for action in ours.actions(parser()) if action.dest != "help"}
+    assert sections == {"thing": True, "thing.size": False, "thing.name": False}
+
+
+@leans_on("jsonargparse", "ArgumentParser._subcommands_action", "jsonargparse_parser")
+def test_parsers_of_subcommands_are_found_by_name():
+    main, fit = ArgumentParser(), ArgumentParser()
+    assert ours.subcommands(main) == {}
+    main.add_subcommands().add_subcommand("fit", fit)
+    assert dict(ours.subcommands(main)) == {"fit": fit}
+
+
+@leans_on("jsonargparse", "ActionTypeHint._typehint", "jsonargparse_parser")
+def test_an_option_knows_its_type():
+    hints = {action.dest: ours.type_hint(action, "none") for action in ours.actions(parser())}
+    assert hints["thing.size"] is int
+    assert hints["thing.name"] == str | None
+    assert hints["help"] == "none"
+
+
+@leans_on("jsonargparse", "ArgumentParser._check_value_key", "jsonargparse_parser")
+def test_every_value_passes_the_check_null_too():
+    assert parser().parse_object({"thing": {"size": 2, "name": None}}).thing.size == 2
+    with pytest.raises(ArgumentError, match=r"thing\.size is null"):
+        parser().parse_object({"thing": {"size": None}})
+    with pytest.raises(ArgumentError, match=r"thing\.size is null"):
+        parser().parse_string("thing:\n  size: null\n")
