@@ -5,17 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from lit_efficient.__main__ import main
+from tests.data.latents.mds_kit import write_mds
 from tests.support_cli import Parts
 
 FOLDER = Path(__file__).parents[2] / "configs" / "diffusion"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 COMPOSED = {"StochasticDepth", "LoRA", "ActivationCheckpointing", "ChannelsLast", "Compile", "LowBitOptimizer"}
 COMPOSED |= {"EMA", "PowerEMA"}
+FEW = ["--trainer.max_steps=2", "--trainer.logger=false", "--trainer.enable_model_summary=false"]
+FEW += ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +42,7 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
 
 def test_the_chain_of_the_photographs_ends_in_a_pipeline(tmp_path: Path) -> None:
     """As the headers say it, with few steps and nothing compiled."""
-    few = ["--trainer.max_steps=2", "--trainer.logger=false", "--trainer.enable_model_summary=false"]
-    few += ["--trainer.check_val_every_n_epoch=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
+    few = [*FEW, "--trainer.check_val_every_n_epoch=1"]
     assert main(["fit", "-c", str(FOLDER / "photos_autoencoder.yaml"), "--data.init_args.judge_steps=0", *few]) == 0
     path = FOLDER / "photos_all.yaml"
     written = yaml.safe_load(path.read_text("utf-8"))
@@ -62,3 +65,42 @@ def test_the_chain_of_the_photographs_ends_in_a_pipeline(tmp_path: Path) -> None
     images = pipeline("an orange dahlia", num_inference_steps=2, height=32, width=32, output_type="pt").images
     assert images.shape == (1, 3, 32, 32)
     assert bool(torch.isfinite(images).all())
+
+
+def test_a_folder_of_images_is_made_as_the_header_says_and_trains() -> None:
+    path = FOLDER / "images_autoencoder.yaml"
+    comments = [line.removeprefix("#").removeprefix("   ") for line in path.read_text("utf-8").splitlines()]
+    script = comments[comments.index("python - <<'END'") + 1 : comments.index("END")]
+    exec("\n".join(script), {})
+    assert main(["fit", "-c", str(path), *FEW, "--trainer.check_val_every_n_epoch=1"]) == 0
+    assert Path("runs/diffusion/images_autoencoder/best.ckpt").is_file()
+
+    data: Any = Parts(args=["fit", "-c", str(path)]).datamodule
+    data.setup("fit")
+    shapes = {tuple(batch["images"].shape[2:]) for batch in data.train_dataloader()}
+    assert shapes == {(80, 48), (48, 80)}
+    assert (len(data.train_index), len(data.val_index), data.class_names) == (21, 7, ["china", "flower"])
+
+
+def test_the_latents_of_imagenet_train_as_published(tmp_path: Path) -> None:
+    """A few rows in the files and columns that are published; the network is smaller, and nothing is compiled."""
+    codes = np.random.default_rng(0).integers(0, 256, (24, 4 * 32 * 32), dtype=np.uint8)
+    columns = {"label": ("str", None), "label_as_text": ("str", None), "vae_output": ("uint8", None)}
+    texts = [str(row % 7).encode() for row in range(24)]
+    rows = {"label": texts, "label_as_text": texts, "vae_output": [row.tobytes() for row in codes]}
+    Path("latents").mkdir()
+    write_mds(Path("latents"), columns, rows, [slice(0, 9), slice(9, 24)])
+    written = yaml.safe_load((FOLDER / "imagenet_int8.yaml").read_text("utf-8"))
+    callbacks = written["trainer"]["callbacks"]
+    written["trainer"] |= {"callbacks": callbacks[1:], "precision": "32-true", "val_check_interval": 2}
+    written["model"]["init_args"]["backbone"]["init_args"] |= {"width": 16, "depth": 1, "heads": 2}
+    written["model"]["init_args"]["sampling_steps"] = 2
+    vae = {"_class_name": "AutoencoderKL", "latent_channels": 4, "block_out_channels": [8], "norm_num_groups": 4}
+    data = written["data"]["init_args"]
+    data |= {"folder": "latents", "held_out": 4, "batch_size": 8, "num_workers": 0}
+    data["autoencoder"]["init_args"] = {"config_fields": vae}
+    Path("small.yaml").write_text(yaml.safe_dump(written))
+    assert callbacks[0] == {"class_path": "Compile"}
+    assert main(["fit", "-c", "small.yaml", *FEW]) == 0
+    checkpoint = torch.load("runs/diffusion/imagenet_int8/last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 2

@@ -24,6 +24,7 @@ from lit_efficient import (
 )
 from lit_efficient.data.latents.encoded_sources import open_encoded
 from lit_efficient.mechanisms.order.resumable_loader import make_resumable
+from tests.data.latents.mds_kit import write_mds
 
 ROWS, SHAPE = 23, (4, 3, 2)
 LATENTS = np.random.default_rng(0).normal(2.0, 3.0, (ROWS, *SHAPE)).astype(np.float32)
@@ -31,37 +32,6 @@ LABELS = np.random.default_rng(1).integers(0, 7, ROWS)
 LABELS[3] = 6
 CAPTIONS = [f"ein Bild, Nr. {i}: gräßlich" for i in range(ROWS)]
 PARTS = [slice(0, 9), slice(9, 10), slice(10, ROWS)]
-
-
-def write_mds(folder, columns, rows) -> None:
-    """Shards as MosaicML's writer lays them out. ``columns``: name -> (encoding, fixed size or None)."""
-    shards = []
-    for number, part in enumerate(PARTS):
-        samples = []
-        for row in range(ROWS)[part]:
-            values = [rows[name][row] for name in columns]
-            sizes = [np.uint32(len(v)).tobytes() for v, (_, size) in zip(values, columns.values()) if not size]
-            samples.append(b"".join([*sizes, *values]))
-        header = json.dumps({"format": "mds"}).encode()
-        begin = 4 + 4 * (len(samples) + 1) + len(header)
-        offsets = np.cumsum([begin, *map(len, samples)], dtype=np.uint32)
-        data = b"".join([np.uint32(len(samples)).tobytes(), offsets.tobytes(), header, *samples])
-        name = f"shard.{number:05d}.mds"
-        (folder / name).write_bytes(data)
-        shards.append(
-            {
-                "column_names": list(columns),
-                "column_encodings": [encoding for encoding, _ in columns.values()],
-                "column_sizes": [size for _, size in columns.values()],
-                "compression": None,
-                "format": "mds",
-                "raw_data": {"basename": name, "bytes": len(data), "hashes": {}},
-                "samples": len(samples),
-                "version": 2,
-                "zip_data": None,
-            }
-        )
-    (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -122,7 +92,7 @@ def mds(folder):
     rows = {"cap": [c.encode() for c in CAPTIONS], "y": [np.int64(y).tobytes() for y in LABELS]}
     lengths = bytes([len(SHAPE) << 2, *SHAPE])  # three axes, lengths in a byte each
     rows["z"] = [lengths + z.tobytes() for z in LATENTS]
-    write_mds(folder, columns, rows)
+    write_mds(folder, columns, rows, PARTS)
     return EncodedFields("z", label="y", caption="cap")
 
 
@@ -131,7 +101,7 @@ def mds_of_any_array(folder):
     rows = {"y": [str(y).encode() for y in LABELS], "fixed": [z.tobytes() for z in LATENTS]}
     lengths = bytes([(len(SHAPE) << 2) | 1]) + np.array(SHAPE, np.uint16).tobytes()
     rows["z"] = [bytes([34]) + lengths + z.tobytes() for z in LATENTS]
-    write_mds(folder, columns, rows)
+    write_mds(folder, columns, rows, PARTS)
     for name in ("z", "fixed"):
         assert np.array_equal(open_encoded(folder).read(11, [name])[name], LATENTS[11])
     return EncodedFields("z", label="y")
@@ -243,7 +213,7 @@ def test_imagenet_int8_as_it_is_published(tmp_path):
     codes = np.random.default_rng(2).integers(0, 256, (ROWS, 4 * 8 * 8), dtype=np.uint8)
     columns = {"label": ("str", None), "label_as_text": ("str", None), "vae_output": ("uint8", None)}
     rows = {"label": [str(y).encode() for y in LABELS], "label_as_text": [c.encode() for c in CAPTIONS]}
-    write_mds(tmp_path, columns, {**rows, "vae_output": [c.tobytes() for c in codes]})
+    write_mds(tmp_path, columns, {**rows, "vae_output": [c.tobytes() for c in codes]}, PARTS)
     data = EncodedData(
         str(tmp_path),
         fields=EncodedFields("vae_output", label="label", caption="label_as_text"),
@@ -426,7 +396,7 @@ def test_nothing_is_unpickled(tmp_path):
     with pytest.raises(ConfigurationError, match=r"a file .latents.pyd is pickled"):
         open_encoded(tmp_path / "tar").read(0, ["latents.pyd"])
     (tmp_path / "mds").mkdir()
-    write_mds(tmp_path / "mds", {"z": ("pkl", None)}, {"z": [trap] * ROWS})
+    write_mds(tmp_path / "mds", {"z": ("pkl", None)}, {"z": [trap] * ROWS}, PARTS)
     with pytest.raises(ConfigurationError, match="a column encoded as pkl is pickled"):
         open_encoded(tmp_path / "mds").read(0, ["z"])
     (tmp_path / "npy/dataset.json").write_text(json.dumps({"labels": [["latents.npy", 0], ["../a.npy", 1]]}))
@@ -465,7 +435,7 @@ def rewrite_index(folder, number, **changes):
 
 def test_shards_that_cannot_be_read_say_why(tmp_path):
     (tmp_path / "mds").mkdir()
-    write_mds(tmp_path / "mds", {"y": ("int", 8)}, {"y": [np.int64(0).tobytes()] * ROWS})
+    write_mds(tmp_path / "mds", {"y": ("int", 8)}, {"y": [np.int64(0).tobytes()] * ROWS}, PARTS)
     (tmp_path / "mds/shard.00001.mds").rename(tmp_path / "outside.mds")
     with pytest.raises(ConfigurationError, match=r"shard.00001.mds is missing\."):
         open_encoded(tmp_path / "mds")
