@@ -10,11 +10,12 @@ techniques trusts it as much as this one. A checkpoint never imports any.
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -210,60 +211,68 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
 # Techniques of others ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Registered:
+    """An entry point of a package of somebody else's.
+
+    Args:
+        path: Where the class is imported from, ``my_package.clamp.Clamp``.
+        owner: The package and its version.
+    """
+
+    path: str
+    owner: str
+
+
 @functools.cache
-def registered() -> dict[str, tuple[EntryPoint, ...]]:
+def registered() -> dict[str, tuple[Registered, ...]]:
     """What installed packages register, by name, from their metadata alone."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    found: dict[str, tuple[Registered, ...]] = {}
     for point in entry_points(group=GROUP):
-        found[point.name] = (*found.get(point.name, ()), point)
+        owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
+        found[point.name] = (*found.get(point.name, ()), Registered(point.value.replace(":", "."), owner))
     return found
 
 
-def third_party(name: str) -> EntryPoint | None:
+def third_party(name: str) -> Registered | None:
     """The technique of somebody else's that ``name`` is short for; our own names are never anybody else's.
 
     Raises:
-        ConfigurationError: If two packages register the name, or it is not the name of the class.
+        ConfigurationError: If two packages register the name, or it is not the name of a class in a module.
     """
-    points = registered().get(name, ())
-    if name in PUBLIC or not points:
+    known = registered().get(name, ())
+    if name in PUBLIC or not known:
         return None
-    owners = " and ".join(_distribution(point) for point in points)
-    if len(points) > 1:
+    owners = " and ".join(one.owner for one in known)
+    if len(known) > 1:
         raise ConfigurationError(f"{name} is registered by {owners}: uninstall one, or write the class's import path")
-    if points[0].attr != name:
+    *module, last = known[0].path.split(".")
+    if last != name or not module or not all(part.isidentifier() for part in (*module, last)):
         raise ConfigurationError(
-            f"{owners} registers {points[0].value} as {name!r}: conflicts and checkpoints go by the class's name: the "
-            f"entry must be called {points[0].attr!r}"
+            f"{owners} registers {known[0].path} as {name!r}: it must be my_package.module:{name}, because conflicts "
+            "and checkpoints go by the name of the class"
         )
-    return points[0]
+    return known[0]
 
 
 def read_third_party() -> tuple[list[Card], list[str]]:
     """The cards of others' techniques, and a sentence for each registered name that cannot be used."""
     cards, refused = [], []
-    for name, points in sorted(registered().items()):
+    for name, known in sorted(registered().items()):
         try:
-            point = third_party(name)
+            one = third_party(name)
         except ConfigurationError as error:
             refused.append(str(error))
             continue
-        if point is None:
-            refused.append(f"{name} of {' and '.join(map(_distribution, points))} is not used: the name is ours")
+        if one is None:
+            refused.append(f"{name} of {' and '.join(one.owner for one in known)} is not used: the name is ours")
             continue
-        path, owner, slot = _source(point.module), _distribution(point), SLOTS["callbacks"]
-        card = None
-        if path is not None:
-            try:
-                card = _read_card(name, point.module, slot, path, owner)
-            except (OSError, SyntaxError, ValueError):  # what cannot be read is still listed
-                card = None
-        cards.append(card or Card(name, slot, point.module, summary="", distribution=owner))
+        module, slot, card = one.path.rpartition(".")[0], SLOTS["callbacks"], None
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # what cannot be read is still listed
+            path = _source(module)
+            card = _read_card(name, module, slot, path, one.owner) if path else None
+        cards.append(card or Card(name, slot, module, summary="", distribution=one.owner))
     return cards, refused
-
-
-def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
 
 
 def _source(module: str) -> Path | None:

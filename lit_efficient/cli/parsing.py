@@ -83,7 +83,8 @@ def _registered_classes() -> list[str]:
 
     Whoever installs such a package has decided to run it, as with a plugin of any program; a config only says when.
     """
-    return [f"{point.module}.{point.attr}" for points in registered().values() for point in points]
+    paths = [one.path for known in registered().values() for one in known]
+    return [path for path in paths if all(part.isidentifier() for part in path.split("."))]
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -127,8 +128,8 @@ def full_name(name: str) -> str:
     """
     if name in PUBLIC:
         return f"lit_efficient.{name}"
-    point = None if name in _ALIASES or name in _LIGHTNINGS else third_party(name)
-    return f"{point.module}.{point.attr}" if point else _ALIASES.get(name, name)
+    theirs = None if name in _ALIASES or name in _LIGHTNINGS else third_party(name)
+    return theirs.path if theirs else _ALIASES.get(name, name)
 
 
 def expand_short_names(tree: Any, key: str = "") -> Any:
