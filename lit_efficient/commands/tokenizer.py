@@ -60,8 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _texts(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from lit_efficient.data.python_corpus import EXCLUDE
-    from lit_efficient.data.text.text_files import find_files, read_texts, split_texts, standard_library
+    from lit_efficient.data.text.text_files import EXCLUDE, find_files, read_texts, split_texts, standard_library
 
     excluded = () if arguments.paths else EXCLUDE
     files = find_files(arguments.paths or [standard_library()], arguments.suffixes, excluded)

@@ -100,8 +100,7 @@ def _enumerated(rows: list[dict[str, Any]], name: str) -> Iterator[Row]:
 
 def _stdlib_packages() -> Source:
     """A text a file. None of the modules at the top of the library, which `STDLIB_INSTRUCTIONS` asks about."""
-    from lit_efficient.data.python_corpus import EXCLUDE
-    from lit_efficient.data.text.text_files import find_files, read_texts, standard_library
+    from lit_efficient.data.text.text_files import EXCLUDE, find_files, read_texts, standard_library
 
     files = find_files([standard_library()], [".py"], EXCLUDE)
     texts = read_texts((name, path) for name, path in files if "/" in name).files

@@ -15,6 +15,12 @@ from pathlib import Path
 
 from lit_efficient.errors import ConfigurationError
 
+# Of the standard library: tests, tables, generated text, the editor and what left the library in later versions.
+EXCLUDE = (
+    *("site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib", "turtledemo"),
+    *("lib2to3", "distutils", "ensurepip", "pydoc_data", "encodings"),
+)
+
 
 @dataclass(frozen=True)
 class TextFile:
