@@ -162,8 +162,6 @@ def summary_lines(
     data: Any, numbers: dict[str, float], shape: tuple[int, ...], split: str, colour: bool
 ) -> Iterator[str]:
     """Yield the lines that follow a batch: it in numbers, then the whole split."""
-    from lit_efficient.data.text.language_cache import summary
-
     legend = " ".join(paint(kind, kind, colour) for kind in (TRAINED, MASKED, PADDED))
     yield f"legend   {legend}"
     shares = ", ".join(
@@ -181,12 +179,14 @@ def summary_lines(
         yield f"{split:<8} streamed: what it holds is not known before it is read"
         return
     packing = f"; packed into rows that are {data.fill(split):.2%} full" if data.pack else ""
-    yield f"{split:<8} {summary(counts)}{packing}"
+    yield f"{split:<8} {data.summary(counts)}{packing}"
     if not counts["truncated"]:
         yield "         nothing truncated"
     yield from (f"source   {sentence}" for sentence in report["formats"])
     yield from (
-        f"         malformed: {place}: {why}" for shown in report["malformed"].values() for place, why in shown[:5]
+        f"         malformed: {place}: {why}"
+        for found in report["malformed"].values()
+        for place, why in found["shown"][:5]
     )
     if counts["turns"]:
         names = {i: data.chat_tokenizer.convert_ids_to_tokens(i) for i in data.stop_ids}

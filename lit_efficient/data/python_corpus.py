@@ -6,21 +6,21 @@ About 400 files, 8 MB and 2.3 million tokens of the standard library take 13 CPU
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.text import token_cache
-from lit_efficient.data.text.text_files import EXCLUDE, Texts, find_files, read_texts, split_texts, standard_library
+from lit_efficient.data.text.arguments import CorpusFiles
+from lit_efficient.data.text.chat_data import check_length
+from lit_efficient.data.text.text_files import find_files, read_texts, split_texts, standard_library
 from lit_efficient.data.text.token_windows import TokenWindows
-from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import cache_root, prepared_folder
+from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.files.cache import broken_seal, cache_folder, prepared_folder, read_manifest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,9 +40,7 @@ class PythonCorpus(LightningDataModule):
         val_batch_size: windows a validation batch; None means ``batch_size``.
         num_workers: processes that load batches; 0 is right for memory-mapped tokens.
         val_fraction: about this part of the files is for validation, in (0, 1); a single file is cut there instead.
-        paths: folders and files of UTF-8 text; None is the standard library. Files are taken whatever their suffix.
-        suffixes: what the names of files in folders end with.
-        exclude: names of folders passed over, with all that is below them; hidden folders always are.
+        files: which files are read.
         tokenizer_file: a ``tokenizer.json`` to use (that of another run, to go on training on new text) instead of
             training one; ``vocab_size`` is then its own.
         prompts: texts that ``predict`` continues.
@@ -59,36 +57,28 @@ class PythonCorpus(LightningDataModule):
         val_batch_size: int | None = None,
         num_workers: int = 0,
         val_fraction: float = 0.05,
-        paths: list[str] | None = None,
-        suffixes: Sequence[str] = (".py",),
-        exclude: Sequence[str] = EXCLUDE,
+        files: CorpusFiles = CorpusFiles(),  # noqa: B008 (frozen)
         tokenizer_file: str | None = None,
         prompts: Sequence[str] = ("def main(", "class Reader:", "import"),
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        least = {"sequence_length": 1, "batch_size": 1, "num_workers": 0, "vocab_size": 257, "val_batch_size": 1}
-        given = {"sequence_length": sequence_length, "batch_size": batch_size, "num_workers": num_workers}
-        given |= {"vocab_size": vocab_size, "val_batch_size": batch_size if val_batch_size is None else val_batch_size}
-        for name, value in given.items():
-            if value < least[name]:
-                raise ConfigurationError(f"PythonCorpus: {name} must be at least {least[name]}, got {value}.")
-        if not 0 < val_fraction < 1:
-            raise ConfigurationError(f"PythonCorpus: val_fraction must be between 0 and 1, got {val_fraction}.")
-        if paths is not None and not paths:
-            raise ConfigurationError("PythonCorpus: paths must name at least one file or folder, or be null; got [].")
+        check_number("PythonCorpus", "vocab_size", vocab_size, least=257, whole=True)
+        for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
+            check_number("PythonCorpus", name, value, least=1, whole=True)
+        check_number("PythonCorpus", "val_batch_size", val_batch_size, least=1, whole=True, null=True)
+        check_number("PythonCorpus", "num_workers", num_workers, least=0, whole=True)
+        check_number("PythonCorpus", "val_fraction", val_fraction, above=0, below=1)
         if any("\0" in prompt or not prompt for prompt in prompts):
-            raise ConfigurationError(f"PythonCorpus: prompts must be texts that are not empty, got {list(prompts)}.")
+            raise refusal("PythonCorpus", "prompts", "texts that are not empty", list(prompts))
         self._vocab_size = vocab_size
         self.sequence_length = sequence_length
         self.batch_size = batch_size
-        self.val_batch_size = given["val_batch_size"]
+        self.val_batch_size = val_batch_size or batch_size
         self.num_workers = num_workers
         self.val_fraction = val_fraction
-        self.paths = paths
-        self.suffixes = list(suffixes)
-        self.exclude = list(exclude)
+        self.files = files
         self.tokenizer_file = tokenizer_file
         self.prompts = list(prompts)
         self.cache_dir = cache_dir
@@ -97,8 +87,6 @@ class PythonCorpus(LightningDataModule):
         self._tokenizer: Tokenizer | None = None
         self.train_windows: TokenWindows | None = None
         self.val_windows: TokenWindows | None = None
-        self.bytes_per_token = 0.0
-        """Bytes of text a token of the validation split stands for, on average; known after `setup`."""
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -114,8 +102,9 @@ class PythonCorpus(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Make the cache, or check all of it. Runs in one process a machine."""
+        check_length(self, "sequence_length", self.sequence_length)
         self._folder = self._prepare(thorough=True)
-        manifest = token_cache.read_manifest(self._folder)
+        manifest = read_manifest(self._folder)
         left_out = [
             f"{len(names)} {why} (such as {names[0]})"
             for why, names in (("duplicates", manifest["duplicates"]), ("not UTF-8", manifest["unreadable"]))
@@ -144,7 +133,6 @@ class PythonCorpus(LightningDataModule):
                     f"val_fraction ({self.val_fraction})."
                 )
         self._tokenizer = tokenizer
-        self.bytes_per_token = float(sizes[tokens["val"]].sum() / np.count_nonzero(sizes[tokens["val"]]))
         self.val_windows = TokenWindows(tokens["val"], self.sequence_length, sizes)
         self.train_windows = TokenWindows(tokens["train"], self.sequence_length)
         if len(self.train_windows) < self.batch_size:
@@ -175,11 +163,11 @@ class PythonCorpus(LightningDataModule):
         return DataLoader(self.prompts, batch_size=1, collate_fn=_prompt_batch)  # type: ignore[arg-type]
 
     def _prepare(self, thorough: bool) -> Path:
-        files = find_files(self.paths or [standard_library()], self.suffixes, self.exclude)
+        files = find_files(self.files.paths or [standard_library()], self.files.suffixes, self.files.exclude)
         texts = read_texts(files)
         if not texts.files:
             raise ConfigurationError(
-                f"PythonCorpus: paths hold no text: {len(files)} files were found, all empty or not UTF-8 "
+                f"PythonCorpus: files.paths hold no text: {len(files)} files were found, all empty or not UTF-8 "
                 f"(such as {files[0][1]})."
             )
         given = None if self.tokenizer_file is None else token_cache.load_tokenizer(self.tokenizer_file)
@@ -190,24 +178,16 @@ class PythonCorpus(LightningDataModule):
             "seed": self.seed,
             "format": token_cache.FORMAT,
         }
-        key = hashlib.sha256(json.dumps([settings, [(f.path, f.digest) for f in texts.files]]).encode()).hexdigest()
-        folder = (Path(self.cache_dir).expanduser() if self.cache_dir else cache_root()) / "text" / key[:32]
+        folder = cache_folder(self.cache_dir, "text", [settings, [(f.path, f.digest) for f in texts.files]])
 
         def build(target: Path) -> None:
             train, val = split_texts(texts.files, self.val_fraction, self.seed)
             tokenizer = given or token_cache.train_tokenizer(train, self._vocab_size)
-            token_cache.write_token_cache(target, tokenizer, train, val, settings | _about(texts, train, val))
+            about = {"train_files": len(train), "val_files": len(val)}
+            about |= {"duplicates": texts.duplicates, "unreadable": texts.unreadable}
+            token_cache.write_token_cache(target, tokenizer, train, val, settings | about)
 
-        return prepared_folder(folder, build, lambda path: token_cache.token_cache_problem(path, thorough))
-
-
-def _about(texts: Texts, train: list[str], val: list[str]) -> dict[str, Any]:
-    return {
-        "train_files": len(train),
-        "val_files": len(val),
-        "duplicates": texts.duplicates,
-        "unreadable": texts.unreadable,
-    }
+        return prepared_folder(folder, build, lambda path: broken_seal(path, token_cache.FORMAT, thorough))
 
 
 def _prompt_batch(prompts: list[str]) -> dict[str, list[str]]:

@@ -5,20 +5,31 @@ half-written cache and two runs that start together prepare it once.
 """
 
 import hashlib
+import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import write_folder
 
+MANIFEST = "manifest.json"
+
 
 def cache_root() -> Path:
     """The folder for all caches: ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``. Creates nothing."""
     configured = os.environ.get("LIT_EFFICIENT_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "lit_efficient"
+
+
+def cache_folder(cache_dir: str | None, kind: str, made_from: Any) -> Path:
+    """The place of a cache, named by the hash of what it is made from; None as ``cache_dir`` is `cache_root`."""
+    root = Path(cache_dir).expanduser() if cache_dir else cache_root()
+    return root / kind / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callable[[Path], str | None]) -> Path:
@@ -78,6 +89,37 @@ def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough
         if thorough and sha256_of(path) != digest:
             return f"{name} is not what was written (its SHA-256 differs)."
     return None
+
+
+def seal(folder: Path, form: int, about: Mapping[str, Any]) -> None:
+    """Write the manifest over all files in ``folder``: their sizes and hashes, their format, and ``about`` as it is."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    listed = {path.relative_to(folder).as_posix(): [path.stat().st_size, sha256_of(path)] for path in files}
+    manifest = {"format": form, "byteorder": sys.byteorder, "files": listed, **about}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder that was found sound."""
+    return dict(json.loads((folder / MANIFEST).read_text("utf-8")))
+
+
+def broken_seal(folder: Path, form: int, thorough: bool) -> str | None:
+    """What of a folder is not as `seal` found it, in one sentence; None if nothing.
+
+    Args:
+        folder: the folder.
+        form: the format that its files must have.
+        thorough: compare contents (about 1 s a GB), not only sizes.
+    """
+    try:
+        manifest = read_manifest(folder)
+        if (manifest["format"], manifest["byteorder"]) != (form, sys.byteorder):
+            return f"{MANIFEST} is of another format or machine."
+        listed = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is missing or unreadable."
+    return altered_file(folder, listed, thorough)
 
 
 def map_numbers(path: Path, dtype: np.dtype | type) -> np.ndarray:

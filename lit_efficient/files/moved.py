@@ -7,8 +7,22 @@ from collections.abc import Mapping
 from typing import Any
 
 _VIEW = ("resolution", "channels", "buckets", "crop", "horizontal_flip", "variants", "resample")
+_ROWS = {name: f"rows.{name}" for name in ("columns", "max_rows", "max_malformed", "split", "val_split", "subset")}
+_CHAT = {"chat_template": "chat.template", "vocab_size": "chat.vocab_size", "untrained_end": "chat.untrained_end"}
 
 MOVED_KEYS: dict[str, dict[str, str]] = {
+    "LanguageData": {
+        **_ROWS,
+        **_CHAT,
+        "format": "rows.format",
+        "train_on": "chat.train_on",
+        "truncation": "chat.truncation",
+        "streaming": "stream.enabled",
+        "epoch_batches": "stream.epoch_batches",
+        "buffer": "stream.buffer",
+    },
+    "PreferenceData": {**_ROWS, **_CHAT, "strings_as": "rows.strings_as", "too_long": "chat.too_long"},
+    "PythonCorpus": {name: f"files.{name}" for name in ("paths", "suffixes", "exclude")},
     "ImageData": {
         "split": "splits.train",
         "val_split": "splits.val",

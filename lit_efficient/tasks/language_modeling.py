@@ -109,6 +109,12 @@ class LanguageModeling(LightningModule):
         counted = any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks)
         return [TokenWeightedAccumulation()] if several and not counted else []
 
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens that the network reads at once; None for one of Hugging Face, which may go on beyond its own."""
+        spec = self.network.config if isinstance(self.network, GPT) else self.model
+        return spec.max_length if isinstance(spec, GPTConfig) else None
+
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """How many tokens of a batch are learned."""
         return int((targets_of(batch) != IGNORE).sum())

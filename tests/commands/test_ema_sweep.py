@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Trainer
 from PIL import Image
 
-from lit_efficient import ConfigurationError, LanguageModeling, PythonCorpus
+from lit_efficient import ConfigurationError, CorpusFiles, LanguageModeling, PythonCorpus
 from lit_efficient.__main__ import main
 from lit_efficient.commands.ema_sweep import WidthCurve, loss_among
 from lit_efficient.mechanisms.averages.snapshots import synthesize
@@ -44,13 +44,17 @@ def config(folder: Path) -> dict:
         },
         "model": {"class_path": "LanguageModeling", "init_args": {"model": MODEL}},
         "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.05}},  # constant and high: averages help
-        "data": {"class_path": "PythonCorpus", "init_args": {**DATA, "paths": [str(source)], "prompts": ["def"]}},
+        "data": {
+            "class_path": "PythonCorpus",
+            "init_args": {**DATA, "files": {"paths": [str(source)]}, "prompts": ["def"]},
+        },
     }
 
 
 def by_hand(raw: dict[str, torch.Tensor], average: dict[str, torch.Tensor], settings: dict) -> float:
     """The validation loss of an average, from nothing but the classes."""
-    corpus = PythonCorpus(**settings["data"]["init_args"])
+    arguments = settings["data"]["init_args"]
+    corpus = PythonCorpus(**arguments | {"files": CorpusFiles(**arguments["files"])})
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     run = Trainer(accelerator="cpu", enable_checkpointing=False, **quiet)
     module = LanguageModeling(GPTConfig(**MODEL))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lit_efficient import EMA, CausalLMConfig, LanguageModeling, LoRA, PythonCorpus
+from lit_efficient import EMA, CausalLMConfig, CorpusFiles, LanguageModeling, LoRA, PythonCorpus
 from lit_efficient.__main__ import main
 from lit_efficient.tasks.loading import load_language_model
 from tests.models.test_causal_lm import SMALL
@@ -41,7 +41,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         callbacks=[LoRA(rank=4), ema],
     )
     cache = str(folder / "cache")
-    data = PythonCorpus(vocab_size=300, sequence_length=16, batch_size=4, paths=[str(source)], cache_dir=cache)
+    data = PythonCorpus(
+        vocab_size=300, sequence_length=16, batch_size=4, files=CorpusFiles([str(source)]), cache_dir=cache
+    )
     trainer.fit(model, datamodule=data)
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "alone.ckpt", weights_only=True)

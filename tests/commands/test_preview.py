@@ -111,7 +111,7 @@ def test_colours_on_a_terminal_unless_they_are_not_wanted(
 def test_an_end_that_is_not_learned_and_rows_that_are_cut_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    path = config(tmp_path, UNENDED, untrained_end="warn", pack=False, max_length=32)
+    path = config(tmp_path, UNENDED, chat={"untrained_end": "warn"}, pack=False, max_length=32)
     with pytest.warns(UserWarning, match="may never stop"):
         assert main(["preview", "-c", path, "--split", "val"]) == 0
     text = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_an_end_that_is_not_learned_and_rows_that_are_cut_are_said(
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["preview", "-c", config(tmp_path, max_length=1)]) == 2
-    assert "max_length must be at least 2, got 1" in capsys.readouterr().err
+    assert "max_length must be a whole number of at least 2, got 1" in capsys.readouterr().err
     assert main(["preview", "-c", str(tmp_path / "none.yaml")]) == 2
     assert "there is no file" in capsys.readouterr().err
     assert main(["preview", "-c", config(tmp_path), "--data.max_lenght", "3"]) == 2

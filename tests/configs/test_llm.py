@@ -51,7 +51,7 @@ def test_pretraining_leaves_a_base_that_fine_tuning_starts_from(tmp_path: Path) 
     few = ["--trainer.max_steps=2", "--trainer.logger=false"]
     few += ["--trainer.val_check_interval=2", "--data.init_args.val_fraction=0.2"]
     few += ["--trainer.enable_model_summary=false"]
-    pretrain = [*few, "--data.init_args.max_rows=12"]
+    pretrain = [*few, "--data.init_args.rows.max_rows=12"]
     assert main(["fit", "-c", str(FOLDER / "pretrain.yaml"), *pretrain]) == 0
     checkpoint = "runs/llm/pretrain/best.ckpt"
     assert main(["export", checkpoint, "--format", "merged", "--output", "runs/llm/base"]) == 0
@@ -62,7 +62,7 @@ def test_pretraining_leaves_a_base_that_fine_tuning_starts_from(tmp_path: Path) 
     theirs = load_chat_tokenizer("runs/llm/base")
     assert len(theirs) == base.config.vocab_size
     assert theirs.chat_template == state["language_modeling"]["tokenizer"]["chat_template"]
-    assert main(["fit", "-c", str(FOLDER / "qlora.yaml"), *few, "--data.init_args.max_rows=40"]) == 0
+    assert main(["fit", "-c", str(FOLDER / "qlora.yaml"), *few, "--data.init_args.rows.max_rows=40"]) == 0
     tuned = torch.load("runs/llm/qlora/best.ckpt", weights_only=True)
     moved = {key: tensor.abs().max() > 0 for key, tensor in tuned["state_dict"].items() if key.endswith("lora_B")}
     assert len(moved) == 4 * 7

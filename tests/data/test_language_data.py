@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from lit_efficient import GPTConfig, LanguageModeling, PythonCorpus
 from lit_efficient.data.language_data import LanguageData
-from lit_efficient.data.text.document_store import read_manifest
+from lit_efficient.data.text.arguments import LanguageChat, LanguageRows, LanguageStream
 from lit_efficient.data.text.rows import STDLIB_PACKAGES, open_sources
 from lit_efficient.data.text.text_files import standard_library
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import read_manifest
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.resumable_loader import make_resumable
 from tests.data.text.chat_kit import PLAIN, THINKING, tokenizer
+from tests.support import trainer
 
 COUNT = 60
 
@@ -76,7 +79,7 @@ def test_every_answer_is_learned_once_an_epoch_packed_or_not(tmp_path: Path) -> 
 
 
 def test_no_label_stands_at_a_documents_start(tmp_path: Path) -> None:
-    data = ready(language_data(tmp_path, train_on="all"))
+    data = ready(language_data(tmp_path, chat=LanguageChat(train_on="all")))
     for batch in data.train_dataloader():
         assert (batch["labels"][batch["position_ids"] == 0] == IGNORE).all()
         assert (batch["labels"] != IGNORE).float().mean() > 0.5
@@ -94,7 +97,7 @@ def test_the_cache_is_used_again_and_never_stale(tmp_path: Path, caplog: pytest.
     ready(language_data(tmp_path))
     first = caches(tmp_path)
     stamp = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
-    ready(language_data(tmp_path, batch_size=1, max_malformed=0.5, num_workers=1))
+    ready(language_data(tmp_path, batch_size=1, rows=LanguageRows(max_malformed=0.5), num_workers=1))
     assert caches(tmp_path) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == stamp
     source = tmp_path / "data.jsonl"
@@ -106,15 +109,56 @@ def test_the_cache_is_used_again_and_never_stale(tmp_path: Path, caplog: pytest.
     assert len(caches(tmp_path)) == 2
     caplog.clear()
     with caplog.at_level("INFO"):
-        ready(language_data(tmp_path, chat_template=PLAIN))
+        ready(language_data(tmp_path, chat=LanguageChat(template=PLAIN)))
     assert "because the tokenizer or its chat template changed" in caplog.text
-    for number, changes in enumerate([{"max_length": 48}, {"train_on": "all"}, {"seed": 1}, {"max_rows": 50}], 4):
+    for number, changes in enumerate(
+        [{"chat": LanguageChat(train_on="all")}, {"seed": 1}, {"rows": LanguageRows(max_rows=50)}], 4
+    ):
         ready(language_data(tmp_path, **changes))
         assert len(caches(tmp_path)) == number
 
 
+def test_one_cache_serves_every_length(tmp_path: Path) -> None:
+    """Its rows are those of a cache that was made for that length alone."""
+    source = tmp_path / "long.jsonl"
+    rows = [chat(i, 1 + i % 40) for i in range(40)] + [{"text": f"word{i} é " * 5 * i} for i in range(1, 9)]
+    source.write_text("\n".join(map(json.dumps, rows[:40])))
+    (tmp_path / "texts").mkdir()
+    for i, row in enumerate(rows[40:]):
+        (tmp_path / "texts" / f"{i}.txt").write_text(row["text"])
+    train = [str(source), str(tmp_path / "texts")]
+
+    def batches(cache: str, **changes) -> list[dict[str, torch.Tensor]]:
+        data = ready(language_data(tmp_path, train=train, cache_dir=str(tmp_path / cache), batch_size=1, **changes))
+        torch.manual_seed(0)
+        return [*data.train_dataloader(), *data.val_dataloader()]
+
+    for number, changes in enumerate(
+        [{"max_length": 200}, {"max_length": 30}, {"max_length": 30, "chat": LanguageChat(truncation="left")}]
+    ):
+        shared, own = batches("cache", **changes), batches(f"own{number}", **changes)
+        assert len(shared) == len(own) > 5
+        assert all(torch.equal(one[name], other[name]) for one, other in zip(shared, own) for name in other)
+    assert len(caches(tmp_path)) == 1
+
+
+def test_rows_longer_than_the_model_reads_are_refused_before_they_are_tokenised(tmp_path: Path) -> None:
+    data = language_data(tmp_path, max_length=64)
+    model = LanguageModeling(GPTConfig(dim=16, depth=1, num_heads=2, max_length=32))
+    wrong = "LanguageData: max_length must be at most what the model reads, max_length = 32 of LanguageModeling's model"
+    with pytest.raises(ConfigurationError, match=f"{wrong}, got 64"):
+        trainer().fit(model, datamodule=data)
+    assert not (tmp_path / "cache").exists()
+    corpus = PythonCorpus(sequence_length=64, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigurationError, match=r"PythonCorpus: sequence_length must be at most .*= 32.*, got 64"):
+        trainer().fit(model, datamodule=corpus)
+    assert not (tmp_path / "cache").exists()
+    longest = LanguageModeling(GPTConfig(dim=16, depth=1, num_heads=2, max_length=64))
+    trainer(max_steps=1, limit_val_batches=0).fit(longest, datamodule=data)
+
+
 def test_another_template_is_another_mask_and_another_cache(tmp_path: Path) -> None:
-    thinking = ready(language_data(tmp_path, chat_template=THINKING))
+    thinking = ready(language_data(tmp_path, chat=LanguageChat(template=THINKING)))
     assert all("</think>" in answer for answer in answers(thinking, thinking.val_dataloader()))
 
 
@@ -154,7 +198,7 @@ def test_malformed_rows_are_counted_shown_and_refused_above_the_threshold(tmp_pa
     assert "bad.jsonl:11: messages is empty" in str(error.value)
     assert "bad.jsonl:21: the text of a turn spells the control token" in str(error.value)
     assert "max_malformed allows 1.00%" in str(error.value)
-    data = language_data(tmp_path, train=str(source), max_malformed=0.1)
+    data = language_data(tmp_path, train=str(source), rows=LanguageRows(max_malformed=0.1))
     with pytest.warns(UserWarning, match="3 of 40 rows for train are malformed"):
         data.prepare_data()
     data.setup("fit")
@@ -231,7 +275,9 @@ def test_texts_are_cut_into_pieces_and_packed(tmp_path: Path) -> None:
 def test_own_columns(tmp_path: Path) -> None:
     source = tmp_path / "qa.jsonl"
     source.write_text("\n".join(json.dumps({"q": f"Say {i}:", "a": f" w{i}"}) for i in range(20)))
-    data = ready(language_data(tmp_path, train=str(source), columns={"prompt": "q", "completion": "a"}))
+    data = ready(
+        language_data(tmp_path, train=str(source), rows=LanguageRows(columns={"prompt": "q", "completion": "a"}))
+    )
     found = answers(data, data.val_dataloader())
     assert all(answer.startswith(" w") and "Say" not in answer for answer in found)
     assert found
@@ -272,11 +318,15 @@ def test_a_tokenizer_is_trained_on_the_training_rows_alone(tmp_path: Path) -> No
     val.write_text(
         json.dumps({"messages": [chat(1)["messages"][0], {"role": "assistant", "content": "zyzzyva " * 20}]})
     )
-    data = ready(language_data(tmp_path, tokenizer=None, vocab_size=300, val=str(val), max_length=256))
+    data = ready(
+        language_data(tmp_path, tokenizer=None, chat=LanguageChat(vocab_size=300), val=str(val), max_length=256)
+    )
     assert data.vocab_size <= 300
     assert "zy" not in data.tokenizer.get_vocab()
     assert data.tokenizer.to_str() == data.chat_tokenizer.backend_tokenizer.to_str()
-    again = ready(language_data(tmp_path, tokenizer=None, vocab_size=300, val=str(val), max_length=256))
+    again = ready(
+        language_data(tmp_path, tokenizer=None, chat=LanguageChat(vocab_size=300), val=str(val), max_length=256)
+    )
     assert again._folder == data._folder
     assert read_manifest(again._folder)["end_of_turn"] == data.chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
 
@@ -284,20 +334,37 @@ def test_a_tokenizer_is_trained_on_the_training_rows_alone(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"max_length": 1}, "max_length must be at least 2, got 1"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"val_fraction": 1.0}, r"val_fraction must be between 0 and 1, got 1.0"),
-        ({"max_malformed": 1.5}, r"max_malformed must be in \[0, 1\], got 1.5"),
-        ({"tokenizer": None, "vocab_size": 10}, "vocab_size must be at least 259, got 10"),
-        ({"columns": {"question": "q"}}, "columns may name .*got 'question'"),
-        ({"tokenizer": None, "chat_template": "chatml"}, "chat_template needs a tokenizer"),
+        ({"max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"val_fraction": 1.0}, "val_fraction must be above 0 and below 1, got 1.0"),
+        ({"tokenizer": None, "chat": LanguageChat(template="chatml")}, "chat.template needs a tokenizer"),
         ({"train": []}, "must name at least one source"),
-        ({"max_rows": 0}, "max_rows must be at least 1, got 0"),
+        ({"stream": LanguageStream(enabled=True)}, "stream.enabled needs a tokenizer and val"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(tmp_path: Path, changes: dict, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         language_data(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("group", "values", "sentence"),
+    [
+        (LanguageRows, {"max_malformed": 1.5}, "rows.max_malformed must be at least 0 and at most 1, got 1.5"),
+        (LanguageRows, {"columns": {"question": "q"}}, "rows.columns may name .*got 'question'"),
+        (LanguageRows, {"max_rows": 0}, "rows.max_rows must be a whole number of at least 1 or null, got 0"),
+        (LanguageRows, {"format": "csv"}, "rows.format must be one of auto, messages, .*got 'csv'"),
+        (LanguageChat, {"vocab_size": 10}, "chat.vocab_size must be a whole number of at least 259, got 10"),
+        (LanguageChat, {"train_on": "user"}, "chat.train_on must be one of assistant, completion, all, got 'user'"),
+        (LanguageChat, {"truncation": "middle"}, "chat.truncation must be one of right, left, drop, got 'middle'"),
+        (LanguageChat, {"untrained_end": "no"}, "chat.untrained_end must be one of refuse, warn, train, got 'no'"),
+        (LanguageStream, {"buffer": 0}, "stream.buffer must be a whole number of at least 1, got 0"),
+        (LanguageStream, {"epoch_batches": 0}, "stream.epoch_batches must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_a_group_is_checked_where_it_is_made(group: type, values: dict, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"LanguageData: {sentence}"):
+        group(**values)
 
 
 def test_bad_sources_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:

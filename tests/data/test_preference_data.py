@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lit_efficient import ConfigurationError, PreferenceData
+from lit_efficient.data.text.arguments import PreferenceChat, PreferenceRows
 from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokens import Encoded
-from lit_efficient.data.text.pair_cache import fit_pair
 from lit_efficient.data.text.pair_formats import read_pair, recognise_pairs
 from lit_efficient.data.text.python_preferences import preferences
+from lit_efficient.data.text.truncation import TooLong, cut_pairs, facts
 from tests.data.text.chat_kit import tokenizer
 
 
@@ -101,15 +102,17 @@ def _encoded(given: int, length: int) -> Encoded:
 
 
 def test_long_pairs_are_dropped_or_lose_the_same_beginning() -> None:
-    pair = _encoded(6, 10), _encoded(6, 8)
-    assert fit_pair(pair, 10, "drop") is pair
-    assert fit_pair(pair, 9, "drop") is None
-    cut = fit_pair(pair, 7, "left")
-    assert cut is not None
-    assert [one.ids.tolist() for one in cut] == [[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7]]
-    assert [int(one.trained.sum()) for one in cut] == [4, 2]
-    assert fit_pair(pair, 5, "left") is not None  # one token of the prompt stays
-    assert fit_pair(pair, 4, "left") is None
+    chosen, rejected = (np.array([facts(_encoded(6, length)), facts(_encoded(2, 3))]) for length in (10, 8))
+
+    def left(max_length: int, too_long: TooLong) -> list[list[tuple[int, int, int]]]:
+        found = cut_pairs(chosen, rejected, max_length, too_long)
+        return [list(zip(side.document.tolist(), side.start.tolist(), side.stop.tolist())) for side in found]
+
+    assert left(10, "drop") == [[(0, 0, 10), (1, 0, 3)], [(0, 0, 8), (1, 0, 3)]]
+    assert left(9, "drop") == [[(1, 0, 3)], [(1, 0, 3)]]
+    assert left(7, "left") == [[(0, 3, 10), (1, 0, 3)], [(0, 3, 8), (1, 0, 3)]]
+    assert left(5, "left")[0] == [(0, 5, 10), (1, 0, 3)]  # one token of the prompt stays
+    assert left(4, "left")[0] == [(1, 0, 3)]
 
 
 def _file(folder: Path, rows: list[Any]) -> str:
@@ -153,7 +156,7 @@ def test_batches_hold_both_answers_and_learn_them_with_their_end(tmp_path: Path,
             whole = read.decode(ids[row][mask[row] == 1])
             assert whole.startswith("<|im_start|>user\nWhat is")
     prompts = [
-        {pairs.chosen[i][0][pairs.chosen[i][1] == -100].tobytes() for i in range(len(pairs))}
+        {ids[labels == -100].tobytes() for (ids, labels), _ in (pairs[i] for i in range(len(pairs)))}
         for pairs in (data.train_pairs, data.val_pairs)
         if pairs is not None
     ]
@@ -162,13 +165,44 @@ def test_batches_hold_both_answers_and_learn_them_with_their_end(tmp_path: Path,
     assert sum(map(len, prompts)) == 20
 
 
+def test_one_cache_serves_every_length_and_pairs_that_are_cut_lose_their_beginning(tmp_path: Path, words: str) -> None:
+    rows = [
+        {"prompt": [_user(f"What is {i} plus two?" + " Please." * i)], "chosen": "Four, of course.", "rejected": "Two"}
+        for i in range(20)
+    ]
+    options: dict[str, Any] = {"train": _file(tmp_path, rows), "tokenizer": words, "batch_size": 1, "val_fraction": 0.2}
+    found = {}
+    for max_length, too_long in ((1000, "drop"), (60, "drop"), (60, "left")):
+        chat = PreferenceChat(too_long=too_long)  # type: ignore[arg-type]
+        data = PreferenceData(**options, cache_dir=str(tmp_path / "cache"), max_length=max_length, chat=chat)
+        data.prepare_data()
+        data.setup()
+        pairs = data.train_pairs
+        assert pairs is not None
+        found[max_length, too_long] = [pairs[i] for i in range(len(pairs))], data.report["counts"]["train"]
+    assert len([path for path in (tmp_path / "cache" / "preference").iterdir() if path.is_dir()]) == 1
+    whole, counts = found[1000, "drop"]
+    assert (counts["documents"], counts["dropped"], counts["truncated"]) == (len(whole), 0, 0)
+    short, counts = found[60, "drop"]
+    fitting = [pair for pair in whole if max(len(ids) for ids, _ in pair) <= 60]
+    assert 0 < len(short) == len(fitting) == len(whole) - counts["dropped"] < len(whole)
+    for pair, kept in zip(fitting, short):
+        assert all(np.array_equal(a, b) for one, other in zip(pair, kept) for a, b in zip(one, other))
+    cut, counts = found[60, "left"]
+    assert (len(cut), counts["truncated"]) == (len(whole), len(whole) - len(short))
+    for pair, kept in zip(whole, cut):
+        excess = max(0, max(len(ids) for ids, _ in pair) - 60)
+        assert all(np.array_equal(one[0][excess:], other[0]) for one, other in zip(pair, kept))
+        assert all((one[1] >= 0).sum() == (other[1] >= 0).sum() for one, other in zip(pair, kept))
+
+
 def test_malformed_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path: Path, words: str) -> None:
     source = _file(tmp_path, [*_rows(6), "no json", {"prompt": "a", "chosen": "b", "rejected": "b"}])
     options: dict[str, Any] = {"train": source, "tokenizer": words, "batch_size": 2, "cache_dir": str(tmp_path)}
     with pytest.raises(ConfigurationError, match=r"2 of 14 rows(.|\n)*pairs.jsonl:13: no JSON(.|\n)*:14: .*the same"):
         PreferenceData(**options).prepare_data()
     with pytest.warns(UserWarning, match="2 of 14 rows for train are malformed"):
-        PreferenceData(**options, max_malformed=0.2).prepare_data()
+        PreferenceData(**options, rows=PreferenceRows(max_malformed=0.2)).prepare_data()
 
 
 def test_own_names_of_keys_and_a_source_for_validation(tmp_path: Path, words: str) -> None:
@@ -176,14 +210,19 @@ def test_own_names_of_keys_and_a_source_for_validation(tmp_path: Path, words: st
     source = _file(tmp_path, rows)
     columns = {"prompt": "question", "chosen": "yes", "rejected": "no"}
     data = PreferenceData(
-        train=source, val=source, columns=columns, tokenizer=words, batch_size=2, cache_dir=str(tmp_path)
+        train=source,
+        val=source,
+        rows=PreferenceRows(columns=columns),
+        tokenizer=words,
+        batch_size=2,
+        cache_dir=str(tmp_path),
     )
     data.prepare_data()
     data.setup()
     assert data.train_pairs is not None
     assert data.val_pairs is not None
     assert len(data.train_pairs) == len(data.val_pairs) == 4
-    ids, labels = data.train_pairs.rejected[0]
+    _, (ids, labels) = data.train_pairs[0]
     assert data.chat_tokenizer.decode(ids).startswith("Is 0 two?Done.")
     assert data.chat_tokenizer.decode(labels[labels != -100]) == "Done.<|endoftext|>"
     with pytest.raises(ConfigurationError, match="pairs have the keys chosen and rejected"):
@@ -201,17 +240,31 @@ def test_the_librarys_pairs_prefer_and_reject_every_body_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"vocab_size": 100}, "vocab_size must be at least 259, got 100"),
-        ({"val_fraction": 1.0}, "val_fraction must be between 0 and 1, got 1.0"),
-        ({"max_malformed": 2.0}, r"max_malformed must be in \[0, 1\], got 2.0"),
-        ({"too_long": "right"}, "too_long must be drop or left, got 'right'"),
-        ({"strings_as": "chat"}, "strings_as must be text or turns, got 'chat'"),
-        ({"columns": {"question": "q"}}, "columns may name prompt, chosen, rejected, system, tools, got 'question'"),
-        ({"chat_template": "chatml"}, "chat_template needs a tokenizer"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"val_fraction": 1.0}, "val_fraction must be above 0 and below 1, got 1.0"),
+        ({"chat": PreferenceChat(template="chatml")}, "chat.template needs a tokenizer"),
         ({"train": []}, "must name at least one source"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PreferenceData(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("group", "values", "sentence"),
+    [
+        (PreferenceRows, {"max_malformed": 2.0}, "rows.max_malformed must be at least 0 and at most 1, got 2.0"),
+        (PreferenceRows, {"strings_as": "chat"}, "rows.strings_as must be one of text, turns, got 'chat'"),
+        (
+            PreferenceRows,
+            {"columns": {"question": "q"}},
+            "rows.columns may name prompt, chosen, rejected, system, tools, got 'question'",
+        ),
+        (PreferenceChat, {"vocab_size": 100}, "chat.vocab_size must be a whole number of at least 259, got 100"),
+        (PreferenceChat, {"too_long": "right"}, "chat.too_long must be one of drop, left, got 'right'"),
+    ],
+)
+def test_a_group_is_checked_where_it_is_made(group: type, values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"PreferenceData: {sentence}"):
+        group(**values)

@@ -1,5 +1,4 @@
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 
 from lit_efficient.data.python_corpus import PythonCorpus
 from lit_efficient.data.text import token_cache
+from lit_efficient.data.text.arguments import CorpusFiles
 from lit_efficient.data.text.text_files import TextFile, find_files, read_texts, split_texts, standard_library
 from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError
@@ -31,7 +31,8 @@ def corpus(tmp_path: Path, **changes) -> PythonCorpus:
     if not source.exists():
         write_corpus(source)
     settings = {"vocab_size": 300, "sequence_length": 16, "batch_size": 4, "val_fraction": 0.2}
-    return PythonCorpus(**(settings | {"paths": [str(source)], "cache_dir": str(tmp_path / "cache")} | changes))
+    files = CorpusFiles(paths=changes.pop("paths", [str(source)]))
+    return PythonCorpus(**(settings | {"files": files, "cache_dir": str(tmp_path / "cache")} | changes))
 
 
 def ready(data: PythonCorpus) -> PythonCorpus:
@@ -77,7 +78,8 @@ def test_bytes_of_validation_windows_are_exact(tmp_path: Path) -> None:
     # decoding whole files gives back their bytes: é takes two
     tokens = token_cache.open_tokens(cache_folders(tmp_path)[0], "val")
     text = data.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-    assert data.bytes_per_token == pytest.approx(len(text.encode()) / np.count_nonzero(tokens))
+    sizes = token_cache.bytes_of_tokens(data.tokenizer)
+    assert sizes[tokens].sum() == len(text.encode())
     assert "é" in text
 
 
@@ -241,11 +243,11 @@ def test_a_large_vocabulary_takes_wider_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"vocab_size": 256}, "vocab_size must be at least 257, got 256"),
-        ({"sequence_length": 0}, "sequence_length must be at least 1, got 0"),
-        ({"val_batch_size": 0}, "val_batch_size must be at least 1, got 0"),
-        ({"val_fraction": 1.0}, "val_fraction must be between 0 and 1, got 1.0"),
-        ({"paths": []}, "paths must name at least one"),
+        ({"vocab_size": 256}, "vocab_size must be a whole number of at least 257, got 256"),
+        ({"sequence_length": 0}, "sequence_length must be a whole number of at least 1, got 0"),
+        ({"val_batch_size": 0}, "val_batch_size must be a whole number of at least 1 or null, got 0"),
+        ({"val_fraction": 1.0}, "val_fraction must be above 0 and below 1, got 1.0"),
+        ({"paths": []}, r"files.paths must be null, or at least one file or folder, got \[\]"),
         ({"prompts": [""]}, "prompts must be texts"),
     ],
 )
@@ -308,11 +310,9 @@ def test_a_few_files_of_the_standard_library(tmp_path: Path) -> None:
         shutil.copytree(standard_library() / package, source / package, ignore=lambda _, names: {"__pycache__"})
     data = ready(corpus(tmp_path, paths=[str(source)], vocab_size=600, sequence_length=64, val_batch_size=2))
     assert data.vocab_size == 600
-    assert 2.0 < data.bytes_per_token < 6.0
     assert data.val_dataloader().batch_size == 2
     assert len(data.train_dataloader()) == len(data.train_windows) // 4
     text = data.tokenizer.decode(data.train_windows[0]["input_ids"].tolist())
     assert text.isprintable() or "\n" in text
     prompts = list(data.predict_dataloader())
     assert prompts[0] == {"prompts": ["def main("]}
-    assert math.isfinite(data.bytes_per_token)

@@ -20,6 +20,7 @@ from lit_efficient import (
     EMA,
     CausalLMConfig,
     ConfigurationError,
+    CorpusFiles,
     Distillation,
     DistillationLoss,
     Divergence,
@@ -49,7 +50,13 @@ def corpus(folder: Path, **changes: Any) -> PythonCorpus:
     source.mkdir(exist_ok=True)
     for index in range(12):
         (source / f"file{index}.py").write_text(f"def function_{index}(self):\n    return self.value + {index}\n" * 9)
-    settings = {"vocab_size": 300, "sequence_length": 16, "batch_size": 4, "val_fraction": 0.2, "paths": [str(source)]}
+    settings = {
+        "vocab_size": 300,
+        "sequence_length": 16,
+        "batch_size": 4,
+        "val_fraction": 0.2,
+        "files": CorpusFiles([str(source)]),
+    }
     return PythonCorpus(**(settings | {"cache_dir": str(folder / "cache")} | changes))
 
 

@@ -19,6 +19,7 @@ from lit_efficient import (
     EMA,
     AutoencoderConfig,
     Autoencoding,
+    CorpusFiles,
     DiffusersModelConfig,
     DigitImages,
     DiTConfig,
@@ -62,7 +63,12 @@ def language_modeling(folder: Path) -> tuple[Any, Any, list[Any]]:
             (source / f"file{i}.py").write_text(f"def function_{i}(self):\n    return self.value + {i}\n\n\n" * 4)
     config = GPTConfig(dim=16, depth=2, num_heads=2, max_length=32, dropout=0.2)
     data = PythonCorpus(
-        vocab_size=300, sequence_length=16, batch_size=2, val_fraction=0.2, paths=[str(source)], cache_dir=str(folder)
+        vocab_size=300,
+        sequence_length=16,
+        batch_size=2,
+        val_fraction=0.2,
+        files=CorpusFiles([str(source)]),
+        cache_dir=str(folder),
     )
     module = LanguageModeling(config, learning_rate=1e-2, warmup_steps=2)
     return module, data, [StochasticDepth(0.5), LowBitOptimizer(min_size=0, keep_32bit=())]

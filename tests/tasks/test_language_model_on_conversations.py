@@ -10,7 +10,15 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lit_efficient import CausalLMConfig, ChunkedCrossEntropy, GPTConfig, LanguageData, LanguageModeling
+from lit_efficient import (
+    CausalLMConfig,
+    ChunkedCrossEntropy,
+    GPTConfig,
+    LanguageChat,
+    LanguageData,
+    LanguageModeling,
+    LanguageRows,
+)
 from tests.models.test_causal_lm import FAMILIES, SMALL
 
 
@@ -24,7 +32,8 @@ def _fit(model: LanguageModeling, data: Any, callbacks: Any = (), **changes: Any
 
 
 def _conversations(**changes: Any) -> LanguageData:
-    return LanguageData(max_rows=60, vocab_size=400, max_length=128, batch_size=2, val_fraction=0.2, **changes)
+    groups: dict[str, Any] = {"rows": LanguageRows(max_rows=60), "chat": LanguageChat(vocab_size=400)}
+    return LanguageData(**groups, max_length=128, batch_size=2, val_fraction=0.2, **changes)
 
 
 def _llama() -> CausalLMConfig:

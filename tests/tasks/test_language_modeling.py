@@ -12,6 +12,7 @@ from torchmetrics.text import Perplexity
 from lit_efficient import PUBLIC
 from lit_efficient.callbacks.sample_text import SampleText
 from lit_efficient.data.python_corpus import PythonCorpus
+from lit_efficient.data.text.arguments import CorpusFiles
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE, sample_means, token_losses
 from lit_efficient.models.gpt import GPTConfig
@@ -33,7 +34,7 @@ def source(tmp_path: Path) -> Path:
 
 def corpus(source: Path, **changes) -> PythonCorpus:
     settings = {"vocab_size": 300, "sequence_length": 16, "batch_size": 8, "val_fraction": 0.2}
-    return PythonCorpus(**(settings | {"paths": [str(source)], "prompts": ["def", "class"]} | changes))
+    return PythonCorpus(**(settings | {"files": CorpusFiles([str(source)]), "prompts": ["def", "class"]} | changes))
 
 
 def trainer(tmp_path: Path, **changes) -> Trainer:
@@ -146,7 +147,9 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, source: Path) -> None:
     def run(ckpt_path: Path | None = None) -> tuple[LanguageModeling, Trainer]:
         torch.manual_seed(0)
         model = LanguageModeling(SMALL, learning_rate=1e-2, warmup_steps=2)
-        data = Ordered(vocab_size=300, sequence_length=16, batch_size=8, val_fraction=0.2, paths=[str(source)])
+        data = Ordered(
+            vocab_size=300, sequence_length=16, batch_size=8, val_fraction=0.2, files=CorpusFiles([str(source)])
+        )
         one = trainer(tmp_path, max_steps=8, limit_train_batches=4, callbacks=[SaveEpoch()])
         one.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return model, one

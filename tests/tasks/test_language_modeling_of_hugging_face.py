@@ -9,7 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, LoRA, PythonCorpus
+from lit_efficient import CausalLMConfig, ConfigurationError, CorpusFiles, LanguageModeling, LoRA, PythonCorpus
+from lit_efficient.commands.generate import load_language_model
 from lit_efficient.data.text.chat_tokenizer import train_chat_tokenizer
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.models.causal_lm import build
@@ -28,7 +29,9 @@ def _corpus(folder: Path) -> PythonCorpus:
     source.mkdir(exist_ok=True)
     for index in range(12):
         (source / f"file{index}.py").write_text(f"def function_{index}(self):\n    return self.value + {index}\n" * 9)
-    return PythonCorpus(vocab_size=300, sequence_length=16, batch_size=4, val_fraction=0.2, paths=[str(source)])
+    return PythonCorpus(
+        vocab_size=300, sequence_length=16, batch_size=4, val_fraction=0.2, files=CorpusFiles([str(source)])
+    )
 
 
 def _batch(**more: Any) -> dict[str, Any]:

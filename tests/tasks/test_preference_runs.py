@@ -12,10 +12,12 @@ import torch
 from lit_efficient import (
     ConfigurationError,
     GPTConfig,
+    LanguageChat,
     LanguageData,
     LanguageModeling,
     LoRA,
     Preference,
+    PreferenceChat,
     PreferenceData,
     TokenWeightedAccumulation,
 )
@@ -43,7 +45,9 @@ def _rows(folder: Path) -> dict[str, str]:
 def test_a_language_models_checkpoint_gives_weights_and_tokenizer_to_what_follows(tmp_path: Path) -> None:
     torch.manual_seed(0)
     files, cache = _rows(tmp_path), str(tmp_path / "cache")
-    texts = LanguageData(train=files["sft"], vocab_size=280, max_length=64, batch_size=2, cache_dir=cache)
+    texts = LanguageData(
+        train=files["sft"], chat=LanguageChat(vocab_size=280), max_length=64, batch_size=2, cache_dir=cache
+    )
     sft = LanguageModeling(SHAPE, warmup_steps=0)
     runner = trainer(tmp_path, max_steps=2, limit_val_batches=1)
     runner.fit(sft, datamodule=texts)
@@ -62,7 +66,10 @@ def test_a_language_models_checkpoint_gives_weights_and_tokenizer_to_what_follow
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(loaded(ids), task.eval()(ids))
     with pytest.raises(ConfigurationError, match="the tokenizer of start_from"):
-        trainer(tmp_path).fit(Preference(SHAPE, start_from=path), datamodule=PreferenceData(vocab_size=290, **options))
+        trainer(tmp_path).fit(
+            Preference(SHAPE, start_from=path),
+            datamodule=PreferenceData(chat=PreferenceChat(vocab_size=290), **options),
+        )
 
 
 def test_what_is_no_language_models_checkpoint_has_no_tokenizer(tmp_path: Path) -> None:

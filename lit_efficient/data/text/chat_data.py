@@ -1,10 +1,24 @@
-"""What datamodules share whose batches come from a chat tokenizer: the tokenizer, and the ids that mean something."""
+"""What datamodules share whose batches come from a chat tokenizer: sources, cache, tokenizer, and a report."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
+from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
+from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
+from lit_efficient.data.text.chat_tokens import TrainOn
+from lit_efficient.data.text.reading import Reader, check_malformed
+from lit_efficient.data.text.rows import Source, open_sources
+from lit_efficient.data.text.truncation import Counts
+from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.files.cache import read_manifest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -13,17 +27,60 @@ if TYPE_CHECKING:
 class ChatDataModule(LightningDataModule):
     """Base of datamodules with a chat tokenizer; what it knows, it knows after ``setup``.
 
-    Args:
-        vocab_size: ids of a tokenizer that is trained on the rows, until it is there.
+    It takes the arguments that `LanguageData` and `PreferenceData` have in common.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    kind: str
+    """Name of the folder of its caches."""
+    train_on: TrainOn = "completion"
+    parts: tuple[str, ...] = ("",)
+    """What the names of the files of a row's documents end with."""
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str] | None,
+        tokenizer: str | None,
+        max_length: int,
+        batch_size: int,
+        val_batch_size: int | None,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+        cache_dir: str | None,
+        rows: RowsArguments,
+        chat: ChatArguments,
+    ) -> None:
         super().__init__()
-        self._vocab_size = vocab_size
+        owner = self.owner = rows.owner
+        check_number(owner, "max_length", max_length, least=2, whole=True)
+        check_number(owner, "batch_size", batch_size, least=1, whole=True)
+        check_number(owner, "val_batch_size", val_batch_size, least=1, whole=True, null=True)
+        check_number(owner, "val_fraction", val_fraction, above=0, below=1)
+        check_number(owner, "num_workers", num_workers, least=0, whole=True)
+        if tokenizer is None and chat.template is not None:
+            raise ConfigurationError(f"{owner}: chat.template needs a tokenizer; the one trained here has ChatML")
+        if not train or (val is not None and not val):
+            raise ConfigurationError(f"{owner}: train and val must name at least one source (or val be null)")
+        self.train = [train] if isinstance(train, str) else list(train)
+        self.val = [val] if isinstance(val, str) else val
+        self.tokenizer_name = tokenizer
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self.val_batch_size = val_batch_size or batch_size
+        self.val_fraction = val_fraction
+        self.num_workers = num_workers
+        self.seed = seed
+        self.cache_dir = cache_dir
+        self.rows = rows
+        self.chat = chat
         self.chat_tokenizer: Any = None
         """The tokenizer as transformers knows it, with its chat template; known after `setup`."""
         self.report: dict[str, Any] = {}
-        """What the sources held and lost (the cache's manifest); known after `setup`."""
+        """What the sources held and lost; known after `setup`."""
+        self._folder: Path | None = None
+        self._is_set_up = False
+        self.cached = SPLITS
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -35,7 +92,7 @@ class ChatDataModule(LightningDataModule):
     @property
     def vocab_size(self) -> int:
         """Number of ids, the added ones included; known after `setup`."""
-        return self._vocab_size if self.chat_tokenizer is None else len(self.chat_tokenizer)
+        return self.chat.vocab_size if self.chat_tokenizer is None else len(self.chat_tokenizer)
 
     @property
     def stop_ids(self) -> list[int]:
@@ -47,3 +104,107 @@ class ChatDataModule(LightningDataModule):
         """The id of what fills a row up; it is never learned."""
         pad = self.chat_tokenizer.pad_token_id
         return int(self.chat_tokenizer.eos_token_id if pad is None else pad)
+
+    def prepare_data(self) -> None:
+        """Make the cache, or check all of it, and say what it holds. Runs in one process a machine."""
+        check_length(self, "max_length", self.max_length)
+        self._folder = self._prepare(thorough=True)
+        _, report = self._open(self._folder)
+        for sentence in report["formats"]:
+            rank_zero_info(f"{self.owner}: {sentence}")
+        for name, found in report["malformed"].items():
+            bad = check_malformed(name, **found, most=self.rows.max_malformed)
+            if bad:
+                rank_zero_warn(f"{self.owner}: {bad}")
+        if report["end_warning"]:
+            rank_zero_warn(f"{self.owner}: {report['end_warning']}: a model trained on it may never stop")
+        for split, counts in report["counts"].items():
+            if counts["rows"]:
+                rank_zero_info(f"{self.owner}: {split}: {self.summary(counts)}")
+        rank_zero_info(f"{self.owner}: cache {self._folder}")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the cache and cut its documents, in every process."""
+        if self._is_set_up:
+            return
+        self._folder = self._folder or self._prepare(thorough=False)
+        found, self.report = self._open(self._folder)
+        self.chat_tokenizer = load_chat_tokenizer(str(self._folder / "tokenizer"))
+        self._adopt(found)
+        self._is_set_up = True
+
+    def test_dataloader(self) -> Any:
+        """The rows for validation: there is no third split."""
+        return self.val_dataloader()
+
+    @abstractmethod
+    def summary(self, counts: dict[str, int]) -> str:
+        """One line about a split."""
+
+    @abstractmethod
+    def reader(self, sources: list[Source]) -> Reader:
+        """Read sources."""
+
+    @abstractmethod
+    def _cut(self, folder: Path, split: str, counts: Counts) -> Any:
+        """The rows of a split, as long as they may be; what is left and what is lost is added to ``counts``."""
+
+    @abstractmethod
+    def _adopt(self, found: dict[str, Any]) -> None:
+        """Check the rows of both splits and keep them."""
+
+    def _sources(self, name: str, split: str) -> list[Source]:
+        return open_sources(name, split=split, subset=self.rows.subset)
+
+    def _open(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        report = read_manifest(folder)
+        counts = {split: Counts(**report["counts"][split]) for split in SPLITS}
+        rows = {split: self._cut(folder, split, counts[split]) for split in SPLITS}
+        return rows, report | {"counts": {split: asdict(found) for split, found in counts.items()}}
+
+    def _prepare(self, thorough: bool) -> Path:
+        wanted = {"train": (self.train, self.rows.split), "val": (self.val or [], self.rows.val_split)}
+        rows = asdict(self.rows)
+        for name in ("max_malformed", "split", "val_split", "subset"):  # no row depends on it but by its content
+            del rows[name]
+        tokenizer = None
+        if self.tokenizer_name is not None:
+            tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
+        recipe = Recipe(
+            owner=self.owner,
+            sources={
+                name: [source for entry in listed for source in self._sources(entry, split)]
+                for name, (listed, split) in wanted.items()
+                if listed and name in self.cached
+            },
+            reader=self.reader,
+            settings=rows,
+            parts=self.parts,
+            tokenizer=tokenizer,
+            vocab_size=self.chat.vocab_size,
+            train_on=self.train_on,
+            untrained_end=self.chat.untrained_end,
+            val_fraction=self.val_fraction,
+            seed=self.seed,
+        )
+        return prepare(recipe, self.kind, self.cache_dir, thorough)
+
+
+def check_length(data: LightningDataModule, name: str, length: int) -> None:
+    """Compare the tokens of a row with those that the model of a run reads, before anything is tokenised.
+
+    Args:
+        data: the datamodule.
+        name: the argument that says how long its rows are.
+        length: the argument's value.
+
+    Raises:
+        ConfigurationError: If rows are longer than the model's ``max_length``.
+    """
+    module = data.trainer.lightning_module if data.trainer is not None else None
+    most = getattr(module, "max_length", None)
+    if isinstance(most, int) and length > most:
+        raise ConfigurationError(
+            f"{type(data).__name__}: {name} must be at most what the model reads, max_length = {most} of "
+            f"{type(module).__name__}'s model, got {length}"
+        )

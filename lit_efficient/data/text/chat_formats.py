@@ -13,7 +13,7 @@ counts it. Nothing is guessed row by row: one source has one format.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -60,6 +60,20 @@ class Document:
     given: int = 0
     given_turns: int = 0
     tools: tuple[Any, ...] = ()
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """What is tokenised of a row: this."""
+        return (self,)
+
+    @property
+    def identity(self) -> list[Any]:
+        """What must not stand on both sides of a split."""
+        return [self.messages, self.text]
+
+    def texts(self) -> Iterator[str]:
+        """All text in it."""
+        yield from [message["content"] for message in self.messages] or [self.text]
 
 
 def recognise(rows: Iterable[Mapping[str, Any]], where: str) -> tuple[Format, str]:

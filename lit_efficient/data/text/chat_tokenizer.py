@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.data.text.token_cache import END_OF_TEXT
+from lit_efficient.data.text.token_cache import END_OF_TEXT, train_tokenizer
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import missing_folder
 
@@ -61,21 +61,10 @@ def train_chat_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         texts: what to learn from.
         vocab_size: at least `SMALLEST_VOCABULARY`; few texts may end below it.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=train_tokenizer(texts, vocab_size, (END_OF_TEXT, TURN_START, TURN_END)),
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         extra_special_tokens=[TURN_START, TURN_END],

@@ -31,10 +31,20 @@ class Pair:
     rejected: Document
 
     @property
+    def documents(self) -> tuple[Document, ...]:
+        """What is tokenised of a row."""
+        return self.chosen, self.rejected
+
+    @property
     def prompt(self) -> Any:
         """What both have in common."""
         document = self.chosen
         return document.messages[:-1] if document.messages else document.text[: document.given]
+
+    @property
+    def identity(self) -> list[Any]:
+        """What must not stand on both sides of a split."""
+        return [self.prompt]
 
     def texts(self) -> Iterator[str]:
         """All text in it, the prompt once."""

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from lit_efficient.data.text.chat_formats import Document, Format, MalformedRow, read_row, recognise
+from lit_efficient.data.text.pair_formats import Pair, StringsAs, read_pair, recognise_pairs
 from lit_efficient.data.text.rows import Source
 from lit_efficient.errors import ConfigurationError
 
@@ -14,6 +15,8 @@ _SHOWN = 20  # malformed rows that are kept to be shown
 _PEEKED = 100  # rows by which a format is recognised
 
 T = TypeVar("T")
+Example = Document | Pair
+"""What a row is read as."""
 
 
 class Reader:
@@ -48,8 +51,8 @@ class Reader:
         """What was recognised, a sentence a source."""
         return [sentence for _, _, sentence in self._sources]
 
-    def __iter__(self) -> Iterator[tuple[str, Document]]:
-        """Yield the place and the document of every row that is one."""
+    def __iter__(self) -> Iterator[tuple[str, Example]]:
+        """Yield the place of every row that can be read, and what it holds."""
         self.rows, self.malformed, self.shown = 0, 0, []
         for source, kind, _ in self._sources:
             for place, row in islice(source.rows(), self._max_rows):
@@ -57,11 +60,11 @@ class Reader:
                 try:
                     if isinstance(row, str):
                         raise MalformedRow(row)
-                    document = self._read(self._renamed(row), kind)
+                    found = self._read(self._renamed(row), kind)
                 except MalformedRow as reason:
                     self.refuse(place, str(reason))
                     continue
-                yield place, document
+                yield place, found
 
     def refuse(self, place: str, reason: str) -> None:
         """Count a row that turned out to be malformed later."""
@@ -69,10 +72,10 @@ class Reader:
         if len(self.shown) < _SHOWN:
             self.shown.append((place, reason))
 
-    def _read(self, row: Mapping[str, Any], kind: Format) -> Document:
+    def _read(self, row: Mapping[str, Any], kind: Any) -> Example:
         return read_row(row, kind)
 
-    def _format(self, source: Source, kind: Format | Literal["auto"]) -> tuple[Format, str]:
+    def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         if source.is_text:
             return "text", f"{source.name}: text, one document a file"
         if kind != "auto":
@@ -89,6 +92,35 @@ class Reader:
         taken = set(self._columns.values())
         kept = {key: value for key, value in row.items() if key not in taken}
         return kept | {key: row[name] for key, name in self._columns.items() if name in row}
+
+
+class PairReader(Reader):
+    """Reads pairs.
+
+    Args:
+        sources: what to read.
+        strings_as: as for :func:`~lit_efficient.data.text.pair_formats.read_pair`.
+        columns: own names of keys.
+        max_rows: read at most so many rows of each source.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        strings_as: StringsAs = "text",
+        columns: Mapping[str, str] | None = None,
+        max_rows: int | None = None,
+    ) -> None:
+        self._strings_as: StringsAs = strings_as
+        super().__init__(sources, "auto", columns, max_rows)
+
+    def _read(self, row: Mapping[str, Any], kind: Any) -> Example:
+        return read_pair(row, kind, self._strings_as)
+
+    def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
+        if source.is_text:
+            raise ConfigurationError(f"{source.name} is a text; pairs come as .jsonl, .json or .parquet.")
+        return recognise_pairs(self._first_rows(source), source.name)
 
 
 def check_malformed(what: str, rows: int, malformed: int, shown: Sequence[Sequence[str]], most: float) -> str | None:

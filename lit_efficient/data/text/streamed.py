@@ -21,12 +21,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lit_efficient.data.text.chat_formats import Document, MalformedRow
-from lit_efficient.data.text.chat_tokens import ChatTokens
+from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.document_store import labels_of
 from lit_efficient.data.text.packing import pack_lengths
-from lit_efficient.data.text.reading import Reader, check_malformed
-from lit_efficient.data.text.truncation import Counts, Side, fit
+from lit_efficient.data.text.reading import Example, Reader, check_malformed
+from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 
@@ -42,7 +41,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         reader: the sources.
         encoder: the tokenizer.
         max_length: tokens of a row, and of the longest document.
-        truncation: as ``side`` of :func:`~lit_efficient.data.text.truncation.fit`.
+        truncation: as ``side`` of :func:`~lit_efficient.data.text.truncation.cut`.
         pack: put several documents into a row.
         buffer: documents that are packed and shuffled together; each worker holds so many.
         max_malformed: share of malformed rows above which it stops with an error.
@@ -79,7 +78,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         part, parts = rank * workers + (worker.id if worker else 0), ranks * workers
         for number in count():
             yielded = 0
-            waiting: list[tuple[str, Document]] = []
+            waiting: list[tuple[str, Example]] = []
             for index, found in enumerate(self.reader):
                 if index % parts == part:
                     waiting.append(found)
@@ -110,24 +109,22 @@ class StreamedRows(IterableDataset[PackedRow]):
         for sentence in () if said else filter(None, (found, *lost)):
             rank_zero_warn(f"LanguageData: {sentence}")
 
-    def _rows(self, waiting: list[tuple[str, Document]], seed: int) -> list[PackedRow]:
-        pieces = []
-        for (place, _), encoded in zip(waiting, self.encoder.encode([document for _, document in waiting])):
-            if isinstance(encoded, MalformedRow):
-                self.reader.refuse(place, str(encoded))
-                continue
-            pieces += fit(encoded, self.max_length, self.truncation, self.counts)
+    def _rows(self, waiting: list[tuple[str, Example]], seed: int) -> list[PackedRow]:
+        documents = []
+        encoded = self.encoder.encode([document for _, row in waiting for document in row.documents])
+        for (place, _), found in zip(waiting, encoded):
+            if isinstance(found, Encoded):
+                documents.append(found)
+            else:
+                self.reader.refuse(place, str(found))
+        about = np.array([facts(document) for document in documents], np.int64).reshape(-1, 5)
+        pieces = cut(about, self.max_length, self.truncation, self.counts)
         if self.reader.rows >= _ENOUGH_ROWS:
             check_malformed("train", self.reader.rows, self.reader.malformed, self.reader.shown, self.max_malformed)
-        lengths = [len(piece.ids) for piece in pieces]
-        bins = pack_lengths(lengths, self.max_length) if self.pack else [[i] for i in range(len(pieces))]
-        rows = [
-            [
-                (pieces[i].ids, labels_of(pieces[i]), int(pieces[i].num_bytes[1:][pieces[i].trained[1:]].sum()))
-                for i in items
-            ]
-            for items in bins
-        ]
+        bins = pack_lengths(pieces.lengths, self.max_length) if self.pack else [[i] for i in range(len(pieces))]
+        left = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist()))
+        items = [(documents[of].ids[start:stop], labels_of(documents[of], start, stop), 0) for of, start, stop in left]
+        rows = [[items[i] for i in numbers] for numbers in bins]
         return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
 
 

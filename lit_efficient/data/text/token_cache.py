@@ -6,32 +6,29 @@ Costs (2 cores): 5 CPU-seconds to train 4,096 tokens on 8 MB of text and 7 to to
 Source: Sennrich et al. (2016), https://arxiv.org/abs/1508.07909; on bytes: GPT-2.
 """
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import altered_file, map_numbers, sha256_of
+from lit_efficient.files.cache import map_numbers, read_manifest, seal
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-FORMAT = 1  # part of every key: raise it when the files' meaning changes
-_FILES = ("tokenizer.json", "train.bin", "val.bin")
-_MANIFEST = "manifest.json"
+FORMAT = 2  # part of every key: raise it when the files' meaning changes
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int) -> "Tokenizer":
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Sequence[str] = (END_OF_TEXT,)) -> "Tokenizer":
     """Train a byte-level BPE; it can represent any text, and ends with fewer ids when the texts have no more pairs.
 
     Args:
         texts: what to learn from (the training texts only).
-        vocab_size: at least 257: 256 bytes and `END_OF_TEXT`, whose id is 0.
+        vocab_size: at least that of 256 bytes and the special tokens.
+        special: tokens that stand for no text, with the first ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -40,7 +37,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> "Tokenizer":
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -91,32 +88,7 @@ def write_token_cache(
         with (folder / name).open("wb") as file:
             for ids in _tokenise(tokenizer, texts, np.dtype(dtype)):
                 file.write(ids.tobytes())
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in _FILES}
-    manifest = {"format": FORMAT, "byteorder": sys.byteorder, "dtype": dtype, "files": files, **about}
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a cache that was found sound."""
-    return json.loads((folder / _MANIFEST).read_text("utf-8"))
-
-
-def token_cache_problem(folder: Path, thorough: bool = True) -> str | None:
-    """What is wrong with a cache folder, in one sentence; None if nothing is.
-
-    Args:
-        folder: the cache.
-        thorough: compare contents (about 1 s a GB), not only sizes.
-    """
-    try:
-        manifest = read_manifest(folder)
-        recorded = {name: (manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]) for name in _FILES}
-        if (manifest["format"], manifest["byteorder"]) != (FORMAT, sys.byteorder):
-            return f"{_MANIFEST} is of another format or machine."
-        np.dtype(manifest["dtype"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{_MANIFEST} is missing or unreadable."
-    return altered_file(folder, recorded, thorough)
+    seal(folder, FORMAT, {"dtype": dtype, **about})
 
 
 def open_tokens(folder: Path, split: str) -> np.ndarray:

@@ -1,17 +1,21 @@
-"""What becomes of a document that is longer than the model reads: nothing is cut without being counted.
+"""What becomes of documents that are longer than the model reads: nothing is cut without being counted.
 
 A text of which all is learned is cut into pieces that overlap by one token, so that every token but the first is
 predicted once. A conversation loses its end, its beginning, or itself; one without anything left to learn is dropped.
+All of it follows from five numbers of each document, so that documents can be stored whole and cut for any length.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from lit_efficient.data.text.chat_tokens import Encoded
 
 Side = Literal["right", "left", "drop"]
+TooLong = Literal["drop", "left"]
 
 
 @dataclass
@@ -30,46 +34,91 @@ class Counts:
     turns: int = 0
     ended: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers by name."""
-        return asdict(self)
+
+def facts(document: Encoded) -> tuple[int, int, int, int, int]:
+    """Of a document: its length, the first and the last token that is learned, their number, and if it is cuttable.
+
+    The first token does not count as learned, for nothing predicts it. The first learned one is the length if there is
+    none.
+    """
+    length, learned = len(document.ids), 1 + np.flatnonzero(document.trained[1:])
+    first, last = (int(learned[0]), int(learned[-1])) if len(learned) else (length, 0)
+    return length, first, last, len(learned), int(document.cuttable)
 
 
-def fit(document: Encoded, max_length: int, side: Side, counts: Counts) -> list[Encoded]:
-    """Make a document fit.
+@dataclass(frozen=True)
+class Pieces:
+    """Which tokens of which documents are left, in order.
 
     Args:
-        document: its tokens.
+        document: number of the document ``[P]``.
+        start: its first token that is left ``[P]``.
+        stop: where that ends ``[P]``.
+    """
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each ``[P]``."""
+        return self.stop - self.start
+
+
+def cut(documents: np.ndarray, max_length: int, side: Side, counts: Counts) -> Pieces:
+    """Make documents fit.
+
+    Args:
+        documents: the `facts` of each ``[D, 5]``.
         max_length: most tokens of a piece, at least 2.
         side: where a conversation that is too long is cut; ``drop`` leaves it out.
-        counts: what happens is added to it.
+        counts: what happens is added to it, but for ``trained``.
 
     Returns:
-        The pieces, each with something to learn after its first token (which nothing predicts); none if it was dropped.
+        The pieces, each with something to learn after its first token (which nothing predicts).
     """
-    length = len(document.ids)
-    pieces = [document]
-    if length > max_length and document.cuttable:
-        counts.cut_into_pieces += 1
-        pieces = [_part(document, at, at + max_length) for at in range(0, length - 1, max_length - 1)]
-    elif length > max_length:
-        counts.truncated += 1
-        counts.tokens_lost += length if side == "drop" else length - max_length
-        begin = length - max_length if side == "left" else 0
-        pieces = [] if side == "drop" else [_part(document, begin, begin + max_length)]
-    kept = [piece for piece in pieces if piece.trained[1:].any()]
-    if not kept:
-        counts.dropped += 1
-        counts.tokens_lost += sum(len(piece.ids) for piece in pieces)
-    for piece in kept:
-        counts.documents += 1
-        counts.tokens += len(piece.ids)
-        counts.trained += int(piece.trained[1:].sum())
-    return kept
-
-
-def _part(document: Encoded, start: int, stop: int) -> Encoded:
-    window = slice(start, stop)
-    return replace(
-        document, ids=document.ids[window], trained=document.trained[window], num_bytes=document.num_bytes[window]
+    length, first, last, _, cuttable = documents.T
+    split = (length > max_length) & (cuttable == 1)
+    truncated = (length > max_length) & (cuttable == 0)
+    number = np.where(split, -(-(length - 1) // (max_length - 1)), np.where(truncated & (side == "drop"), 0, 1))
+    of = np.repeat(np.arange(len(documents)), number)
+    start = (np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)) * (max_length - 1)
+    if side == "left":
+        start += np.where(truncated, length - max_length, 0)[of]
+    stop = np.minimum(start + max_length, length[of])
+    kept = np.where(start == 0, first[of] < stop, last[of] > start)
+    dropped = np.bincount(of[kept], minlength=len(documents)) == 0
+    counts.cut_into_pieces += int(split.sum())
+    counts.truncated += int(truncated.sum())
+    counts.dropped += int(dropped.sum())
+    counts.tokens_lost += int(
+        (length - max_length * (side != "drop"))[truncated].sum() + (stop - start)[dropped[of]].sum()
     )
+    counts.documents += int(kept.sum())
+    counts.tokens += int((stop - start)[kept].sum())
+    return Pieces(of[kept], start[kept], stop[kept])
+
+
+def cut_pairs(chosen: np.ndarray, rejected: np.ndarray, max_length: int, too_long: TooLong) -> tuple[Pieces, Pieces]:
+    """Make pairs fit, without touching an answer.
+
+    Args:
+        chosen: the `facts` of the preferred documents ``[D, 5]``.
+        rejected: those of the others ``[D, 5]``.
+        max_length: most tokens of each.
+        too_long: ``left`` cuts the same number of tokens off the beginning of both, so that they go on having the same
+            prompt; ``drop`` leaves the pair out.
+
+    Returns:
+        What is left of both sides, pair by pair. Also left out is a pair of which ``left`` would have to cut into an
+        answer: one token before the first that is learned has to stay, for it predicts it.
+    """
+    excess = np.maximum(np.maximum(chosen[:, 0], rejected[:, 0]) - max_length, 0)
+    answers = np.minimum(chosen[:, 1], rejected[:, 1])
+    kept = np.flatnonzero((excess == 0) | ((excess < answers) & (too_long == "left")))
+    of_chosen, of_rejected = (Pieces(kept, excess[kept], side[kept, 0]) for side in (chosen, rejected))
+    return of_chosen, of_rejected

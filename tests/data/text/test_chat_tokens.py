@@ -4,7 +4,7 @@ import pytest
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
 from lit_efficient.data.text.chat_tokenizer import CHATML, fingerprint, load_chat_tokenizer, read_template
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
-from lit_efficient.data.text.truncation import Counts, fit
+from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.errors import ConfigurationError
 from tests.data.text.chat_kit import LATE_SYSTEM, PLAIN, STRICT, THINKING, TURNS, UNENDED, tokenizer
 
@@ -137,19 +137,26 @@ def test_a_beginning_that_the_tokenizer_adds_stays_once() -> None:
     assert made.decode(chat.ids) == made.apply_chat_template(TURNS, tokenize=False)
 
 
+def fitted(document: Encoded, max_length: int, side: Side, counts: Counts) -> list[list[int]]:
+    """The ids of the pieces of a document."""
+    pieces = cut(np.array([facts(document)]), max_length, side, counts)
+    assert pieces.document.tolist() == [0] * len(pieces)
+    return [document.ids[start:stop].tolist() for start, stop in zip(pieces.start, pieces.stop)]
+
+
+def whole_text(length: int) -> Encoded:
+    return Encoded(np.arange(length), np.ones(length, bool), np.ones(length, int), cuttable=True)
+
+
 def test_a_long_text_is_cut_so_that_every_token_is_predicted_once() -> None:
     counts = Counts()
-    ids = np.arange(20)
-    whole = Encoded(ids, np.ones(20, bool), np.ones(20, int), cuttable=True)
-    pieces = fit(whole, 8, "right", counts)
-    assert [piece.ids.tolist() for piece in pieces] == [list(range(8)), list(range(7, 15)), list(range(14, 20))]
-    assert sorted(token for piece in pieces for token in piece.ids[1:].tolist()) == list(range(1, 20))
-    assert (counts.cut_into_pieces, counts.truncated, counts.tokens_lost, counts.trained) == (1, 0, 0, 19)
-    assert [len(piece.ids) for piece in fit(replaced(whole, 15), 8, "right", Counts())] == [8, 8]
-
-
-def replaced(whole: Encoded, length: int) -> Encoded:
-    return Encoded(whole.ids[:length], whole.trained[:length], whole.num_bytes[:length], cuttable=True)
+    pieces = fitted(whole_text(20), 8, "right", counts)
+    assert pieces == [list(range(8)), list(range(7, 15)), list(range(14, 20))]
+    assert sorted(token for piece in pieces for token in piece[1:]) == list(range(1, 20))
+    assert (counts.cut_into_pieces, counts.truncated, counts.tokens_lost, counts.tokens) == (1, 0, 0, 22)
+    assert [len(piece) for piece in fitted(whole_text(15), 8, "right", Counts())] == [8, 8]
+    assert [len(piece) for piece in fitted(whole_text(5), 2, "drop", Counts())] == [2, 2, 2, 2]
+    assert fitted(whole_text(1), 8, "right", Counts()) == []
 
 
 @pytest.mark.parametrize(
@@ -159,18 +166,33 @@ def replaced(whole: Encoded, length: int) -> Encoded:
 def test_truncation_is_counted_and_what_teaches_nothing_is_dropped(side, kept, lost, dropped) -> None:
     counts = Counts()
     document = Encoded(np.arange(20), np.arange(20) >= 15, np.ones(20, int))
-    pieces = fit(document, 8, side, counts)
-    assert [piece.ids.tolist() for piece in pieces] == ([kept] if kept else [])
+    assert fitted(document, 8, side, counts) == ([kept] if kept else [])
     assert (counts.truncated, counts.tokens_lost, counts.dropped) == (1, lost, dropped)
-    short = fit(document, 20, side, counts)
-    assert len(short) == 1
+    assert len(fitted(document, 20, side, counts)) == 1
     assert counts.truncated == 1
 
 
 def test_a_first_token_that_is_the_only_one_learned_teaches_nothing() -> None:
     counts = Counts()
-    assert fit(Encoded(np.arange(3), np.array([True, False, False]), np.ones(3, int)), 8, "right", counts) == []
+    assert fitted(Encoded(np.arange(3), np.array([True, False, False]), np.ones(3, int)), 8, "right", counts) == []
     assert counts.dropped == 1
+
+
+def test_documents_are_cut_one_by_one_whatever_stands_beside_them() -> None:
+    rng = np.random.default_rng(0)
+    documents = []
+    for length in rng.integers(1, 30, 200):
+        trained = rng.random(length) < rng.choice([0.0, 0.2, 1.0])
+        documents.append(Encoded(np.arange(length), trained, np.ones(length, int), cuttable=bool(trained.all())))
+    for side in ("right", "left", "drop"):
+        together, alone = Counts(), Counts()
+        pieces = cut(np.array([facts(document) for document in documents]), 9, side, together)
+        found = [documents[of].ids[a:b].tolist() for of, a, b in zip(pieces.document, pieces.start, pieces.stop)]
+        assert found == [piece for document in documents for piece in fitted(document, 9, side, alone)]
+        assert together == alone
+        for of, start, stop in zip(pieces.document, pieces.start, pieces.stop):
+            assert stop - start <= 9
+            assert documents[of].trained[start + 1 : stop].any()
 
 
 def test_tokenizers_from_folder_and_file(tmp_path) -> None:

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lit_efficient.callbacks.exact_resume import ExactResume
+from lit_efficient.data.text.arguments import LanguageRows, LanguageStream
 from lit_efficient.data.text.rows import streamed_rows
 from lit_efficient.data.text.streamed import StreamLoader
 from lit_efficient.errors import ConfigurationError
@@ -15,8 +16,10 @@ from tests.support import trainer
 
 
 def streamed(tmp_path: Path, **changes):
-    settings = {"streaming": True, "val": str(write_rows(tmp_path / "val.jsonl", 6, 900)), "buffer": 10}
-    return ready(language_data(tmp_path, **(settings | {"epoch_batches": 4, "batch_size": 1} | changes)))
+    options = {"enabled": True, "epoch_batches": 4, "buffer": 10}
+    options |= {name: changes.pop(name) for name in options if name in changes}
+    settings = {"val": str(write_rows(tmp_path / "val.jsonl", 6, 900)), "stream": LanguageStream(**options)}
+    return ready(language_data(tmp_path, **(settings | {"batch_size": 1} | changes)))
 
 
 def test_a_stream_learns_every_row_once_before_it_begins_anew(tmp_path: Path) -> None:
@@ -92,7 +95,7 @@ class SaveAtSix(Callback):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_run_resumed_in_the_middle_of_an_epoch_sees_the_rest(tmp_path: Path, streaming: bool) -> None:
     def run(*callbacks, **arguments) -> Watched:
-        data = streamed(tmp_path, epoch_batches=4, streaming=streaming, num_workers=2 * streaming)
+        data = streamed(tmp_path, epoch_batches=4, enabled=streaming, num_workers=2 * streaming)
         module = Watched()
         made = trainer([ExactResume(seed=1), *callbacks], max_steps=9, max_epochs=-1, default_root_dir=tmp_path)
         made.fit(module, data, **arguments)
@@ -118,7 +121,9 @@ def test_a_short_stream_is_checked_and_says_what_it_lost(tmp_path: Path) -> None
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     with pytest.raises(ConfigurationError, match=r"20 of 40 rows for train are malformed"):
         list(streamed(tmp_path, train=str(tmp_path / "bad.jsonl"), epoch_batches=100).train_dataloader())
-    tolerant = streamed(tmp_path, train=str(tmp_path / "bad.jsonl"), epoch_batches=100, max_malformed=0.6)
+    tolerant = streamed(
+        tmp_path, train=str(tmp_path / "bad.jsonl"), epoch_batches=100, rows=LanguageRows(max_malformed=0.6)
+    )
     with pytest.warns(UserWarning, match=r"20 of 40 rows for train are malformed \(50.00%\)"):
         list(tolerant.train_dataloader())
 
@@ -137,8 +142,8 @@ def test_a_stream_can_be_sent_to_workers_that_are_spawned(tmp_path: Path) -> Non
 
 
 def test_a_stream_needs_a_tokenizer_and_rows_to_validate_on(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="streaming needs a tokenizer and val"):
-        language_data(tmp_path, streaming=True)
+    with pytest.raises(ConfigurationError, match=r"stream\.enabled needs a tokenizer and val"):
+        language_data(tmp_path, stream=LanguageStream(enabled=True))
 
 
 class EveryWorkerReadsAll(torch.utils.data.IterableDataset):
