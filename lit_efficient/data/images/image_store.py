@@ -1,10 +1,9 @@
 """Tables of images, opened: the size and the hash of every image are found out once and kept.
 
     folder = hash(contents of all files, image column, thoroughness)
-    sizes.npy [N, 2], digests.npy [N, 32], unreadable.json; of parquet files also images.bin and ends.npy [N]
+    sizes.npy [N, 2], digests.npy [N, 32], unreadable.json
 
-Whatever is damaged is found here, before training. Parquet's rows cannot be read one by one: their encoded images are
-copied into one file that is mapped into memory, which any number of workers may read in any order.
+Whatever is damaged is found here, before training.
 
 Costs: reading every image once; of parquet files a second copy of the images on disk.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
-from lit_efficient.data.images.image_rows import ParquetTable
 from lit_efficient.data.images.image_tables import ImageTable, open_table
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import altered_file, cache_root, map_numbers, prepared_folder, sha256_of
+from lit_efficient.files.cache import altered_file, cache_root, prepared_folder, sha256_of
 from lit_efficient.files.file_hashes import hash_files
 
 FORMAT = 1  # part of every key: raise it when the files' meaning changes
 _MANIFEST = "manifest.json"
-_IMAGES = "images.bin"
 _SHOWN = 5
 
 
@@ -53,7 +49,7 @@ class StoredImages:
     def __init__(
         self, name: str, split: str, columns: ImageColumns, skip_unreadable: bool, cache_dir: str | None
     ) -> None:
-        self.table: ImageTable = open_table(name, split, columns)
+        self.table: ImageTable = open_table(name, split, columns, cache_dir)
         root = Path(name).expanduser()
         content = hash_files(root, self.table.files, cache_dir)
         # Names, because they decide the order; of files elsewhere the last part alone, so that a folder can be moved.
@@ -67,7 +63,6 @@ class StoredImages:
         self.rows = np.array([row for row in range(len(self.table)) if row not in bad], dtype=np.int64)
         self.sizes: np.ndarray = np.load(folder / "sizes.npy")[self.rows]
         self.digests: np.ndarray = np.load(folder / "digests.npy")[self.rows]
-        self._copy = _Copy(folder) if isinstance(self.table, ParquetTable) else None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -82,8 +77,7 @@ class StoredImages:
         Raises:
             ConfigurationError: If it is not the one that was found, a millisecond's work for 1 MB.
         """
-        row = int(self.rows[number])
-        content = self.table.read(row) if self._copy is None else self._copy.read(row)
+        content = self.table.read(int(self.rows[number]))
         if hashlib.sha256(content).digest() != self.digests[number].tobytes():
             raise ConfigurationError(
                 f"ImageData: {self.place(number)} has changed since the data was opened: what was computed from it "
@@ -102,40 +96,19 @@ class StoredImages:
             rank_zero_warn(f"ImageData: left out {_listed(self.table, self.unreadable)}")
 
 
-class _Copy:
-    """Encoded images in one file, mapped into memory by each process for itself."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._mapped: tuple[np.ndarray, np.ndarray] | None = None
-
-    def read(self, row: int) -> bytes:
-        if self._mapped is None:
-            self._mapped = map_numbers(self.folder / _IMAGES, np.uint8), np.load(self.folder / "ends.npy")
-        content, ends = self._mapped
-        return content[ends[row - 1] if row else 0 : ends[row]].tobytes()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "_mapped": None}  # a map would travel as its whole content
-
-
 def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
     """Read every image once and write down what was found."""
     rank_zero_info(f"ImageData: reading the {len(table):,} images of {table.name} once.")
     sizes = np.zeros((len(table), 2), dtype=np.int32)
     digests = np.zeros((len(table), 32), dtype=np.uint8)
-    ends = np.zeros(len(table), dtype=np.int64)
     unreadable: list[tuple[int, str]] = []
-    with (folder / _IMAGES).open("wb") as copy:
-        for row, content in enumerate(_contents(table)):
-            digests[row] = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)
-            try:
-                sizes[row] = upright_size(content, thorough=skip)
-            except UnreadableImage as error:
-                unreadable.append((row, str(error)))
-            if isinstance(table, ParquetTable):
-                copy.write(content)
-            ends[row] = copy.tell()
+    for row in range(len(table)):
+        content = table.read(row)
+        digests[row] = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)
+        try:
+            sizes[row] = upright_size(content, thorough=skip)
+        except UnreadableImage as error:
+            unreadable.append((row, str(error)))
     if unreadable and not skip:
         raise ConfigurationError(
             f"ImageData: {_listed(table, unreadable)}\nMend them, or leave them out with skip_unreadable: true."
@@ -144,16 +117,9 @@ def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
         raise ConfigurationError(f"ImageData: nothing is left: {_listed(table, unreadable)}")
     np.save(folder / "sizes.npy", sizes)
     np.save(folder / "digests.npy", digests)
-    np.save(folder / "ends.npy", ends)
     (folder / "unreadable.json").write_text(json.dumps(unreadable))
     files = {path.name: [path.stat().st_size, sha256_of(path)] for path in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps(files, indent=2) + "\n")
-
-
-def _contents(table: ImageTable) -> Iterator[bytes]:
-    if isinstance(table, ParquetTable):
-        return table.stream()
-    return (table.read(row) for row in range(len(table)))
 
 
 def _listed(table: ImageTable, unreadable: list[tuple[int, str]]) -> str:
@@ -167,9 +133,7 @@ def _problem(folder: Path) -> str | None:
         recorded = {name: (size, digest) for name, (size, digest) in _json(folder / _MANIFEST).items()}
     except (OSError, ValueError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read ({error})."
-    # The images themselves are compared when they are read.
-    small = {name: entry for name, entry in recorded.items() if name != _IMAGES}
-    return altered_file(folder, small, thorough=True) or altered_file(folder, recorded, thorough=False)
+    return altered_file(folder, recorded, thorough=True)
 
 
 def _json(path: Path) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_folder import FolderTable
-from lit_efficient.data.images.image_rows import ParquetTable, SavedTable
+from lit_efficient.data.images.image_rows import SavedTable
 from lit_efficient.errors import ConfigurationError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
@@ -65,22 +65,21 @@ class ImageTable(Protocol):
         """An encoded image."""
 
 
-def open_table(name: str, split: str, columns: ImageColumns) -> ImageTable:
+def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | None = None) -> ImageTable:
     """Find what a name in a config stands for.
 
     Args:
         name: a folder or a file.
         split: which split, where there are several.
         columns: names of columns.
+        cache_dir: where a mapped copy of .parquet files is kept.
 
     Raises:
         ConfigurationError: If there is no such thing, nothing in it, or a column is missing.
     """
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".parquet":
-        return ParquetTable(path, [path], columns)
-    if path.is_file() and path.suffix == ".arrow":
-        return SavedTable(path, split, columns)
+    if path.is_file() and path.suffix in (".parquet", ".arrow"):
+        return SavedTable(path, split, columns, [path], cache_dir)
     if path.is_file():
         raise ConfigurationError(f"ImageData: {name} is a file that is neither .parquet nor .arrow: name its folder.")
     if not path.is_dir():
@@ -110,7 +109,7 @@ def open_table(name: str, split: str, columns: ImageColumns) -> ImageTable:
             return FolderTable(inside, images, columns, path, others)
         return FolderTable(path, images, columns)
     files = _of_split(path, tables[kinds[0]], split)
-    return ParquetTable(path, files, columns) if kinds == [".parquet"] else SavedTable(path, split, columns, files)
+    return SavedTable(path, split, columns, files, cache_dir)
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@
 
 Nothing is unpickled. Arrays and MDS are read in place, mapped into memory; tars and parquet from a mapped copy.
 
-Costs: opening reads headers; tars and parquet are copied once, see `encoded_tables`
+Costs: opening reads headers; tars and parquet are copied once, see `files.tables`
 Source: https://huggingface.co/datasets/fal/cosmos-imagenet, https://github.com/cloneofsimo/imagenet.int8,
     https://github.com/webdataset/webdataset.
 """

@@ -1,28 +1,20 @@
-"""Encoded data sets in parquet and in WebDataset's tars, read by Hugging Face's `datasets`.
+"""Encoded data sets in parquet and in WebDataset's tars.
 
-    parquet   columns of numbers, lists of lists, or bytes of arrays
-    tar       a sample is the files of one name, a field each suffix, "json.label" the label in .json:
-              00017.latents.npy  00017.cls  00017.txt  00017.json  ->  {"latents.npy", "cls", "txt", "json.label"}
-
-The rows are copied into one Arrow file, which is mapped into memory: any row is read alone, in 0.1 ms.
-
-Costs: the copy, once, in the cache: as much disk as the rows take, about 1 ms a tar's sample
+parquet   columns of numbers, lists of lists, or bytes of arrays
+tar       a sample is the files of one name, a field each suffix, "json.label" the label in .json:
+          00017.latents.npy  00017.cls  00017.txt  00017.json  ->  {"latents.npy", "cls", "txt", "json.label"}
 """
 
 from __future__ import annotations
 
-import glob
 import itertools
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, np_bytes, refusal
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import cache_root
-
-_INSTALL = "EncodedData: parquet and tars need datasets: pip install lit-efficient[diffusion]."
+from lit_efficient.files.tables import map_table
 
 
 class TableRows:
@@ -36,24 +28,8 @@ class TableRows:
         ConfigurationError: If they cannot be read.
     """
 
-    def __init__(self, layout: str, files: Sequence[Path]) -> None:
-        try:
-            import datasets
-        except ImportError as error:
-            raise ConfigurationError(_INSTALL) from error
-        import pyarrow
-
-        names = [glob.escape(str(path.absolute())) for path in files]
-        errors = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, tarfile.TarError, ValueError, OSError)
-        try:
-            self._rows = datasets.load_dataset(
-                layout, data_files={"train": names}, split="train", cache_dir=str(cache_root() / "datasets")
-            ).flatten()
-        except errors as error:
-            raise ConfigurationError(
-                f"EncodedData: {files[0]}, or another of the {len(files)} files, cannot be read as {layout}: "
-                f"{error.__cause__ or error}."
-            ) from error
+    def __init__(self, layout: Literal["parquet", "webdataset"], files: Sequence[Path]) -> None:
+        self._rows = map_table("EncodedData", layout, files).flatten()
         self._strip = layout == "webdataset"  # a text file ends in a newline
 
     @property

@@ -302,7 +302,7 @@ def test_paths_that_are_nothing(tmp_path):
     for name, message in (
         ("there", "no such folder or file: .*there"),
         ("a.zip", r"is a file that is neither \.parquet nor \.arrow"),
-        ("b.parquet", "no parquet that can be read"),
+        ("b.parquet", "b.parquet, or another of the 1 files, cannot be read as parquet"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             opened(tmp_path / name)
