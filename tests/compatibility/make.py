@@ -28,19 +28,12 @@ from tests.compatibility.cases import CASES, FILES, run
 from tests.compatibility.toys import LLAMA, latents, settle
 
 KINDS = ("resumed", "restored", "loaded", "generated", "exported", "parts")
-# Data modules that a config names: with arguments that a later release may group, and by the path of a module.
+# Data modules that a config names: by a public name and by the path of a module.
 PARTS = {
     "mixed": [
         {"class_path": "lit_efficient.data.python_corpus.PythonCorpus", "init_args": {"sequence_length": 7}},
         {"class_path": "LatentDigits", "init_args": {"image_size": 16}},
     ],
-    "grouped": [
-        {"class_path": "LanguageData", "init_args": {"batch_size": 3, "max_malformed": 0.5, "truncation": "left"}},
-        {"class_path": "PreferenceData", "init_args": {"batch_size": 5, "seed": 7}},
-        {"class_path": "ImageData", "init_args": {"train": "photos", "batch_size": 6, "label_column": None}},
-        {"class_path": "EncodedData", "init_args": {"folder": "encoded", "batch_size": 7, "held_out": 2}},
-    ],
-    "moved": [{"class_path": "lit_efficient.data.digits.DigitImages", "init_args": {"image_size": 16}}],
 }
 
 

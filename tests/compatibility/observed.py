@@ -21,7 +21,9 @@ from torch import Tensor
 
 from lit_efficient import PythonCorpus
 from lit_efficient.__main__ import main
-from lit_efficient.restore import restore  # the only name here that is not public: if it moves, this line follows
+from lit_efficient.mechanisms.restore import (
+    restore,
+)  # the only name here that is not public: if it moves, this line follows
 from tests.compatibility.cases import CASES, END, SAVED_AT, Notes, run
 from tests.compatibility.toys import WORDS, Mixed, Plain, latents
 
