@@ -84,9 +84,6 @@ class ActivationCheckpointing(Technique):
     Raises:
         ConfigurationError: For an argument out of range, without such blocks, or where the model recomputes already.
         ConflictError: For a strategy that recomputes already, and beside what must see the activations more often.
-
-    Example:
-        >>> Trainer(callbacks=[ActivationCheckpointing(save=["matmul", "attention"])])  # doctest: +SKIP
     """
 
     phase = Phase.RECOMPUTE

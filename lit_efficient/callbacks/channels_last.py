@@ -53,9 +53,6 @@ class ChannelsLast(Technique):
     Raises:
         ConfigurationError: Without such a convolution.
         ConflictError: For a strategy that keeps weights in flat pieces, which have no layout.
-
-    Example:
-        >>> Trainer(callbacks=[ChannelsLast()])  # doctest: +SKIP
     """
 
     phase = Phase.LAYOUT

@@ -49,9 +49,6 @@ class CheckpointAverage(ShadowWeights):
 
     Raises:
         ConfigurationError: For an argument out of range, and if there is nothing to average.
-
-    Example:
-        >>> Trainer(callbacks=[CheckpointAverage(last_k=5, every_n_steps=1000)])  # doctest: +SKIP
     """
 
     label = "average"

@@ -41,9 +41,6 @@ class ChunkedCrossEntropy(Technique):
     Raises:
         ConfigurationError: For an argument out of range, without such a network, in the first step if ``training_step``
             never called it with labels, and where a network does anything to its logits but scale and bound them.
-
-    Example:
-        >>> Trainer(callbacks=[ChunkedCrossEntropy(z_loss=1e-4)])  # doctest: +SKIP
     """
 
     phase = Phase.RECOMPUTE

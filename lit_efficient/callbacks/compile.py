@@ -74,9 +74,6 @@ class Compile(Technique):
 
     Raises:
         ConfigurationError: For an unknown backend or mode, or where there is nothing to compile.
-
-    Example:
-        >>> Trainer(callbacks=[Compile(mode="max-autotune")])  # doctest: +SKIP
     """
 
     phase = Phase.COMPILE

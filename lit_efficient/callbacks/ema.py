@@ -46,9 +46,6 @@ class EMA(ShadowWeights):
 
     Raises:
         ConfigurationError: For an argument out of range, and if there is nothing to average.
-
-    Example:
-        >>> Trainer(callbacks=[EMA(decay=0.999)])  # doctest: +SKIP
     """
 
     label = "ema"

@@ -48,9 +48,6 @@ class FeatureMatching(Alignment):
         ConfigurationError: For an argument out of range, a layer that is not there or says no width, and in the first
             step if the student is not called.
         ConflictError: If the teacher shares parameters with the module, and with manual optimization.
-
-    Example:
-        >>> Trainer(callbacks=[FeatureMatching("net", teacher, {"blocks.3": "layers.7"})])  # doctest: +SKIP
     """
 
     phase = Phase.FREEZE

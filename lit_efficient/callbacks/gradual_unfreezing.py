@@ -70,9 +70,6 @@ class GradualUnfreezing(Technique):
         ConfigurationError: For an argument out of range; for a pattern that matches nothing and a parameter that no
             pattern matches; for an optimizer that lacks a group; for a scheduler under which groups cannot be split.
         ConflictError: Under FSDP1, FSDP2 and DeepSpeed.
-
-    Example:
-        >>> Trainer(callbacks=[GradualUnfreezing(every_n_epochs=1)])  # doctest: +SKIP
     """
 
     phase = Phase.FREEZE

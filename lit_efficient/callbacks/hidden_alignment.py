@@ -49,9 +49,6 @@ class HiddenAlignment(Alignment):
     Raises:
         ConfigurationError: For an argument out of range, without such a block, and without a clean image in the batch.
         ConflictError: If the teacher shares parameters with the module, and with manual optimization.
-
-    Example:
-        >>> Trainer(callbacks=[HiddenAlignment(8, "facebook/dinov2-base", stop_at=50_000)])  # doctest: +SKIP
     """
 
     phase = Phase.FREEZE

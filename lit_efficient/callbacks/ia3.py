@@ -44,9 +44,6 @@ class IA3(Technique):
     Raises:
         ConfigurationError: If ``auto`` does not know the network, or a pattern matches no linear layer.
         CheckpointError: When resuming beside another base than the factors were trained with.
-
-    Example:
-        >>> Trainer(callbacks=[IA3()])  # doctest: +SKIP
     """
 
     phase = Phase.ADAPT

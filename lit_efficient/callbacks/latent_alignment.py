@@ -49,9 +49,6 @@ class LatentAlignment(Alignment):
     Raises:
         ConfigurationError: For an argument out of range, without such modules, and without images in the batch.
         ConflictError: If the teacher shares parameters with the module, and with manual optimization.
-
-    Example:
-        >>> Trainer(callbacks=[LatentAlignment("facebook/dinov2-large")])  # doctest: +SKIP
     """
 
     phase = Phase.FREEZE

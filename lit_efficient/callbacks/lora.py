@@ -55,9 +55,6 @@ class LoRA(Technique):
     Raises:
         ConfigurationError: For an argument out of range, and for a pattern without a layer; it lists those that match.
         CheckpointError: When resuming beside another base than the adapters were trained with.
-
-    Example:
-        >>> Trainer(callbacks=[LoRA(rank=16, targets=["q_proj", "v_proj"])])  # doctest: +SKIP
     """
 
     phase = Phase.ADAPT

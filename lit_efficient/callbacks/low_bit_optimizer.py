@@ -47,9 +47,6 @@ class LowBitOptimizer(Technique):
         ConfigurationError: For an argument out of range, for an optimizer or a setting that has no low-bit twin, and if
             every tensor is too small, so that nothing would be saved.
         ConflictError: For sharded parameters (DTensors) with bitsandbytes or 4 bits.
-
-    Example:
-        >>> Trainer(callbacks=[LowBitOptimizer(bits=8)])  # doctest: +SKIP
     """
 
     phase = Phase.OPTIMIZER

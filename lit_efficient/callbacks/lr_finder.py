@@ -64,9 +64,6 @@ class LRFinder(Technique):
 
     Raises:
         ConfigurationError: For an argument out of range, and if the loss falls nowhere in the range.
-
-    Example:
-        >>> Trainer(callbacks=[LRFinder(plot="rates.png")])  # doctest: +SKIP
     """
 
     phase = Phase.OPTIMIZER

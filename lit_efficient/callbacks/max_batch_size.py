@@ -67,9 +67,6 @@ class MaxBatchSize(Technique):
         ConfigurationError: For an argument out of range, and for data whose batch size cannot be changed.
         ConflictError: For a strategy that shards, whose processes would wait for the one that runs out of memory.
         OutOfMemoryError: If not even the smallest size fits.
-
-    Example:
-        >>> Trainer(callbacks=[MaxBatchSize(memory_limit="12GiB")])  # doctest: +SKIP
     """
 
     changes_accumulation = True

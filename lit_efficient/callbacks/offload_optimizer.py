@@ -39,9 +39,6 @@ class OffloadOptimizer(Technique):
     Raises:
         ConfigurationError: Without a GPU, where the states are in CPU memory anyway; for sharded parameters (DTensors);
             for an argument out of range.
-
-    Example:
-        >>> Trainer(accelerator="gpu", callbacks=[OffloadOptimizer()])  # doctest: +SKIP
     """
 
     phase = Phase.OPTIMIZER

@@ -53,9 +53,6 @@ class PowerEMA(Technique):
 
     Raises:
         ConfigurationError: For an argument out of range, and if there is nothing to average.
-
-    Example:
-        >>> Trainer(callbacks=[PowerEMA(snapshot_every_n_steps=1000)])  # doctest: +SKIP
     """
 
     phase = Phase.AVERAGE

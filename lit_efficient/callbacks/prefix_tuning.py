@@ -53,9 +53,6 @@ class PrefixTuning(Technique):
     Raises:
         ConfigurationError: Without a start or a decoder that can have a prefix, and with gradient checkpointing.
         CheckpointError: When resuming beside another base than the prefix was trained with.
-
-    Example:
-        >>> Trainer(callbacks=[PrefixTuning(init_text="Summarize:", tokenizer="gpt2/")])  # doctest: +SKIP
     """
 
     phase = Phase.ADAPT

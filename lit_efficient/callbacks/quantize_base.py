@@ -48,9 +48,6 @@ class QuantizeBase(Technique):
     Raises:
         ConfigurationError: For an argument out of range, for a pattern that is no regular expression, without layers to
             quantise, and for a model that is quantised already.
-
-    Example:
-        >>> Trainer(callbacks=[QuantizeBase(), LoRA(rank=16)])  # doctest: +SKIP
     """
 
     phase = Phase.QUANTIZE

@@ -119,9 +119,6 @@ class ReplaceHead(Technique):
         ConfigurationError: For an argument out of range, without such a layer or with more than one, and if the
             optimizer does not hold the new weights.
         CheckpointError: For a checkpoint whose head has other shapes.
-
-    Example:
-        >>> Trainer(callbacks=[ReplaceHead(num_outputs=10), GradualUnfreezing(every_n_epochs=1)])  # doctest: +SKIP
     """
 
     phase = Phase.ARCHITECTURE

@@ -38,9 +38,6 @@ class ScheduleFree(Technique):
 
     Raises:
         ConfigurationError: For an argument out of range, and for an optimizer that is neither AdamW nor schedule-free.
-
-    Example:
-        >>> Trainer(callbacks=[ScheduleFree(warmup_steps=100)])  # doctest: +SKIP
     """
 
     phase = Phase.OPTIMIZER

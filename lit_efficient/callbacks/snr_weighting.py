@@ -49,9 +49,6 @@ class SNRWeighting(Technique):
     Raises:
         ConfigurationError: For an argument out of range; in the first step if the module does not return the protocol,
             or does not do what the adapter listens to.
-
-    Example:
-        >>> Trainer(callbacks=[SNRWeighting(gamma=5)])  # doctest: +SKIP
     """
 
     phase = Phase.LOSS

@@ -216,9 +216,6 @@ class StochasticDepth(Technique):
 
     Raises:
         ConfigurationError: For an argument out of range, without such blocks, or for one that is not residual.
-
-    Example:
-        >>> Trainer(callbacks=[StochasticDepth(rate=0.2)])  # doctest: +SKIP
     """
 
     phase = Phase.ARCHITECTURE

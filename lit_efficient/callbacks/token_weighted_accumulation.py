@@ -76,9 +76,6 @@ class TokenWeightedAccumulation(Technique):
     Raises:
         ConfigurationError: Where nothing in a batch has the name, or ``auto`` finds no labels.
         ConflictError: With manual optimization, and where gradients are gone before the window's tokens are known.
-
-    Example:
-        >>> Trainer(accumulate_grad_batches=8, callbacks=[TokenWeightedAccumulation()])  # doctest: +SKIP
     """
 
     phase = Phase.LOSS

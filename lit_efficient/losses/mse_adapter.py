@@ -39,10 +39,6 @@ def weigh_mse_loss(
     Raises:
         ConfigurationError: If inside the context ``F.mse_loss`` is not called exactly once, or noise was not added
             exactly once before it; also for a size that differs, or ``mse_loss(weight=)``.
-
-    Example:
-        >>> with weigh_mse_loss(scheduler, lambda log_snr: snr_weight(log_snr, "p2")):  # doctest: +SKIP
-        ...     loss = training_step(batch)
     """
     levels: list[Tensor] = []
     name = noise_method(scheduler)

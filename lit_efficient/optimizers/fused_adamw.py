@@ -30,9 +30,6 @@ class FusedAdamW(torch.optim.AdamW):
         eps: Term in the denominator.
         weight_decay: Decoupled weight decay.
         decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
-
-    Example:
-        >>> FusedAdamW(module.parameters(), lr=3e-4, weight_decay=0.1, decay_norm_and_bias=False)  # doctest: +SKIP
     """
 
     low_bit_twin: ClassVar[tuple[str, int]] = ("AdamW", 2)  # what its low-bit form imitates, and that one's moments

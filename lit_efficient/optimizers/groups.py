@@ -33,9 +33,6 @@ def parameter_groups(
 
     Returns:
         The groups in the order of their first tensors, none of them empty.
-
-    Example:
-        >>> optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay=0.1), lr=3e-4)  # doctest: +SKIP
     """
     if isinstance(parameters, nn.Module):
         parameters = [parameter for parameter in parameters.parameters() if parameter.requires_grad]

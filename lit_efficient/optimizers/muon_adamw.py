@@ -38,9 +38,6 @@ def muon_groups(module: nn.Module, adamw: tuple[str, ...] = ()) -> Groups:
 
     Raises:
         ConfigurationError: If a name matches nothing.
-
-    Example:
-        >>> MuonAdamW(muon_groups(model, adamw=("lm_head.weight",)), lr=1e-3)  # doctest: +SKIP
     """
     named = dict(module.named_parameters())
     for suffix in adamw:

@@ -84,10 +84,6 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
     Raises:
         ConfigurationError: If there are no blocks, if a pattern matches nothing that trains or nothing that an earlier
             group does not hold, and if a parameter that trains is matched by none.
-
-    Example:
-        >>> depth_groups(model)  # doctest: +SKIP
-        [['head.weight', 'head.bias'], ['blocks.1.fc.weight'], ['blocks.0.fc.weight'], ['embedding.weight']]
     """
     return list(_sorted(module, groups, _rule(module, groups, who), who).values())
 
