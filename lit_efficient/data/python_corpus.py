@@ -183,7 +183,7 @@ class PythonCorpus(LightningDataModule):
         def build(target: Path) -> None:
             train, val = split_texts(texts.files, self.val_fraction, self.seed)
             tokenizer = given or token_cache.train_tokenizer(train, self._vocab_size)
-            about = {"train_files": len(train), "val_files": len(val)}
+            about: dict[str, object] = {"train_files": len(train), "val_files": len(val)}
             about |= {"duplicates": texts.duplicates, "unreadable": texts.unreadable}
             token_cache.write_token_cache(target, tokenizer, train, val, settings | about)
 

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_efficient import CausalLMConfig, ConfigurationError, CorpusFiles, LanguageModeling, LoRA, PythonCorpus
-from lit_efficient.commands.generate import load_language_model
 from lit_efficient.data.text.chat_tokenizer import train_chat_tokenizer
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.models.causal_lm import build

@@ -80,7 +80,7 @@ class ChatDataModule(LightningDataModule):
         """What the sources held and lost; known after `setup`."""
         self._folder: Path | None = None
         self._is_set_up = False
-        self.cached = SPLITS
+        self.cached: tuple[str, ...] = SPLITS
 
     @property
     def tokenizer(self) -> Tokenizer:
