@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 # short class names in YAML with it, `techniques` reads the named files, and the contract tests run over them.
 PUBLIC: dict[str, str] = {
     # the contract
+    "LossHooks": "declaration",
     "Phase": "declaration",
     "Report": "declaration",
     "Technique": "technique",

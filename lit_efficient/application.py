@@ -19,7 +19,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lit_efficient
-from lit_efficient.declaration import Declaration, Report, check_conflicts, in_order, overrides, techniques_of
+from lit_efficient.declaration import (
+    Declaration,
+    LossHooks,
+    Report,
+    check_conflicts,
+    in_order,
+    overrides,
+    techniques_of,
+)
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.files.moved import translate
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -27,6 +35,8 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded
+
+_ON_LOSS = ("sample_weights", "extra_loss")
 
 
 @dataclass
@@ -179,7 +189,7 @@ def install(trainer: Any, module: Any) -> None:
     has_own = getattr(module.configure_optimizers, "__qualname__", "") != "LightningModule.configure_optimizers"
     if rewrites or has_own:
         wraps["configure_optimizers"] = _configure_optimizers
-    if any(overrides(technique, method) for technique in techniques for method in ("sample_weights", "extra_loss")):
+    if any(overrides(technique, method) for technique in techniques for method in _ON_LOSS):
         wraps["training_step"] = _training_step_like(module.training_step)
     module.__dict__["_lit_efficient_session"] = Session(id(trainer), wraps)
     for name, function in wraps.items():
@@ -209,6 +219,11 @@ def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None
             f"{surgeons[0]} changes the network, and a strategy that spawns or forks its processes would lose that "
             "change without a word: use strategy='ddp' instead of 'ddp_spawn' or 'ddp_fork'"
         )
+    for technique in techniques:
+        stray = next((name for name in _ON_LOSS if overrides(technique, name)), None)
+        if stray and not isinstance(technique, LossHooks):
+            name = type(technique).__name__
+            raise ConfigurationError(f"{name}.{stray} is for the loss: write class {name}(LossHooks, Technique)")
     weighers = [type(technique).__name__ for technique in techniques if overrides(technique, "sample_weights")]
     if weighers and not module.automatic_optimization:
         raise ConflictError(
@@ -356,9 +371,14 @@ def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
     return _weighed(self, dataloader_iter)
 
 
+def _on_loss(module: Any, method: str) -> list[LossHooks]:
+    techniques = in_order(techniques_of(module.trainer))
+    return [t for t in techniques if isinstance(t, LossHooks) and overrides(t, method)]
+
+
 def _weighed(module: Any, *args: Any) -> Any:
     session: Session = module.__dict__["_lit_efficient_session"]
-    techniques = in_order(t for t in techniques_of(module.trainer) if overrides(t, "sample_weights"))
+    techniques = _on_loss(module, "sample_weights")
     weighers = [(type(t).__name__, lambda out, t=t: t.sample_weights(out, module)) for t in techniques]
     contexts = (t.weigh_inside(module, lambda out: product(out, weighers)) for t in techniques)
     inside = next((context for context in contexts if context is not None), None)
@@ -378,7 +398,7 @@ def _weighed(module: Any, *args: Any) -> Any:
 def _with_extra_losses(module: Any, *args: Any) -> Any:
     """The module's own ``training_step``, and the terms that techniques add to its loss."""
     session: Session = module.__dict__["_lit_efficient_session"]
-    techniques = in_order(t for t in techniques_of(module.trainer) if overrides(t, "extra_loss"))
+    techniques = _on_loss(module, "extra_loss")
     with ExitStack() as watching:
         for technique in techniques:
             context = technique.watch_step(module, args[0])

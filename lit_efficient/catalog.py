@@ -55,7 +55,6 @@ class Card:
         arguments: The ``Args:`` section of the class docstring.
         phase: Name of the phase in which it is applied, or an empty string.
         conflicts: Classes that it excludes, each with the reason and the way out.
-        requires: Classes that it needs, each with the reason.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
         distribution: The package of somebody else's that registers it, with its version; empty for ours.
     """
@@ -71,7 +70,6 @@ class Card:
     arguments: str = ""
     phase: str = ""
     conflicts: dict[str, str] = field(default_factory=dict)
-    requires: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
     distribution: str = ""
 
@@ -120,7 +118,6 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
         phase=ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else "",
         conflicts=_conflicts(attributes.get("conflicts")),
-        requires=_literal_dict(attributes.get("requires")),
         is_technique=bool(
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
@@ -149,10 +146,6 @@ def _conflicts(value: ast.expr | None) -> dict[str, str]:
         other = read_cards({name: PUBLIC[name]}) if name in PUBLIC else []
         found |= other[0].conflicts if other else {}
     return found
-
-
-def _literal_dict(value: ast.expr | None) -> dict[str, str]:
-    return dict(ast.literal_eval(value)) if value is not None else {}
 
 
 def _signature(node: ast.ClassDef) -> str:
@@ -193,8 +186,8 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
     """Return what two classes have to do with each other, whichever of the two declares it.
 
     Returns:
-        ``(name, name) -> "conflicts: reason"``, ``"conflicts if Name(argument=...): reason"`` or ``"requires:
-        reason"``; pairs that simply go together are not listed.
+        ``(name, name) -> "conflicts: reason"`` or ``"conflicts if Name(argument=...): reason"``; pairs that simply go
+        together are not listed.
     """
     conflicts: dict[tuple[str, str], str] = {}
     for card in cards:
@@ -204,8 +197,7 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
             always = key == other and not conflicts.get(pair, "").startswith("conflicts:")
             if always or pair not in conflicts:
                 conflicts[pair] = f"conflicts: {reason}" if key == other else f"conflicts if {key}: {reason}"
-    requires = {(c.name, other): f"requires: {reason}" for c in cards for other, reason in c.requires.items()}
-    return {**requires, **conflicts}
+    return conflicts
 
 
 # Techniques of others ------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ A technique says *what* it changes, in a few small methods, and never *when*:
 * :meth:`Declaration.transform` changes the network, right after the module's own ``configure_model``;
 * :meth:`Declaration.rewrite_optimizer` changes each optimizer, right after ``configure_optimizers``;
 * :meth:`Declaration.trains` names the parameters that must be in one of them;
-* :meth:`Declaration.sample_weights` weighs the samples' losses, right after ``training_step``;
-* :meth:`Declaration.extra_loss` adds a term to the loss, there, too;
-* :meth:`Declaration.after_step` changes the weights after each step, before averages see them.
+* :meth:`Declaration.after_step` changes the weights after each step, before averages see them;
+* :meth:`LossHooks.sample_weights` weighs the samples' losses, right after ``training_step``;
+* :meth:`LossHooks.extra_loss` adds a term to the loss, there, too.
 
 This file knows neither Lightning nor how techniques are applied (:mod:`lit_efficient.application`).
 """
@@ -79,12 +79,9 @@ class Declaration:
     # What it cannot work with: name of a class -> why, and the way out. ``Name(argument=...)`` is one for which that
     # argument is set, ``Name(argument='value')`` one that was given this value. Optimizers may have conflicts, too.
     conflicts: ClassVar[Mapping[str, str]] = {}
-    requires: ClassVar[Mapping[str, str]] = {}  # name of another technique -> why
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
-    retains_graph: ClassVar[bool] = False  # takes gradients before the backward pass: what it needs is read twice
-    repeatable: ClassVar[bool] = False  # may stand in the list more than once
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
     leaves_traces: ClassVar[bool] = False  # writes or stops outside of the process: steps that are undone leave it out
     changes_accumulation: ClassVar[bool] = False  # sets trainer.accumulate_grad_batches in the run
@@ -108,27 +105,6 @@ class Declaration:
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Change one optimizer in place (see :func:`lit_efficient.surgery.become`)."""
-        raise NotImplementedError
-
-    def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
-        """Weights [B] for the samples' losses, from what ``training_step`` returned."""
-        raise NotImplementedError
-
-    def weigh_inside(
-        self, module: nn.Module, weights_of: Callable[[Mapping[str, Any]], Tensor]
-    ) -> AbstractContextManager[None] | None:
-        """For a module that returns no sample losses: a context around ``training_step`` that weighs them in there.
-
-        ``weights_of`` gives the product of all techniques' weights [B] for what they would have been returned.
-        """
-        return None
-
-    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
-        """A context around ``training_step`` in which the technique may listen to what the network computes."""
-        return None
-
-    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
-        """A scalar to add to the loss that ``training_step`` returned in ``output``; ``None`` adds nothing."""
         raise NotImplementedError
 
     def after_step(self, optimizer: Optimizer, module: nn.Module) -> None:
@@ -177,6 +153,33 @@ class Declaration:
         }
 
 
+class LossHooks(Declaration):
+    """What a technique says, too, that changes the loss of each step: ``class Weighting(LossHooks, Technique)``."""
+
+    retains_graph: ClassVar[bool] = False  # takes gradients before the backward pass: what it needs is read twice
+
+    def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
+        """Weights [B] for the samples' losses, from what ``training_step`` returned."""
+        raise NotImplementedError
+
+    def weigh_inside(
+        self, module: nn.Module, weights_of: Callable[[Mapping[str, Any]], Tensor]
+    ) -> AbstractContextManager[None] | None:
+        """For a module that returns no sample losses: a context around ``training_step`` that weighs them in there.
+
+        ``weights_of`` gives the product of all techniques' weights [B] for what they would have been returned.
+        """
+        return None
+
+    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
+        """A context around ``training_step`` in which the technique may listen to what the network computes."""
+        return None
+
+    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+        """A scalar to add to the loss that ``training_step`` returned in ``output``; ``None`` adds nothing."""
+        raise NotImplementedError
+
+
 def techniques_of(trainer: Any) -> list[Declaration]:
     """The trainer's techniques, in the order of its list."""
     return [callback for callback in trainer.callbacks if isinstance(callback, Declaration)]
@@ -189,7 +192,8 @@ def in_order(techniques: Iterable[Declaration]) -> list[Declaration]:
 
 def overrides(technique: Declaration, method: str) -> bool:
     """Whether the technique's class defines one of the methods of the contract."""
-    return getattr(type(technique), method) is not getattr(Declaration, method)
+    base = LossHooks if isinstance(technique, LossHooks) else Declaration
+    return getattr(type(technique), method, None) is not getattr(base, method, None)
 
 
 def check_conflicts(parts: Sequence[object]) -> None:
@@ -198,7 +202,6 @@ def check_conflicts(parts: Sequence[object]) -> None:
     Raises:
         ConflictError: Naming both sides, the reason and the way out.
     """
-    names = {base.__name__ for part in parts for base in type(part).__mro__}
     seen: set[type] = set()
     for part in (part for part in parts if isinstance(part, Declaration | Optimizer)):
         for other, reason in getattr(part, "conflicts", {}).items():
@@ -206,12 +209,9 @@ def check_conflicts(parts: Sequence[object]) -> None:
                 raise ConflictError(f"{type(part).__name__} cannot be combined with {other}: {reason}")
     for technique in (part for part in parts if isinstance(part, Declaration)):
         name = type(technique).__name__
-        if type(technique) in seen and not technique.repeatable:
+        if type(technique) in seen:
             raise ConflictError(f"{name} is listed twice in Trainer(callbacks=...); keep one of them")
         seen.add(type(technique))
-        for other, reason in technique.requires.items():
-            if other not in names:
-                raise ConflictError(f"{name} needs {other} in Trainer(callbacks=...): {reason}")
 
 
 def _is_excluded(part: object, key: str) -> bool:

@@ -8,28 +8,21 @@ they can be told apart.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from lightning.pytorch import Callback
 
 from lit_efficient import application
 from lit_efficient.declaration import Declaration, in_order, techniques_of
+from lit_efficient.internals.lightning_standalone import StandaloneCallback
 
 
-class Technique(Declaration, Callback):
+class Technique(Declaration, Callback, StandaloneCallback):
     """Base of all techniques: what a subclass says is in :class:`lit_efficient.declaration.Declaration`.
 
     A subclass that defines ``setup``, ``teardown``, ``on_exception``, ``on_fit_start`` or ``on_save_checkpoint`` calls
     ``super()`` in it.
     """
-
-    def __new__(cls, *args: object, **kwargs: object) -> Technique:
-        """Also be a callback of the standalone ``pytorch_lightning`` package, once that is imported."""
-        standalone = sys.modules.get("pytorch_lightning")
-        if standalone is not None and standalone.Callback not in Technique.__mro__:
-            Technique.__bases__ = (*Technique.__bases__, standalone.Callback)
-        return super().__new__(cls)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check all techniques of the trainer at once and wrap the module, on the first technique's turn."""

@@ -36,7 +36,6 @@ class Drop(Technique):
 
     phase = Phase.ARCHITECTURE
     conflicts: ClassVar[dict[str, str]] = {"Plain": "both change the forward; keep one"}
-    requires = {"Loss": "it weighs the result"}
 
     def __init__(self, rate: float = 0.5, *, rule: str = "linear") -> None:
         pass
@@ -76,7 +75,6 @@ def test_a_card_holds_what_the_file_says(cards):
         arguments="rate: Probability in [0, 1).\n    Second line.",
         phase="ARCHITECTURE",
         conflicts={"Plain": "both change the forward; keep one"},
-        requires={"Loss": "it weighs the result"},
     )
 
 
@@ -92,13 +90,13 @@ def test_a_folder_is_a_slot(cards):
 
 def test_conflicts_hold_in_both_directions_and_are_listed_once():
     a = Card("A", "trainer.callbacks", "m", "s", conflicts={"B": "why"})
-    b = Card("B", "trainer.callbacks", "m", "s", conflicts={"A": "why not"}, requires={"C": "because"})
+    b = Card("B", "trainer.callbacks", "m", "s", conflicts={"A": "why not"})
     c = Card("C", "trainer.callbacks", "m", "s")
-    assert sorted(pairs([a, b, c])) == [("A", "B"), ("B", "C")]
+    assert sorted(pairs([a, b, c])) == [("A", "B")]
     d, e = (Card(name, "optimizer", "m", "s") for name in "DE")
     assert matrix([d, e]).splitlines()[1].split()[1:] == ["D", ".", "/"]
     rows = [line.split()[1:] for line in matrix([a, b, c]).splitlines()[1:4]]
-    assert rows == [["A", ".", "x", "+"], ["B", "x", ".", ">"], ["C", "+", "+", "."]]
+    assert rows == [["A", ".", "x", "+"], ["B", "x", ".", "+"], ["C", "+", "+", "."]]
 
 
 def test_the_table_fits_the_terminal_and_is_one_line_each_without_one(cards):
@@ -134,7 +132,6 @@ def test_every_class_in_a_slot_has_a_card_that_agrees_with_the_class():
             continue
         cls = getattr(import_module(f"lit_efficient.{module}"), name)
         assert dict(getattr(cls, "conflicts", {})) == cards[name].conflicts
-        assert dict(getattr(cls, "requires", {})) == cards[name].requires
         phase = getattr(cls, "phase", None)
         assert (phase.name if phase is not None else "") == cards[name].phase
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.mse_adapter import find_scheduler, noise_method, weigh_mse_loss
 from lit_efficient.losses.snr import GAMMAS, PREDICTIONS, check_snr_arguments, snr_weight
@@ -27,7 +27,7 @@ _ALIASES = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "flow_predict
 _ADAPTERS = ("none", "mse_loss")
 
 
-class SNRWeighting(Technique):
+class SNRWeighting(LossHooks, Technique):
     """Weigh each sample's loss by its signal-to-noise ratio.
 
     ``training_step`` returns ``{"loss", "sample_loss": [B], "log_snr": [B]}``. Instead of ``log_snr`` it may return

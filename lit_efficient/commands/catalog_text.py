@@ -95,7 +95,6 @@ def card_text(card: Card) -> str:
     facts["of"] = card.distribution
     lines += [f"{label:<8}{text}" for label, text in facts.items() if text]
     lines += [f"{'not with':<8} {name}: {reason}" for name, reason in card.conflicts.items()]
-    lines += [f"{'needs':<8}{name}: {reason}" for name, reason in card.requires.items()]
     lines += ["", f"{card.name}({card.signature})"]
     if card.arguments:
         lines += ["", textwrap.indent(card.arguments, "  ")]
@@ -121,8 +120,7 @@ def matrix(cards: Sequence[Card]) -> str:
     for i, row in enumerate(techniques):
         marks = " ".join(f"{_mark(row, column, known):>2}" for column in techniques)
         lines.append(f"{i + 1:>2}  {row.name:<{width}}{marks}".rstrip())
-    lines += ["", "+ go together   x exclude each other   o at some setting   / the slot holds one"]
-    lines += ["> the row needs the column   . itself"]
+    lines += ["", "+ go together   x exclude each other   o at some setting   / the slot holds one   . itself"]
     reasons = [f"{a} and {b}: {text}" for (a, b), text in known.items()]
     return "\n".join([*lines, *([""] if reasons else []), *reasons])
 
@@ -136,7 +134,7 @@ def _mark(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
     for start, mark in (("conflicts:", "x"), ("conflicts if", "o")):
         if any(text.startswith(start) for text in either):
             return mark
-    return ">" if either[0] else "+"
+    return "+"
 
 
 def markdown(cards: Sequence[Card]) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from lit_efficient.application import ledger
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import Loads
@@ -105,7 +105,7 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
 # The techniques' base ------------------------------------------------------------------------------------------------
 
 
-class Alignment(Technique):
+class Alignment(LossHooks, Technique):
     """Base of techniques that add a term between features of the module and of a frozen teacher.
 
     A subclass has the arguments ``teacher``, ``weight``, ``stop_at`` and ``seed``, and says which layers it listens to

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lit_efficient import (
     ConfigurationError,
     ConflictError,
+    LossHooks,
     LowBitOptimizer,
     Phase,
     Report,
@@ -147,7 +148,7 @@ def test_extra_loss_is_left_unweighted_and_later_hooks_see_no_extras() -> None:
             extra = self.net.head.bias.square().sum()
             return output | {"loss": output["loss"] + extra, "extra_loss": extra, "note": 3}
 
-    class Zero(Technique):
+    class Zero(LossHooks, Technique):
         phase = Phase.LOSS
 
         def sample_weights(self, output: Any, module: nn.Module) -> torch.Tensor:
@@ -193,7 +194,7 @@ def test_a_skipped_step_stays_skipped() -> None:
     assert not torch.equal(first[0]["net.head.weight"], first[1]["net.head.weight"])
 
 
-class Bias(Technique):
+class Bias(LossHooks, Technique):
     """Adds the head's squared bias."""
 
     phase = Phase.LOSS
@@ -238,6 +239,17 @@ def test_a_term_needs_a_loss_and_automatic_optimization() -> None:
         fit(Nothing(), [Bias()])
     with pytest.raises(ConflictError, match=r"Bias adds a term .* Toy optimizes manually"):
         fit(Toy(optimizers=2), [Bias()])
+
+
+def test_a_technique_that_changes_losses_must_say_so() -> None:
+    class Plain(Technique):
+        def extra_loss(self, output: Any, module: Any, batch: Any) -> torch.Tensor:
+            return output["loss"]
+
+    with pytest.raises(
+        ConfigurationError, match=r"extra_loss is for the loss: write class Plain\(LossHooks, Technique\)"
+    ):
+        fit(Toy(), [Plain()])
 
 
 # Forms of a run
@@ -370,12 +382,12 @@ def test_compare_techniques_asks_for_weights_always_and_for_optimizers_in_a_fit(
 # Conflicts
 
 
-def test_conflicts_and_requirements_name_both_sides_and_the_reason() -> None:
+def test_conflicts_name_both_sides_and_the_reason() -> None:
     class A(Technique):
         conflicts: ClassVar[dict[str, str]] = {"B": "they both do it; drop one", "ModelPruning": "it prunes"}
 
     class B(Technique):
-        requires: ClassVar[dict[str, str]] = {"C": "it needs what C makes"}
+        pass
 
     class C(Technique):
         pass
@@ -387,8 +399,6 @@ def test_conflicts_and_requirements_name_both_sides_and_the_reason() -> None:
         check_conflicts([B(), C(), A()])
     with pytest.raises(ConflictError, match="A cannot be combined with B"):
         check_conflicts([Child(), C(), A()])
-    with pytest.raises(ConflictError, match=r"B needs C in Trainer\(callbacks=...\): it needs what C makes"):
-        check_conflicts([B()])
     with pytest.raises(ConflictError, match="C is listed twice"):
         check_conflicts([C(), C()])
     check_conflicts([B(), C()])
