@@ -13,6 +13,10 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-pairs", action="store_true", help="run every pair of techniques, not a share of them")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     import torch

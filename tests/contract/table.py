@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +39,8 @@ from lit_efficient import (
     TokenWeightedAccumulation,
 )
 from lit_efficient.declaration import check_conflicts
+from lit_efficient.testing import Case, Run
+from tests.contract import effects
 from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet, convolved
 
 
@@ -52,14 +52,15 @@ class OffloadOptimizer(lit_efficient.OffloadOptimizer):
 
 
 @dataclass(frozen=True)
-class Case:
-    """How to test one technique on the toy of :mod:`tests.support`.
+class Row:
+    """How to test one technique on the toy of :mod:`lit_efficient.testing`.
 
     Args:
         make: Builds the technique at a setting that visibly changes the toy's training.
+        effect: Asserts what it is for, of a run that it took part in (:mod:`tests.contract.effects`).
         neutral: Builds it at a setting under which training must equal plain Lightning bit for bit; ``None`` where the
             technique has no such setting.
-        changes: Whether ``make`` changes the trained weights of a run of four steps.
+        changes: Whether ``make`` changes the weights that a short run ends with.
         shadows: Whether evaluation uses other weights than the module's own.
         repacks: Whether a weight has another shape afterwards, under its old name.
         trainer: Arguments that its trainer needs.
@@ -69,7 +70,8 @@ class Case:
     """
 
     make: Callable[[], Technique]
-    neutral: Callable[[], Technique] | None
+    effect: Callable[[Run], None]
+    neutral: Callable[[], Technique] | None = None
     changes: bool = True
     shadows: bool = False
     repacks: bool = False
@@ -79,8 +81,13 @@ class Case:
     convolution: bool = False
 
 
+def _compile(backend: str) -> Compile:
+    effects.GRAPHS.clear()
+    return Compile(backend=backend)
+
+
 def _power_ema() -> PowerEMA:
-    return PowerEMA(dirpath=str(Path(tempfile.gettempdir()) / "lit_efficient_snapshots"))
+    return PowerEMA(sigma_rels=[0.1, 0.25], dirpath=str(effects.SNAPSHOTS))
 
 
 def _lr_finder(apply: bool = True) -> LRFinder:
@@ -94,86 +101,146 @@ def _teacher(width: int = 12) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh())
 
 
-CASES: dict[str, Case] = {
-    "ActivationCheckpointing": Case(
-        lambda: ActivationCheckpointing(every=2), neutral=ActivationCheckpointing, changes=False
+ROWS: dict[str, Row] = {
+    "ActivationCheckpointing": Row(
+        lambda: ActivationCheckpointing(every=2), effects.recomputes, ActivationCheckpointing, changes=False
     ),
-    "ChannelsLast": Case(ChannelsLast, neutral=None, convolution=True),  # the same values, rounded in another order
-    "Compile": Case(
-        lambda: Compile(backend="eager"),
-        neutral=lambda: Compile(backend="aot_eager"),
-        changes=False,
-        beside={"ActivationCheckpointing": lambda: Compile(backend="aot_eager")},  # see test_compile.py
-    ),
-    "ExactResume": Case(lambda: ExactResume(0), neutral=lambda: ExactResume(0), changes=False),
-    "LowBitOptimizer": Case(lambda: LowBitOptimizer(min_size=0), neutral=None),
-    "LRFinder": Case(_lr_finder, neutral=lambda: _lr_finder(apply=False)),
-    # half the batch, accumulated: the same gradient up to rounding
-    "MaxBatchSize": Case(lambda: MaxBatchSize(max_size=2), neutral=MaxBatchSize),
-    "OffloadOptimizer": Case(OffloadOptimizer, neutral=OffloadOptimizer, changes=False),
-    "ScheduleFree": Case(lambda: ScheduleFree(warmup_steps=2), neutral=None),
-    "CheckpointAverage": Case(
+    # the same values, rounded in another order
+    "ChannelsLast": Row(ChannelsLast, effects.channels_are_last, convolution=True),
+    "CheckpointAverage": Row(
         lambda: CheckpointAverage(last_k=3, every_n_steps=1),
+        effects.evaluates_the_mean_of_the_last_three,
         lambda: CheckpointAverage(last_k=1, every_n_steps=1),
         changes=False,
         shadows=True,
     ),
-    "ChunkedCrossEntropy": Case(lambda: ChunkedCrossEntropy(chunk_size=3, z_loss=0.1), neutral=None, network=TokenNet),
-    "EMA": Case(lambda: EMA(decay=0.8), lambda: EMA(start_step=1_000), changes=False, shadows=True),
-    "PowerEMA": Case(_power_ema, neutral=_power_ema, changes=False),
-    "FeatureMatching": Case(
-        lambda: FeatureMatching("net", _teacher(), {r"blocks\.1": ""}, stop_at=6),
-        neutral=lambda: FeatureMatching("net", _teacher(WIDTH), {r"blocks\.1": ""}, weight=0.0, projection="none"),
+    "ChunkedCrossEntropy": Row(
+        lambda: ChunkedCrossEntropy(chunk_size=3, z_loss=0.1), effects.logits_are_never_whole, network=TokenNet
     ),
-    "HiddenAlignment": Case(
+    "Compile": Row(
+        lambda: _compile("counted"),
+        effects.is_compiled,
+        lambda: Compile(backend="aot_eager"),
+        changes=False,
+        beside={"ActivationCheckpointing": lambda: _compile("aot_counted")},  # see test_compile.py
+    ),
+    "EMA": Row(
+        lambda: EMA(decay=0.8),
+        effects.evaluates_the_moving_average,
+        lambda: EMA(start_step=1_000),
+        changes=False,
+        shadows=True,
+    ),
+    "ExactResume": Row(lambda: ExactResume(0), effects.draws_follow_the_batch, lambda: ExactResume(0), changes=False),
+    "FeatureMatching": Row(
+        lambda: FeatureMatching("net", _teacher(), {r"blocks\.1": ""}, stop_at=3),
+        effects.matches_features_until_it_stops,
+        lambda: FeatureMatching("net", _teacher(WIDTH), {r"blocks\.1": ""}, weight=0.0, projection="none"),
+    ),
+    "GradualUnfreezing": Row(
+        lambda: GradualUnfreezing(every_n_steps=1),
+        effects.thaws_from_the_head_down,
+        lambda: GradualUnfreezing([".*"], every_n_steps=1),
+    ),
+    "HiddenAlignment": Row(
         lambda: HiddenAlignment(2, _teacher(), hidden=8, source="0"),
-        neutral=lambda: HiddenAlignment(2, _teacher(WIDTH), weight=0.0, projection="none", source="0"),
+        effects.aligns_hidden_tokens,
+        lambda: HiddenAlignment(2, _teacher(WIDTH), weight=0.0, projection="none", source="0"),
     ),
-    "LatentAlignment": Case(
+    "IA3": Row(lambda: IA3(targets=["up"], feedforward=["down"]), effects.trains_factors_alone),
+    "LatentAlignment": Row(
         lambda: LatentAlignment(_teacher(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"),
-        neutral=None,
+        effects.aligns_latents,
     ),
-    "IA3": Case(lambda: IA3(targets=["up"], feedforward=["down"]), neutral=None),
-    "LoRA": Case(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), neutral=None),
-    "PrefixTuning": Case(lambda: PrefixTuning(3, init_tokens=[1, 5]), neutral=None, network=AttentionNet),
-    "GradualUnfreezing": Case(
-        lambda: GradualUnfreezing(every_n_steps=1), neutral=lambda: GradualUnfreezing([".*"], every_n_steps=1)
+    "LoRA": Row(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), effects.trains_adapters_alone),
+    "LowBitOptimizer": Row(lambda: LowBitOptimizer(min_size=0), effects.states_have_one_byte),
+    "LRFinder": Row(_lr_finder, effects.rate_is_the_suggested_one, lambda: _lr_finder(apply=False)),
+    # half the batch, accumulated: the same gradient up to rounding
+    "MaxBatchSize": Row(lambda: MaxBatchSize(max_size=2), effects.batches_are_smaller, MaxBatchSize),
+    "OffloadOptimizer": Row(OffloadOptimizer, effects.states_are_streamed, OffloadOptimizer, changes=False),
+    "PowerEMA": Row(_power_ema, effects.averages_of_each_width, _power_ema, changes=False),
+    "PrefixTuning": Row(
+        lambda: PrefixTuning(3, init_tokens=[1, 5]), effects.trains_the_prefix_alone, network=AttentionNet
     ),
-    "ReplaceHead": Case(lambda: ReplaceHead(16), neutral=None),
-    "QuantizeBase": Case(QuantizeBase, neutral=None, repacks=True),
-    "SNRWeighting": Case(lambda: SNRWeighting(gamma=1.0), neutral=lambda: SNRWeighting(gamma=1e30, prediction="eps")),
-    "StochasticDepth": Case(lambda: StochasticDepth(rate=0.7), neutral=lambda: StochasticDepth(rate=0.0)),
-    "TokenWeightedAccumulation": Case(TokenWeightedAccumulation, neutral=TokenWeightedAccumulation, changes=False),
+    "QuantizeBase": Row(QuantizeBase, effects.base_is_stored_in_codes, repacks=True),
+    "ReplaceHead": Row(
+        lambda: ReplaceHead(16),
+        effects.starts_anew_at_the_head,
+        beside={"ChunkedCrossEntropy": lambda: ReplaceHead(20)},  # a size that nothing else has
+    ),
+    "ScheduleFree": Row(lambda: ScheduleFree(warmup_steps=2), effects.ends_with_the_average_of_its_iterates),
+    "SNRWeighting": Row(
+        lambda: SNRWeighting(gamma=1.0),
+        effects.samples_are_weighed,
+        lambda: SNRWeighting(gamma=1e30, prediction="eps"),
+    ),
+    "StochasticDepth": Row(
+        lambda: StochasticDepth(rate=0.7), effects.blocks_are_skipped, lambda: StochasticDepth(rate=0.0)
+    ),
+    "TokenWeightedAccumulation": Row(
+        TokenWeightedAccumulation,
+        effects.micro_batches_weigh_by_their_tokens,
+        TokenWeightedAccumulation,
+        trainer={"accumulate_grad_batches": 2},
+    ),
 }
+NAMES = sorted(ROWS)
 
 
 def make_all(*names: str) -> list[Technique]:
     """The named techniques, each at a setting that goes with the others."""
     return [
-        next((CASES[name].beside[other] for other in names if other in CASES[name].beside), CASES[name].make)()
+        next((ROWS[name].beside[other] for other in names if other in ROWS[name].beside), ROWS[name].make)()
         for name in names
     ]
 
 
 def network_of(*names: str) -> type[nn.Module]:
     """The network that all the named techniques can act on."""
-    needed = {CASES[name].network for name in names} - {Net}
+    needed = {ROWS[name].network for name in names} - {Net}
     network = TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
-    return convolved(network) if any(CASES[name].convolution for name in names) else network
+    return convolved(network) if any(ROWS[name].convolution for name in names) else network
+
+
+def case(*names: str) -> Case:
+    """The named techniques together, with the effects of all."""
+    rows = [ROWS[name] for name in names]
+
+    def effect(run: Run) -> None:
+        for row in rows:
+            row.effect(run)
+
+    neutral = rows[0].neutral if len(rows) == 1 else None
+    return Case(
+        lambda: make_all(*names),
+        effect,
+        None if neutral is None else lambda: [neutral()],
+        changes=any(row.changes for row in rows),
+        shadows=any(row.shadows for row in rows),
+        repacks=any(row.repacks for row in rows),
+        network=network_of(*names),
+        trainer={key: value for row in rows for key, value in row.trainer.items()},
+    )
+
+
+def allowed(*names: str) -> bool:
+    """Whether no conflict is declared between them."""
+    try:
+        check_conflicts(make_all(*names))
+    except ConflictError:
+        return False
+    return True
 
 
 def _together() -> tuple[str, ...]:
     """As many techniques as go together, in the order of their names."""
     chosen: list[str] = []
-    for name in sorted(CASES):
-        try:
-            check_conflicts(make_all(*chosen, name))
-        except ConflictError:
-            continue
-        chosen.append(name)
+    for name in NAMES:
+        if name != "Compile" and allowed(*chosen, name):
+            chosen.append(name)
     return tuple(chosen)
 
 
 TOGETHER = _together()
-# Compiling takes seconds in each run: tests of many runs do it in few of them.
-UNCOMPILED = tuple(name for name in TOGETHER if name != "Compile")
+# Compiling takes seconds in each run of many techniques; beside these it traces what the others do to the blocks.
+COMPILED = ("ActivationCheckpointing", "Compile", "LoRA", "StochasticDepth")

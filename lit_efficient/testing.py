@@ -1,0 +1,565 @@
+"""The contract as checks that any technique can be put through, in the way of scikit-learn's ``check_estimator``.
+
+    check_technique(Clamp, effect=stays_small, neutral=lambda: Clamp(limit=1e9))
+
+A check builds the technique anew, trains a toy with it, and raises an ``AssertionError`` that says what does not hold.
+:data:`CHECKS` has them one by one, for a test runner that reports each: ``check(case_of(make, effect))``. What a
+technique is *for* only its author knows: ``effect`` gets the :class:`Run` and asserts it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_efficient.application import reports_of
+from lit_efficient.declaration import Report, techniques_of
+from lit_efficient.technique import Technique
+
+WIDTH = 16
+
+
+# The toy -------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block, [..., width] -> [..., width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input and what the block adds to it."""
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Repeated blocks between a stem and a head, [..., WIDTH] -> [..., WIDTH]."""
+
+    def __init__(self, width: int = WIDTH, depth: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stem, the blocks in order, the head."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ToyMethods:
+    """The body of a LightningModule, for either namespace. It knows nothing of techniques.
+
+    Args:
+        where: In which hook the network is built: ``init``, ``setup`` or ``configure_model``.
+        network: What is built: [B, WIDTH] -> [B, WIDTH]. One with the attribute ``takes_labels`` is called with
+            ``labels`` [B], too, and returns losses [B].
+    """
+
+    prediction = "eps"
+    automatic_optimization: bool
+
+    def __init__(self, where: str = "init", network: Callable[[], nn.Module] = Net) -> None:
+        super().__init__()
+        self.where, self.network = where, network
+        self.net: Any = None
+        self.seen: dict[str, Any] = {}  # of the last training step, for effects
+        if where == "init":
+            self._build()
+
+    def _build(self) -> None:
+        if self.net is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                self.net = self.network()
+
+    def setup(self, stage: str) -> None:
+        """Build the network here, if it is to be."""
+        if self.where == "setup":
+            self._build()
+
+    def configure_model(self) -> None:
+        """Build the network here, if it is to be."""
+        if self.where == "configure_model":
+            self._build()
+
+    def _sample_loss(self, batch: Sequence[Tensor]) -> Tensor:
+        """Losses [B]: the row's numbers are to be reversed, or, with labels, the largest one named."""
+        (x,) = batch
+        if getattr(self.network, "takes_labels", False):
+            return self.net(x, labels=x.argmax(-1))
+        return (self.net(x) - x.flip(-1)).square().mean(-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The loss and what the loss protocol asks for."""
+        draw = torch.rand(())
+        sample_loss = self._sample_loss(batch)
+        log_snr = batch[0].detach().mean(-1) * 4
+        self.seen = {"sample_loss": sample_loss.detach(), "log_snr": log_snr, "draw": draw}
+        self.seen["tokens"] = self.num_tokens(batch)
+        if sample_loss.requires_grad:
+            sample_loss.register_hook(functools.partial(self.seen.__setitem__, "influence"))
+        loss = sample_loss.mean()
+        self.log("train/loss", loss.detach())  # type: ignore[attr-defined]
+        return {"loss": loss, "sample_loss": sample_loss, "log_snr": log_snr}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("val/loss", self._sample_loss(batch).mean())  # type: ignore[attr-defined]
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("test/loss", self._sample_loss(batch).mean())  # type: ignore[attr-defined]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """What the network says."""
+        return self.net(batch[0])
+
+    def num_tokens(self, batch: Any) -> int:
+        """As if rows were sequences of different lengths."""
+        return int((batch[0] > 0).sum())
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with two groups and a schedule."""
+        optimizer = torch.optim.AdamW(self.groups(), lr=1e-2, betas=(0.8, 0.95))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Matrices, which decay, and all else."""
+        decay = [p for p in self.net.parameters() if p.ndim > 1]
+        rest = [p for p in self.net.parameters() if p.ndim <= 1]
+        return [{"params": decay, "weight_decay": 0.1, "name": "decay"}, {"params": rest, "lr": 5e-3, "name": "rest"}]
+
+
+class Toy(ToyMethods, L.LightningModule):
+    """The toy of ``lightning.pytorch``."""
+
+
+def data(rows: int = 8, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
+    """Rows of WIDTH random numbers, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(rows, WIDTH, generator=generator)), batch_size, shuffle=shuffle)
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 2,
+}
+
+
+def trainer(callbacks: Sequence[Any] = (), *, namespace: Any = L, **arguments: Any) -> Any:
+    """A quiet trainer on the CPU, of one epoch unless ``arguments`` say otherwise."""
+    return namespace.Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 1, **arguments})
+
+
+# A run and what was seen of it ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One batch of training, as it was when all other callbacks were done with it."""
+
+    number: int  # optimizer steps that were done by then
+    loss: Tensor  # that was differentiated
+    seen: dict[str, Any]  # by the toy; "influence" [B] is the gradient of that loss for each sample's
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # with which the optimizer stepped
+    rates: list[float]  # of the first optimizer's groups
+
+
+@dataclass
+class Run:
+    """A run that has ended.
+
+    Args:
+        trainer: The trainer.
+        module: The trained toy; its network is ``module.net``.
+        start: Weights at the start of training, by name.
+        steps: One entry a batch.
+        checkpoint: The full checkpoint of the last epoch's end, loaded with ``weights_only=True``.
+        reports: What the techniques have reported, by name.
+    """
+
+    trainer: Any
+    module: Any
+    start: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+
+    def technique(self, name: str) -> Any:
+        """The callback whose class has this name, or ``None``."""
+        return next((c for c in self.trainer.callbacks if type(c).__name__ == name), None)
+
+    def exported(self) -> dict[str, Any]:
+        """A checkpoint of weights alone, as it is saved when the run has ended."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.trainer.save_checkpoint(Path(folder) / "weights.ckpt", weights_only=True)
+            return load(Path(folder) / "weights.ckpt")
+
+    def state(self) -> dict[str, Any]:
+        """All that training goes on from: weights, optimizers, schedulers."""
+        return {
+            "weights": weights(self.module),
+            "optimizers": [optimizer.state_dict() for optimizer in self.trainer.optimizers],
+            "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
+            "val/loss": self.trainer.callback_metrics["val/loss"],
+        }
+
+
+class Watch(L.Callback):
+    """Takes notes, and saves a checkpoint at each epoch's end; stateless, so that resuming without it is the same."""
+
+    def __init__(self, run: Run, folder: Path, saves: bool = True) -> None:
+        self.run, self.folder, self.saves = run, folder, saves
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.run.start = weights(pl_module)
+        self.run.reports = reports_of(pl_module, techniques_of(trainer))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        named = pl_module.named_parameters()
+        self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        seen, now = dict(pl_module.seen), weights(pl_module)
+        self.run.steps.append(Step(trainer.global_step, outputs["loss"], seen, now, self.gradients, rates))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self.saves:
+            return
+        try:
+            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt", weights_only=False)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise AssertionError(f"state cannot be saved, it must be primitives and tensors: {error}") from error
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of a module's weights and buffers by name."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A checkpoint, read without running code that lies in it."""
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise AssertionError(
+            f"state must be primitives and tensors, which load with weights_only=True: {error}"
+        ) from error
+    return checkpoint
+
+
+def assert_equal(a: Any, b: Any, what: str = "") -> None:
+    """Bitwise equality of nested states, with the path of what differs."""
+    differences = list(_differences(a, b, ""))
+    assert not differences, f"{what}{': ' if what else ''}{len(differences)} differ, first: {differences[:3]}"
+
+
+def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b):
+            yield path
+    elif isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            yield f"{path}: keys {sorted(set(map(str, a)) ^ set(map(str, b)))}"
+        for key in a.keys() & b.keys():
+            yield from _differences(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b)):
+            yield from _differences(x, y, f"{path}/{i}")
+    elif a != b:
+        yield f"{path}: {a!r} != {b!r}"
+
+
+_WHERE = ("init", "setup", "configure_model")
+HOOKS = (
+    "setup",
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_save_checkpoint",
+    "on_train_end",
+    "on_fit_end",
+    "teardown",
+)
+
+
+# What is checked -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Techniques that act together on the toy, and what is to come of it. See :func:`check_technique`."""
+
+    make: Callable[[], Sequence[Technique]]
+    effect: Callable[[Run], object]
+    neutral: Callable[[], Sequence[Technique]] | None = None
+    changes: bool = True
+    shadows: bool = False
+    repacks: bool = False
+    network: Callable[[], nn.Module] = Net
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    def toy(self, where: str = "configure_model") -> Toy:
+        """The module, not yet trained."""
+        return Toy(where, self.network)
+
+    def fit(self, techniques: Sequence[Any], module: Any = None, **arguments: Any) -> Run:
+        """Train the toy with ``techniques``, watched, in a folder that is gone afterwards."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.fit_in(Path(folder), techniques, module, **arguments)
+
+    def fit_in(
+        self, folder: Path, techniques: Sequence[Any], module: Any = None, *,
+        ckpt_path: Path | None = None, saves: bool = True, **more: Any,
+    ) -> Run:  # fmt: skip
+        """Train the toy with ``techniques``, watched, and leave each epoch's checkpoint in ``folder``."""
+        run = Run(None, self.toy() if module is None else module)
+        run.trainer = trainer([*techniques, Watch(run, folder, saves)], **self.trainer, **more)
+        torch.manual_seed(0)
+        run.trainer.fit(run.module, data(), data(), ckpt_path=ckpt_path)
+        run.checkpoint = load(folder / f"{run.trainer.current_epoch - 1}.ckpt") if saves else {}
+        return run
+
+
+def check_arguments(case: Case) -> None:
+    """Arguments are attributes of the same name, and what a checkpoint keeps of them is primitives."""
+    for technique in case.make():
+        kind, given = type(technique), technique.arguments()
+        odd = {name: value for name, value in given.items() if " at 0x" in str(value)}
+        assert not odd, f"{kind.__name__}: arguments must be primitives, got {odd}"
+        again = kind(**given).arguments()
+        assert again == given, f"{kind.__name__}: arguments must be attributes as given, {given} became {again}"
+        pickle.dumps(technique.record())
+
+
+def check_acts(case: Case) -> None:
+    """It acts wherever the network is built, reports it, keeps every name, and saving changes nothing."""
+    plain = weights(case.fit([]).module)
+    runs = {where: case.fit(case.make(), case.toy(where), saves=where != "init") for where in _WHERE}
+    for where, run in runs.items():
+        now = weights(run.module)
+        lost, silent = (
+            plain.keys() - now.keys(),
+            {type(t).__name__ for t in techniques_of(run.trainer)} - run.reports.keys(),
+        )
+        assert not lost, f"a base checkpoint no longer loads: these names are gone, {sorted(lost)[:3]}"
+        assert not silent, f"{silent} report nothing: return a Report from transform, rewrite_optimizer or describe"
+        reshaped = [name for name in plain if plain[name].shape != now[name].shape]
+        assert case.repacks or not reshaped, f"weights have other shapes (repacks=False): {reshaped[:3]}"
+        same = all(torch.equal(now[name], tensor) for name, tensor in plain.items())
+        assert same is not case.changes, (
+            f"built in {where}, the weights are {'not ' * case.changes}those of a plain run"
+        )
+        assert_equal(runs["init"].steps[-1].weights, run.steps[-1].weights, f"built in {where} and saved, not in init")
+        if where != "init":
+            case.effect(run)
+
+
+def check_neutral(case: Case) -> None:
+    """At its neutral setting training equals plain Lightning, bit for bit."""
+    if case.neutral is not None:
+        usual = dataclasses.replace(case, trainer={})
+        plain, neutral = usual.fit([]), usual.fit(case.neutral())
+        assert_equal(plain.state(), neutral.state(), "neutral is not plain Lightning")
+
+
+def check_resumes(case: Case) -> None:
+    """One epoch, a checkpoint, a fresh module and trainer, one more: equal to two in one go. Then the effect."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = case.fit_in(Path(folder), case.make(), max_epochs=2)
+        half = Path(folder) / "0.ckpt"
+        resumed = case.fit_in(Path(folder), [*reversed(case.make())], ckpt_path=half, max_epochs=2)
+    done, expected = resumed.trainer.global_step, whole.trainer.global_step
+    assert done == expected, f"resumed, it ends after {done} steps instead of {expected}"
+    assert_equal(whole.state(), resumed.state(), "resumed is not uninterrupted")
+    assert_equal(whole.checkpoint["callbacks"], resumed.checkpoint["callbacks"], "resumed, callbacks' states")
+    case.effect(whole)
+
+
+def check_loads_safely(case: Case) -> None:
+    """Full checkpoints and those of weights alone load with ``weights_only=True`` and name the techniques."""
+    run = case.fit(case.make())
+    expected = sorted(type(technique).__name__ for technique in case.make())
+    named = sorted(record["name"] for record in run.checkpoint["lit_efficient"]["techniques"])
+    assert named == expected, f"the checkpoint names {named}"
+    run.exported()
+
+
+def check_stages(case: Case) -> None:
+    """One module through fit, validation, test and prediction, and all again, is transformed once."""
+    module = case.toy()
+    for _ in range(2):
+        run = trainer(case.make(), **case.trainer)
+        run.fit(module, data(), data())
+        before, kinds = weights(module), [type(part) for part in module.modules()]
+        run.validate(module, data(), verbose=False)
+        run.test(module, data(), verbose=False)
+        predicted = run.predict(module, data())[0]
+        assert_equal(before, weights(module), "evaluation changes the weights")
+        assert kinds == [type(part) for part in module.modules()], "evaluation changes the network"
+    with torch.no_grad():
+        same = torch.equal(predicted, module.eval().net(next(iter(data()))[0]))
+    assert same is not case.shadows, f"predictions are {'not ' * case.shadows}of other weights than the module's"
+    ledger = [entry.record["name"] for entry in module.__dict__["_lit_efficient_ledger"]]
+    assert len(ledger) == len(set(ledger)), f"transformed more than once: {ledger}"
+
+
+def check_cleans_up(case: Case, hooks: Sequence[str] = HOOKS) -> None:
+    """No wrap is left on the module after a run, nor after an exception in any of ``hooks``; it can be trained again."""
+    module = case.toy()
+    before = _wraps(module)
+    for hook in (*hooks, None):
+        bombs = [] if hook is None else [_bomb(hook)]
+        try:
+            case.fit([*case.make(), *bombs], module.train(), num_sanity_val_steps=1)
+        except _BombError:
+            pass
+        else:
+            assert hook is None, f"{hook} was not called"
+        left = _wraps(module) - before - {"on_save_checkpoint"}  # which stays: a trainer saves after its teardown, too
+        assert not left, f"{left} of the module stay wrapped after {hook or 'a run'}: call super() in that hook"
+
+
+def check_deep_copy(case: Case) -> None:
+    """A deep copy in the middle of a run is a module of its own."""
+    copies: list[Any] = []
+
+    class Copy(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if not copies:
+                run, pl_module._trainer = pl_module._trainer, None
+                copies.append(copy.deepcopy(pl_module))
+                pl_module._trainer = run
+
+    module = case.fit([*case.make(), Copy()]).module
+    (twin,) = copies
+    states = {part: weights(part) for part in (module, twin)}
+    assert _moved(twin, states[module]), "what the module learns after it was copied goes into the copy"
+    case.fit(case.make(), module)
+    assert_equal(states[twin], weights(twin), "training the module changes its deep copy")
+    learned, states[module] = _moved(module, states[module]), weights(module)
+    case.fit(case.make(), twin)
+    assert_equal(states[module], weights(module), "training the deep copy changes the module")
+    lost = learned - _moved(twin, states[twin])
+    assert not lost, f"in a deep copy some weights no longer train (a closure on forward?): {sorted(lost)[:3]}"
+
+
+def _moved(module: nn.Module, before: Mapping[str, Tensor]) -> set[str]:
+    return {name for name, tensor in module.state_dict().items() if not torch.equal(before[name], tensor)}
+
+
+def check_standalone(case: Case) -> None:
+    """It trains alike in the standalone namespace ``pytorch_lightning``."""
+    import pytorch_lightning
+
+    states = []
+    for namespace in (L, pytorch_lightning):
+        kind = type("Toy", (ToyMethods, namespace.LightningModule), {})
+        run = Run(trainer(case.make(), namespace=namespace, **case.trainer), kind("configure_model", case.network))
+        torch.manual_seed(0)
+        run.trainer.fit(run.module, data(), data())
+        states.append(run.state())
+    assert_equal(*states, "pytorch_lightning is not lightning.pytorch")
+
+
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    check_arguments,
+    check_acts,
+    check_neutral,
+    check_resumes,
+    check_loads_safely,
+    check_stages,
+    check_cleans_up,
+    check_deep_copy,
+    check_standalone,
+)
+
+
+def check_technique(
+    make: Callable[[], Technique],
+    effect: Callable[[Run], object],
+    *,
+    neutral: Callable[[], Technique] | None = None,
+    changes: bool = True,
+    shadows: bool = False,
+    repacks: bool = False,
+    network: Callable[[], nn.Module] = Net,
+) -> None:
+    """Put a technique through all of :data:`CHECKS`.
+
+    Args:
+        make: Builds it at a setting that visibly changes the toy's training.
+        effect: Asserts what the technique is for, of a run that it took part in: at its end, and in the checkpoint.
+        neutral: Builds it at a setting under which training is plain Lightning's; ``None`` where there is none.
+        changes: Whether ``make`` changes the weights that a short run ends with.
+        shadows: Whether evaluation uses other weights than the module's own.
+        repacks: Whether a weight has another shape afterwards, under its old name.
+        network: What the toy is made of, where :class:`Net` (linear layers and norms) is nothing to act on.
+
+    Raises:
+        AssertionError: Of the first check that does not hold.
+    """
+    plain = None if neutral is None else lambda: [neutral()]
+    case = Case(lambda: [make()], effect, plain, changes, shadows, repacks, network)
+    for check in CHECKS:
+        check(case)
+
+
+class _BombError(Exception):
+    pass
+
+
+def _bomb(hook: str) -> L.Callback:
+    def explode(*_: Any, **__: Any) -> None:
+        raise _BombError(hook)
+
+    bomb = L.Callback()
+    setattr(bomb, hook, explode)
+    return bomb
+
+
+def _wraps(module: nn.Module) -> set[str]:
+    return {name for name, value in module.__dict__.items() if callable(value)} | (
+        {"_lit_efficient_session"} & module.__dict__.keys()
+    )

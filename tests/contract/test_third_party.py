@@ -1,0 +1,188 @@
+"""What somebody else writes to have a technique of theirs checked, and that each check fails for what it is there for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import Report, ScheduleFree, Technique, testing
+from lit_efficient.testing import Case, Run, check_technique
+
+
+# A technique and its test, as somebody else writes them -------------------------------------------------------------
+
+
+class Clamp(Technique):
+    """Keep all weights within [-limit, limit] after each step."""
+
+    def __init__(self, limit: float = 0.1) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def describe(self, module: nn.Module) -> Report:
+        return Report(f"weights stay within {self.limit:g}")
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.clamp_(-self.limit, self.limit)
+
+
+def stays_small(run: Run) -> None:
+    for state in (run.module.state_dict(), run.checkpoint["state_dict"], run.exported()["state_dict"]):
+        assert max(tensor.abs().max() for tensor in state.values()) <= 0.1, "weights beyond the limit"
+
+
+def test_clamp_keeps_the_contract() -> None:
+    check_technique(Clamp, stays_small, neutral=lambda: Clamp(limit=1e9))
+
+
+# What each check is there for ----------------------------------------------------------------------------------------
+
+
+class Renames(Clamp):
+    def transform(self, module: nn.Module) -> Report:
+        module.net.head = nn.Sequential(module.net.head)
+        return Report("the head is wrapped")
+
+
+class Reshapes(Clamp):
+    def transform(self, module: nn.Module) -> Report:
+        module.net.head.bias = nn.Parameter(torch.zeros(1, 16))
+        return Report("the bias has two dimensions")
+
+
+class DoesNothing(Clamp):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Forget it."""
+
+
+class SaysNothing(Clamp):
+    def describe(self, module: nn.Module) -> None:
+        return None
+
+
+class IsUndone(Clamp):
+    @torch.no_grad()
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.head.weight.mul_(10)
+
+
+class IsUndoneInCheckpoints(Clamp):
+    def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
+        checkpoint["state_dict"] = {name: 10 * tensor for name, tensor in checkpoint["state_dict"].items()}
+
+
+class WorksInConfigureModelAlone(Clamp):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if pl_module.where == "configure_model":
+            super().on_train_batch_end(trainer, pl_module)
+
+
+class TakesALambda(Clamp):
+    def __init__(self, limit: float = 0.1, power: Callable[[float], float] = lambda limit: limit) -> None:
+        super().__init__(limit)
+        self.power = power
+
+
+class KeepsAnotherValue(Clamp):
+    def __init__(self, limit: float = 0.2) -> None:
+        super().__init__(limit / 2)
+
+
+class ForgetsItsState(Clamp):
+    def __init__(self, limit: float = 0.1) -> None:
+        super().__init__(limit)
+        self._steps = 0
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._steps += 1
+        for parameter in pl_module.parameters():
+            parameter.clamp_(-self.limit / self._steps, self.limit / self._steps)
+
+
+class StoresAnObject(Clamp):
+    def state_dict(self) -> dict[str, Any]:
+        return {"itself": Case(list, stays_small)}
+
+
+class StoresALambda(Clamp):
+    def state_dict(self) -> dict[str, Any]:
+        return {"power": lambda limit: limit}
+
+
+class ChangesWhatIsTested(Clamp):
+    @torch.no_grad()
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.head.weight.mul_(0.5)
+
+
+class StaysInTheModule(Clamp):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.backward = pl_module.backward
+
+
+class ForgetsToCallSuper(Clamp):
+    def on_exception(self, *_: Any) -> None:
+        """Leave the wraps where they are."""
+
+
+class ClosesOverForward(Clamp):
+    def transform(self, module: nn.Module) -> Report:
+        inner = module.net.head.forward
+        module.net.head.forward = lambda x: 2 * inner(x)
+        return Report("twice the output")
+
+
+class KnowsOneNamespace(Clamp):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if type(trainer).__module__.startswith("lightning."):
+            super().on_train_batch_end(trainer, pl_module)
+
+
+BROKEN = [
+    (TakesALambda, "check_arguments", "must be primitives"),
+    (KeepsAnotherValue, "check_arguments", "must be attributes as given"),
+    (Renames, "check_acts", "names are gone"),
+    (Reshapes, "check_acts", "other shapes"),
+    (DoesNothing, "check_acts", "the weights are not those|the weights are those of a plain run"),
+    (SaysNothing, "check_acts", "report nothing"),
+    (IsUndone, "check_acts", "beyond the limit"),
+    (IsUndoneInCheckpoints, "check_acts", "beyond the limit"),
+    (WorksInConfigureModelAlone, "check_acts", "built in init"),
+    (ForgetsItsState, "check_resumes", "resumed is not uninterrupted"),
+    (StoresAnObject, "check_loads_safely", "weights_only=True"),
+    (StoresALambda, "check_loads_safely", "cannot be saved"),
+    (ChangesWhatIsTested, "check_stages", "evaluation changes the weights"),
+    (StaysInTheModule, "check_cleans_up", "stay wrapped"),
+    (ForgetsToCallSuper, "check_cleans_up", "stay wrapped"),
+    (ClosesOverForward, "check_deep_copy", "no longer train"),
+    (KnowsOneNamespace, "check_standalone", "pytorch_lightning is not"),
+]
+
+
+@pytest.mark.parametrize(("kind", "check", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_each_check_fails_for_what_it_is_there_for(kind: type[Technique], check: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        getattr(testing, check)(Case(lambda: [kind()], stays_small))
+
+
+def test_a_neutral_setting_that_is_none_is_found() -> None:
+    with pytest.raises(AssertionError, match="neutral is not plain Lightning"):
+        testing.check_neutral(Case(lambda: [Clamp()], stays_small, neutral=lambda: [Clamp()]))
+
+
+def test_a_technique_that_another_one_undoes_is_found() -> None:
+    """The training weights are clamped, and the averages, which are validated and saved, are of others."""
+    testing.check_resumes(Case(lambda: [Clamp()], stays_small))
+    with pytest.raises(AssertionError, match="beyond the limit"):
+        testing.check_resumes(Case(lambda: [Clamp(), ScheduleFree()], stays_small))
+
+
+def test_all_checks_are_run() -> None:
+    assert {check for _, check, _ in BROKEN} | {"check_neutral"} == {check.__name__ for check in testing.CHECKS}

@@ -1,0 +1,70 @@
+"""What holds for as many techniques as go together, in any order, and for a few of them that are compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from lit_efficient.declaration import in_order
+from lit_efficient.testing import CHECKS, assert_equal, check_arguments, check_neutral, data
+from tests.contract.table import COMPILED, TOGETHER, case, make_all
+from tests.support import run_script, trainer
+
+CHECKS_OF_MANY = [check for check in CHECKS if check not in (check_arguments, check_neutral)]
+
+
+@pytest.mark.parametrize("check", CHECKS_OF_MANY, ids=lambda check: check.__name__)
+def test_many_together_keep_the_contract(check: Any) -> None:
+    check(case(*TOGETHER))
+
+
+@pytest.mark.parametrize("names", [TOGETHER, COMPILED], ids=["together", "compiled"])
+def test_the_order_of_the_list_never_matters(names: tuple[str, ...]) -> None:
+    """In the reversed list every two of them stand the other way round."""
+    one = case(*names)
+    first, *others = (one.fit(one_order(one.make())).state() for one_order in (list, _reversed, _rotated))
+    for other in others:
+        assert_equal(first, other)
+    phases = [technique.phase or 0 for technique in in_order(_reversed(one.make()))]
+    assert phases == sorted(phases)
+
+
+def _reversed(items: Any) -> list[Any]:
+    return [*reversed(items)]
+
+
+def _rotated(items: Any) -> list[Any]:
+    return [*items[len(items) // 2 :], *items[: len(items) // 2]]
+
+
+def test_a_fresh_process_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    one = case(*TOGETHER)
+    whole = one.fit_in(tmp_path, one.make(), max_epochs=2)
+    torch.save(whole.state(), tmp_path / "whole.pt")
+    source = f"""
+    import torch
+    torch.set_num_threads(1)
+    from pathlib import Path
+    from lit_efficient.testing import assert_equal
+    from tests.contract.table import TOGETHER, case
+    folder = Path({str(tmp_path)!r})
+    one = case(*TOGETHER)
+    run = one.fit(one.make(), ckpt_path=folder / "0.ckpt", max_epochs=2)
+    assert_equal(torch.load(folder / "whole.pt", weights_only=True), run.state())
+    print("equal")
+    """
+    assert "equal" in run_script(source, tmp_path)
+
+
+def test_reports_reach_the_loggers_and_are_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger, one = CSVLogger(tmp_path), case(*TOGETHER)
+    with caplog.at_level("INFO"):
+        trainer(make_all(*TOGETHER), logger=logger, **one.trainer).fit(one.toy(), data(), data())
+    text = (Path(logger.log_dir) / "hparams.yaml").read_text()
+    for name in TOGETHER:
+        assert f"techniques/{name}/summary" in text
+        assert sum(f"\n  {name}" in record.getMessage() for record in caplog.records) == 1
