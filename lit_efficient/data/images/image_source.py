@@ -9,23 +9,12 @@ computed from it can be cached under its key, by any number of processes, in any
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
-
-
-class ImageItem(TypedDict, total=False):
-    """An item of a source's data set. ``labels`` and ``captions`` are there if the source has them."""
-
-    images: Tensor
-    """[C, H, W] float32 in [-1, 1]; (H, W) is ``bucket_of(index)``."""
-    index: int
-    variant: int
-    labels: int
-    captions: str
 
 
 class KeyedImages(Protocol):
@@ -35,7 +24,7 @@ class KeyedImages(Protocol):
         """Number of images, of all parts together, each counted once."""
 
     def __getitem__(self, key: Key, /) -> Any:
-        """The item of a key, an :class:`ImageItem`."""
+        """The item of a key, as above: labels and captions if the source has them, [H, W] is ``bucket_of(index)``."""
 
 
 @runtime_checkable
@@ -100,7 +89,7 @@ def collate_images(items: list[Any]) -> dict[str, Any]:
     """Lay items of one shape into a batch: numbers and tensors become tensors, captions stay a list.
 
     Args:
-        items: At least one :class:`ImageItem`, all with the same names.
+        items: At least one, all with the same names.
 
     Returns:
         ``images`` [B, C, H, W] float32 and other tensors stacked, ``index``, ``variant`` and ``labels`` [B] int64,
