@@ -147,7 +147,7 @@ def test_a_tiny_encoder_that_checkpoints_itself_is_refused_as_it_computes_someth
 def test_what_is_no_image_autoencoder_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'UNet2DModel' must be one of AutoencoderKL.*got 'UNet2DModel'"):
         build_autoencoder(DiffusersModelConfig(config_fields={"_class_name": "UNet2DModel"}))
-    with pytest.raises(ConfigurationError, match="the model must be one of .*, got 'Linear'"):
+    with pytest.raises(ConfigurationError, match=r"the model must be one of .*, got 'Linear'"):
         DiffusersAutoencoder(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigurationError, match=r"must undo .* 4 times smaller; it gives 1, 2 times larger"):
         small(TINY, decoder_block_out_channels=[8, 8], num_decoder_blocks=[1, 1])
