@@ -75,7 +75,7 @@ def check_number(
     Args:
         owner: Whose argument it is.
         name: The argument.
-        value: What was given.
+        value: What was given; a tensor or an array of one number counts as that number.
         least: The smallest value allowed.
         above: What the value must exceed.
         most: The largest value allowed.
@@ -93,13 +93,14 @@ def check_number(
     """
     if value is None and null:
         return
+    number = value.item() if getattr(value, "ndim", None) == 0 else value  # of a tensor or an array
     bounds = {"at least": (least, operator.ge), "above": (above, operator.gt)}
     bounds |= {"at most": (most, operator.le), "below": (below, operator.lt)}
     given = {words: (bound, holds) for words, (bound, holds) in bounds.items() if bound is not None}
     kind = numbers.Integral if whole else numbers.Real
-    is_number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-    if is_number and all(holds(value, bound) for bound, holds in given.values()):
+    is_number = isinstance(number, kind) and not isinstance(number, bool) and math.isfinite(number)
+    if is_number and all(holds(number, bound) for bound, holds in given.values()):
         return
-    range_ = " and ".join(f"{words} {bound:g}" for words, (bound, _) in given.items())
+    range_ = " and ".join(f"{words} {bound:.10g}" for words, (bound, _) in given.items())
     noun = ("a whole number" if whole else "" if given else "a number") + (" of " if whole and given else "")
     raise refusal(owner, name, noun + range_ + (" or null" if null else ""), value)

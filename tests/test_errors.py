@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 
@@ -22,6 +24,10 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number
         (math.nan, {}, "a number, got nan"),
         (math.inf, {"above": 0}, "above 0, got inf"),
         (None, {"above": 0}, "above 0, got None"),
+        (torch.tensor(-0.5), {"least": 0}, "at least 0, got tensor(-0.5000)"),
+        (torch.tensor(True), {"least": 0}, "at least 0, got tensor(True)"),
+        (torch.ones(2), {"least": 0}, "at least 0, got tensor([1., 1.])"),
+        (np.float32(2), {"most": 1}, "at most 1, got np.float32(2.0)"),
     ],
 )
 def test_a_number_outside_its_range_is_named(value: Any, limits: dict[str, Any], words: str) -> None:
@@ -34,6 +40,13 @@ def test_the_ends_of_a_range_belong_to_it_or_not() -> None:
     check_number("Owner", "name", 1, least=1, most=1, whole=True)
     check_number("Owner", "name", None, above=0, null=True)
     check_number("Owner", "name", 0.5, above=0, below=1)
+    for number in (torch.tensor(1), np.int64(1), np.array(1)):
+        check_number("Owner", "name", number, least=1, most=1, whole=True)
+
+
+def test_a_large_bound_is_said_in_full() -> None:
+    with pytest.raises(ConfigurationError, match=r"below 1234567, got 1234567"):
+        check_number("Owner", "name", 1234567, below=1234567)
 
 
 def test_a_choice_is_one_of_its_kind() -> None:

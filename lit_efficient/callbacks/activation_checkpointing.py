@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_compiler import swap_setting
 from lit_efficient.internals.torch_trees import tree_leaves
@@ -99,17 +99,10 @@ class ActivationCheckpointing(Technique):
         blocks: str | list[str] = "auto",
     ) -> None:
         super().__init__()
-        if every < 1:
-            raise ConfigurationError(f"ActivationCheckpointing: every must be at least 1, got {every}")
-        unknown = [kind for kind in save or () if kind not in OPERATORS]
-        if unknown or (save is not None and not save):
-            raise ConfigurationError(
-                f"ActivationCheckpointing: save must name some of {', '.join(OPERATORS)} or be null, got {save}"
-            )
-        if memory_budget is not None and not 0 <= memory_budget <= 1:
-            raise ConfigurationError(
-                f"ActivationCheckpointing: memory_budget must be from 0 to 1 or null, got {memory_budget}"
-            )
+        check_number("ActivationCheckpointing", "every", every, least=1, whole=True)
+        if save is not None and (not save or any(kind not in OPERATORS for kind in save)):
+            raise refusal("ActivationCheckpointing", "save", f"some of {', '.join(OPERATORS)} or null", save)
+        check_number("ActivationCheckpointing", "memory_budget", memory_budget, least=0, most=1, null=True)
         if memory_budget is not None and (every > 1 or save):
             raise ConfigurationError(
                 "ActivationCheckpointing: memory_budget chooses by itself what is kept, and goes with neither every "
@@ -133,9 +126,8 @@ class ActivationCheckpointing(Technique):
         """Mix the recomputation into each block's class."""
         found = recomputable_blocks(module, self.blocks, type(self).__name__)
         if self.every > len(found):
-            raise ConfigurationError(
-                f"ActivationCheckpointing: every must be at most the number of blocks, {len(found)}, got {self.every}"
-            )
+            allowed = f"at most the number of blocks, {len(found)}"
+            raise refusal("ActivationCheckpointing", "every", allowed, self.every)
         refuse_twice(module, [name for name, _ in found], type(self).__name__)
         for i, (_, block) in enumerate(found):
             state = {"_recomputes": i % self.every == 0, "_recompute_save": tuple(self.save or ())}

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import (
@@ -68,22 +68,13 @@ class CheckpointAverage(ShadowWeights):
         bn_batches: int = 32,
     ) -> None:
         super().__init__()
-        if last_k is not None and last_k < 1:
-            raise ConfigurationError(f"CheckpointAverage: last_k must be at least 1 or null, got {last_k}")
-        if weights not in _WEIGHTS:
-            raise ConfigurationError(
-                f"CheckpointAverage: weights must be one of {', '.join(_WEIGHTS)}; got {weights!r}"
-            )
+        check_number("CheckpointAverage", "last_k", last_k, least=1, whole=True, null=True)
+        check_choice("CheckpointAverage", "weights", weights, _WEIGHTS)
         if last_k is None and weights != "uniform":
-            raise ConfigurationError(
-                f"CheckpointAverage: without last_k all snapshots weigh the same: weights must be uniform, "
-                f"got {weights!r}"
-            )
-        for name, value, least in (("every_n_steps", every_n_steps, 1), ("bn_batches", bn_batches, 1)):
-            if value < least:
-                raise ConfigurationError(f"CheckpointAverage: {name} must be at least {least}, got {value}")
-        if start_step < 0:
-            raise ConfigurationError(f"CheckpointAverage: start_step must be at least 0, got {start_step}")
+            raise refusal("CheckpointAverage", "weights", "uniform without last_k, where all weigh the same", weights)
+        check_number("CheckpointAverage", "every_n_steps", every_n_steps, least=1, whole=True)
+        check_number("CheckpointAverage", "bn_batches", bn_batches, least=1, whole=True)
+        check_number("CheckpointAverage", "start_step", start_step, least=0, whole=True)
         self.last_k = last_k
         self.every_n_steps = every_n_steps
         self.weights = weights

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, TokenLoss
 from lit_efficient.losses.deferred_logits import BACKENDS, ChunkedLoss, defer, output_head, takes_labels
 from lit_efficient.losses.liger_cross_entropy import installed
@@ -50,12 +50,8 @@ class ChunkedCrossEntropy(Technique):
         self, chunk_size: int = CHUNK_SIZE, backend: str = "auto", z_loss: float = 0.0, label_smoothing: float = 0.0
     ) -> None:
         super().__init__()
-        if chunk_size < 1:
-            raise ConfigurationError(f"ChunkedCrossEntropy: chunk_size must be at least 1, got {chunk_size}")
-        if backend not in BACKENDS:
-            raise ConfigurationError(
-                f"ChunkedCrossEntropy: backend must be one of {', '.join(BACKENDS)}; got {backend!r}"
-            )
+        check_number("ChunkedCrossEntropy", "chunk_size", chunk_size, least=1, whole=True)
+        check_choice("ChunkedCrossEntropy", "backend", backend, BACKENDS)
         if backend == "liger" and not installed():
             raise ConfigurationError(
                 "ChunkedCrossEntropy: backend='liger' needs the package liger-kernel; install it, or use auto or torch"

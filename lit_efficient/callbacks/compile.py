@@ -22,7 +22,7 @@ from torch import nn
 
 from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, refusal
 from lit_efficient.internals.torch_compiler import counts, is_compiled, swap_setting
 from lit_efficient.surgery import find_blocks, match_modules, mix_in, unmixed
 from lit_efficient.technique import Technique
@@ -93,13 +93,12 @@ class Compile(Technique):
         if backend not in backends:
             near = difflib.get_close_matches(backend, backends, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ConfigurationError(f"Compile: backend must be one of {', '.join(backends)}, got {backend!r}{hint}")
-        if mode not in _MODES:
-            raise ConfigurationError(f"Compile: mode must be one of {', '.join(_MODES)}, got {mode!r}")
+            raise refusal("Compile", "backend", f"one of {', '.join(backends)}{hint}", backend)
+        check_choice("Compile", "mode", mode, _MODES)
         if mode != "default" and backend != "inductor":
             raise ConfigurationError(f"Compile: mode {mode!r} is for the backend inductor, got backend={backend!r}")
         if not modules:
-            raise ConfigurationError(f"Compile: modules must be blocks, network or patterns, got {modules!r}")
+            raise refusal("Compile", "modules", "blocks, network or patterns", modules)
         self.modules = modules
         self.backend = backend
         self.mode = mode

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import averageable, decay_at, placed_like, precise, update_, whole
 from lit_efficient.surgery import is_sharded
-
-_WARMUPS = ("inverse_gamma", "tf", None)
 
 
 class EMA(ShadowWeights):
@@ -68,24 +66,16 @@ class EMA(ShadowWeights):
         switch_every: int | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= decay < 1:
-            raise ConfigurationError(f"EMA: decay must be at least 0 and below 1, got {decay}")
-        if warmup not in _WARMUPS:
-            raise ConfigurationError(f"EMA: warmup must be inverse_gamma, tf or null, got {warmup!r}")
-        if not power > 0:
-            raise ConfigurationError(f"EMA: power must be above 0, got {power}")
-        if every_n_steps < 1:
-            raise ConfigurationError(f"EMA: every_n_steps must be at least 1, got {every_n_steps}")
-        if start_step < 0:
-            raise ConfigurationError(f"EMA: start_step must be at least 0, got {start_step}")
-        if switch_every is not None and switch_every < 1:
-            raise ConfigurationError(f"EMA: switch_every must be at least 1 or null, got {switch_every}")
+        check_number("EMA", "decay", decay, least=0, below=1)
+        check_choice("EMA", "warmup", warmup, ("inverse_gamma", "tf"), null=True)
+        check_number("EMA", "power", power, above=0)
+        check_number("EMA", "every_n_steps", every_n_steps, least=1, whole=True)
+        check_number("EMA", "start_step", start_step, least=0, whole=True)
+        check_number("EMA", "switch_every", switch_every, least=1, whole=True, null=True)
         try:
             torch.device(device or "cpu")
         except RuntimeError as error:
-            raise ConfigurationError(
-                f"EMA: device must name one as torch does (cpu, cuda:0), got {device!r}"
-            ) from error
+            raise refusal("EMA", "device", "one that torch knows (cpu, cuda:0)", device) from error
         self.decay = decay
         self.warmup = warmup
         self.power = power

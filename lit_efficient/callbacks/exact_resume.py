@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_efficient.declaration import Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_data import restore_loader_states
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -49,8 +49,7 @@ class ExactResume(Technique):
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ConfigurationError(f"ExactResume: seed must be an integer of 0 or more, or null, got {seed!r}")
+        check_number("ExactResume", "seed", seed, least=0, whole=True, null=True)
         super().__init__()
         self.seed = seed
         self._run_seed: int | None = seed

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.losses.feature_matching import LAYOUTS, LOSSES, match_tokens
 from lit_efficient.mechanisms.alignment import PROJECTIONS, Alignment, Call, make_head, mean, unknown_width
 from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
@@ -70,22 +70,14 @@ class FeatureMatching(Alignment):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, allowed in (
-            ("loss", loss, tuple(LOSSES)),
-            ("projection", projection, PROJECTIONS),
-            ("layout", layout, LAYOUTS),
-        ):
-            if value not in allowed:
-                raise ConfigurationError(f"FeatureMatching: {name} must be one of {', '.join(allowed)}; got {value!r}")
+        check_choice("FeatureMatching", "loss", loss, LOSSES)
+        check_choice("FeatureMatching", "projection", projection, PROJECTIONS)
+        check_choice("FeatureMatching", "layout", layout, LAYOUTS)
         if not student or not layers:
-            raise ConfigurationError(
-                f"FeatureMatching: student and layers must name something, got {student!r} and {layers!r}"
-            )
+            raise refusal("FeatureMatching", "student and layers", "names", (student, layers))
         for key, pair in (widths or {}).items():
             if key not in layers or len(pair) != 2 or min(pair) < 1:
-                raise ConfigurationError(
-                    f"FeatureMatching: widths must give two numbers >= 1 for keys of layers, got {key!r}: {pair}"
-                )
+                raise refusal("FeatureMatching", "widths", "two numbers of at least 1 for a key of layers", {key: pair})
         self.student = student
         self.teacher = teacher
         self.layers = dict(layers)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.application import schedulers_of
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, held, hold, label, release
@@ -95,19 +95,13 @@ class GradualUnfreezing(Technique):
             raise ConfigurationError(
                 f"GradualUnfreezing: give exactly one of every_n_steps, every_n_epochs and milestones, got {chosen}"
             )
-        for name in ("every_n_steps", "every_n_epochs"):
-            if name in chosen and chosen[name] < 1:  # type: ignore[operator]
-                raise ConfigurationError(f"GradualUnfreezing: {name} must be at least 1, got {chosen[name]}")
+        check_number("GradualUnfreezing", "every_n_steps", every_n_steps, least=1, whole=True, null=True)
+        check_number("GradualUnfreezing", "every_n_epochs", every_n_epochs, least=1, whole=True, null=True)
         if milestones is not None and (not milestones or [0, *milestones] != sorted({0, *milestones})):
-            raise ConfigurationError(
-                f"GradualUnfreezing: milestones must be steps from 1 on, each above the one before, got {milestones}"
-            )
-        if not lr_decay >= 1:
-            raise ConfigurationError(f"GradualUnfreezing: lr_decay must be at least 1, got {lr_decay}")
+            raise refusal("GradualUnfreezing", "milestones", "steps from 1 on, each above the one before", milestones)
+        check_number("GradualUnfreezing", "lr_decay", lr_decay, least=1)
         if groups != "auto" and (isinstance(groups, str) or not groups):
-            raise ConfigurationError(
-                f"GradualUnfreezing: groups must be auto or a list of patterns from head to stem, got {groups!r}"
-            )
+            raise refusal("GradualUnfreezing", "groups", "auto or a list of patterns from head to stem", groups)
         self.groups = groups
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
@@ -141,12 +135,10 @@ class GradualUnfreezing(Technique):
         release(module)
         self._open = 0
         self._names, self._norms = depth_groups_and_norms(module, self.groups, who="GradualUnfreezing")
-        late = len(self.milestones or ()) + 1
-        if late > len(self._names):
-            raise ConfigurationError(
-                f"GradualUnfreezing: milestones must be at most {len(self._names) - 1}, one for each group but the "
-                f"head's, got {len(self.milestones or ())}"
-            )
+        late = len(self.milestones or ())
+        if late >= len(self._names):
+            allowed = f"at most {len(self._names) - 1}, one for each group but the head's"
+            raise refusal("GradualUnfreezing", "milestones", allowed, late)
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         """All groups that are open or thaw later."""

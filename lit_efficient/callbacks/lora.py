@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
 from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
@@ -78,18 +78,12 @@ class LoRA(Technique):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if rank < 1:
-            raise ConfigurationError(f"LoRA: rank must be at least 1, got {rank}")
-        if not alpha > 0:
-            raise ConfigurationError(f"LoRA: alpha must be above 0, got {alpha}")
-        if not 0 <= dropout < 1:
-            raise ConfigurationError(f"LoRA: dropout must be at least 0 and below 1, got {dropout}")
-        if variant not in VARIANTS:
-            raise ConfigurationError(f"LoRA: variant must be one of {', '.join(VARIANTS)}; got {variant!r}")
-        if lr_ratio is not None and not lr_ratio > 0:
-            raise ConfigurationError(f"LoRA: lr_ratio must be above 0 or null, got {lr_ratio}")
-        if bias not in ("none", "lora_only", "all"):
-            raise ConfigurationError(f"LoRA: bias must be none, lora_only or all; got {bias!r}")
+        check_number("LoRA", "rank", rank, least=1, whole=True)
+        check_number("LoRA", "alpha", alpha, above=0)
+        check_number("LoRA", "dropout", dropout, least=0, below=1)
+        check_choice("LoRA", "variant", variant, VARIANTS)
+        check_number("LoRA", "lr_ratio", lr_ratio, above=0, null=True)
+        check_choice("LoRA", "bias", bias, ("none", "lora_only", "all"))
         self.rank = rank
         self.alpha = alpha
         self.targets = targets
@@ -194,7 +188,7 @@ class LoRA(Technique):
                 )
             limit = min(weight.shape[0], weight[0].numel()) if weight.is_floating_point() else self.rank
             if self.variant == "pissa" and self.rank > limit:
-                raise ConfigurationError(f"LoRA: rank must be at most {limit} for pissa on {name!r}, got {self.rank}")
+                raise refusal("LoRA", "rank", f"at most {limit} for pissa on {name!r}", self.rank)
 
     def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:
         trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()

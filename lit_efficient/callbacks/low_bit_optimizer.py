@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
@@ -66,20 +66,17 @@ class LowBitOptimizer(Technique):
         decay_norm_and_bias: bool = True,
     ) -> None:
         super().__init__()
-        if bits not in _BITS:
-            raise ConfigurationError(f"LowBitOptimizer: bits must be 8, 4 or 'fp8', got {bits!r}")
-        if backend not in _BACKENDS:
-            raise ConfigurationError(f"LowBitOptimizer: backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
+        check_choice("LowBitOptimizer", "bits", bits, _BITS)
+        check_choice("LowBitOptimizer", "backend", backend, _BACKENDS)
         if backend == "bitsandbytes" and bits != 8:
-            raise ConfigurationError(f"LowBitOptimizer: bits must be 8 with backend='bitsandbytes', got {bits!r}")
+            raise refusal("LowBitOptimizer", "bits", "8 with backend='bitsandbytes'", bits)
         if paged and (backend == "torchao" or bits != 8):
             raise ConfigurationError(
                 f"LowBitOptimizer: paged=True needs bits=8 and bitsandbytes, got bits={bits!r}, backend={backend!r}"
             )
-        if min_size < 0:
-            raise ConfigurationError(f"LowBitOptimizer: min_size must be at least 0, got {min_size}")
+        check_number("LowBitOptimizer", "min_size", min_size, least=0, whole=True)
         if isinstance(keep_32bit, str):
-            raise ConfigurationError(f"LowBitOptimizer: keep_32bit must be a list of class names, got {keep_32bit!r}")
+            raise refusal("LowBitOptimizer", "keep_32bit", "a list of class names", keep_32bit)
         self.bits = bits
         self.backend = backend
         self.paged = paged

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError, check_choice, check_number
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_loaders import copied
@@ -83,18 +83,11 @@ class LRFinder(Technique):
         idle: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if not 0 < min_lr < max_lr:
-            raise ConfigurationError(
-                f"LRFinder: min_lr must be above 0 and below max_lr, got min_lr={min_lr} and max_lr={max_lr}"
-            )
-        if num_steps < 3:
-            raise ConfigurationError(f"LRFinder: num_steps must be at least 3, got {num_steps}")
-        if mode not in ("exponential", "linear"):
-            raise ConfigurationError(f"LRFinder: mode must be exponential or linear, got {mode!r}")
-        if early_stop_threshold is not None and early_stop_threshold <= 1:
-            raise ConfigurationError(
-                f"LRFinder: early_stop_threshold must be above 1 or null, got {early_stop_threshold}"
-            )
+        check_number("LRFinder", "max_lr", max_lr, above=0)
+        check_number("LRFinder", "min_lr", min_lr, above=0, below=max_lr)
+        check_number("LRFinder", "num_steps", num_steps, least=3, whole=True)
+        check_choice("LRFinder", "mode", mode, ("exponential", "linear"))
+        check_number("LRFinder", "early_stop_threshold", early_stop_threshold, above=1, null=True)
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.num_steps = num_steps

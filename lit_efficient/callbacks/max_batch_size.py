@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.declaration import Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders
 from lit_efficient.internals.lightning_loops import validates_next
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -98,20 +98,15 @@ class MaxBatchSize(Technique):
         idle: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if mode not in ("power", "binary"):
-            raise ConfigurationError(f"MaxBatchSize: mode must be power or binary, got {mode!r}")
-        if not 0 <= margin < 1:
-            raise ConfigurationError(f"MaxBatchSize: margin must be at least 0 and below 1, got {margin}")
-        for name, value in (("max_size", max_size), ("min_size", min_size), ("scan", scan)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"MaxBatchSize: {name} must be at least 1, got {value}")
+        check_choice("MaxBatchSize", "mode", mode, ("power", "binary"))
+        check_number("MaxBatchSize", "margin", margin, least=0, below=1)
+        check_number("MaxBatchSize", "max_size", max_size, least=1, whole=True, null=True)
+        check_number("MaxBatchSize", "min_size", min_size, least=1, whole=True)
+        check_number("MaxBatchSize", "scan", scan, least=1, whole=True)
         if not target:
-            raise ConfigurationError(f"MaxBatchSize: target must name an attribute, or be auto, got {target!r}")
+            raise refusal("MaxBatchSize", "target", "auto or the name of an attribute", target)
         if memory_limit is not None:
-            try:
-                parse_bytes(memory_limit)
-            except ConfigurationError as error:
-                raise ConfigurationError(f"MaxBatchSize: memory_limit: {error}") from error
+            parse_bytes(memory_limit, "MaxBatchSize")
         self.target = target
         self.mode = mode
         self.margin = margin

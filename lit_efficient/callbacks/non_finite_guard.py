@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from lit_efficient.errors import ConflictError, LitEfficientError, check_choice, check_number
 from lit_efficient.surgery import is_sharded
 
 
@@ -51,10 +51,8 @@ class NonFiniteGuard(Callback):
     """
 
     def __init__(self, action: Literal["raise", "skip"] = "raise", max_consecutive: int = 10) -> None:
-        if action not in ("raise", "skip"):
-            raise ConfigurationError(f"NonFiniteGuard: action must be 'raise' or 'skip', got {action!r}")
-        if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 1:
-            raise ConfigurationError(f"NonFiniteGuard: max_consecutive must be 1 or more, got {max_consecutive!r}")
+        check_choice("NonFiniteGuard", "action", action, ("raise", "skip"))
+        check_number("NonFiniteGuard", "max_consecutive", max_consecutive, least=1, whole=True)
         self.action = action
         self.max_consecutive = max_consecutive
         self.skipped = 0

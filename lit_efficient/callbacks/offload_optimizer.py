@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 from lit_efficient.surgery import is_sharded
 from lit_efficient.technique import Technique
@@ -48,8 +48,7 @@ class OffloadOptimizer(Technique):
 
     def __init__(self, piece_mb: int = 256) -> None:
         super().__init__()
-        if piece_mb < 1:
-            raise ConfigurationError(f"OffloadOptimizer: piece_mb must be at least 1, got {piece_mb}")
+        check_number("OffloadOptimizer", "piece_mb", piece_mb, least=1, whole=True)
         self.piece_mb = piece_mb
 
     def check(self, trainer: Any, module: Any) -> None:

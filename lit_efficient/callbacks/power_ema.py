@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.averages.shadow import outside_autograd
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, write_snapshot
 from lit_efficient.mechanisms.averages.weights import (
@@ -72,15 +72,11 @@ class PowerEMA(Technique):
         super().__init__()
         self.sigma_rels = tuple(sigma_rels)
         if not self.sigma_rels or len(set(self.sigma_rels)) < len(self.sigma_rels):
-            raise ConfigurationError(f"PowerEMA: sigma_rels must name widths, each once, got {list(sigma_rels)}")
+            raise refusal("PowerEMA", "sigma_rels", "widths, each once", list(sigma_rels))
         for sigma_rel in self.sigma_rels:
             gamma_of(sigma_rel)
-        if snapshot_every_n_steps < 1:
-            raise ConfigurationError(
-                f"PowerEMA: snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}"
-            )
-        if dtype not in _DTYPES:
-            raise ConfigurationError(f"PowerEMA: dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+        check_number("PowerEMA", "snapshot_every_n_steps", snapshot_every_n_steps, least=1, whole=True)
+        check_choice("PowerEMA", "dtype", dtype, _DTYPES)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.dirpath = dirpath
         self.dtype = dtype

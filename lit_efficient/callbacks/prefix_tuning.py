@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
@@ -79,11 +79,9 @@ class PrefixTuning(Technique):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if init not in ("tokens", "random"):
-            raise ConfigurationError(f"PrefixTuning: init must be tokens or random; got {init!r}")
-        for name, value in (("num_virtual_tokens", num_virtual_tokens), ("projection", projection)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"PrefixTuning: {name} must be at least 1 or null, got {value}")
+        check_choice("PrefixTuning", "init", init, ("tokens", "random"))
+        check_number("PrefixTuning", "num_virtual_tokens", num_virtual_tokens, least=1, whole=True, null=True)
+        check_number("PrefixTuning", "projection", projection, least=1, whole=True, null=True)
         given = [name for name, v in (("init_tokens", init_tokens), ("init_text", init_text)) if v]
         if init == "tokens" and len(given) != 1:
             raise ConfigurationError(
@@ -188,9 +186,7 @@ def read_tokens(text: str, path: str) -> list[int]:
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ConfigurationError(
-            f"PrefixTuning: tokenizer must be a tokenizer.json or a folder that has one, got {path!r}"
-        )
+        raise refusal("PrefixTuning", "tokenizer", "a tokenizer.json or a folder that has one", path)
     from tokenizers import Tokenizer
 
     tokens: list[int] = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids

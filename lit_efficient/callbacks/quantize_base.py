@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.quantized import (
     FORMATS,
@@ -64,12 +64,12 @@ class QuantizeBase(Technique):
         group_size: int = 32,
     ) -> None:
         super().__init__()
-        if format not in FORMATS:
-            raise ConfigurationError(f"QuantizeBase: format must be one of {', '.join(FORMATS)}; got {format!r}")
+        check_choice("QuantizeBase", "format", format, FORMATS)
         for pattern in skip:
             name_pattern(pattern, "QuantizeBase: skip")
-        if group_size < 2 or group_size % 2:
-            raise ConfigurationError(f"QuantizeBase: group_size must be even and at least 2, got {group_size}")
+        check_number("QuantizeBase", "group_size", group_size, least=2, whole=True)
+        if group_size % 2:
+            raise refusal("QuantizeBase", "group_size", "even", group_size)
         self.format = format
         self.double_quant = double_quant
         self.skip = tuple(skip)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
 from lit_efficient.mechanisms.adapters.base import ADDED, has_frozen_base
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, hold, release
 from lit_efficient.surgery import count, find_blocks, match_modules, mix_in
@@ -191,10 +191,8 @@ class ReplaceHead(Technique):
 
 
 def _check(num_outputs: int, std: float) -> None:
-    if num_outputs < 1:
-        raise ConfigurationError(f"ReplaceHead: num_outputs must be at least 1, got {num_outputs}")
-    if not std >= 0:
-        raise ConfigurationError(f"ReplaceHead: std must be at least 0, got {std}")
+    check_number("ReplaceHead", "num_outputs", num_outputs, least=1, whole=True)
+    check_number("ReplaceHead", "std", std, least=0)
 
 
 def _is_layer(part: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 
 def image_grid(images: Tensor, columns: int, border: int = 1) -> Tensor:
@@ -28,7 +28,7 @@ def image_grid(images: Tensor, columns: int, border: int = 1) -> Tensor:
         uint8 [height, width, C] on the CPU; a short last row is filled with black.
     """
     if images.dim() != 4 or images.shape[1] not in (1, 3):
-        raise ConfigurationError(f"image_grid: images must be [N, 1 or 3, H, W], not {tuple(images.shape)}.")
+        raise refusal("image_grid", "images", "[N, 1 or 3, H, W]", tuple(images.shape))
     if images.dtype != torch.uint8:
         images = ((images.detach().float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
     count, channels, height, width = images.shape
@@ -70,8 +70,7 @@ class SampleImages(Callback):
     ) -> None:
         named = {"every_n_validations": every_n_validations, "columns": columns, "rows": rows, "zoom": zoom}
         for name, value in named.items():
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"SampleImages: {name} must be an integer >= 1, not {value!r}.")
+            check_number("SampleImages", name, value, least=1, whole=True)
         self.every_n_validations = every_n_validations
         self.columns = columns
         self.rows = rows

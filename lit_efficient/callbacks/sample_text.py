@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import check_sampling
 
@@ -47,9 +47,8 @@ class SampleText(Callback):
         chat: bool = False,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
-            raise ConfigurationError(f"SampleText: prompts must be a list of at least one text, got {prompts!r}.")
-        if max_new_tokens < 1:
-            raise ConfigurationError(f"SampleText: max_new_tokens must be at least 1, got {max_new_tokens}.")
+            raise refusal("SampleText", "prompts", "a list of at least one text", prompts)
+        check_number("SampleText", "max_new_tokens", max_new_tokens, least=1, whole=True)
         check_sampling("SampleText", temperature, top_p)
         self.prompts = list(prompts)
         self.max_new_tokens = max_new_tokens

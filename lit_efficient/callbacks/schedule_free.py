@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedule_free_adamw import ScheduleFreeAdamW
@@ -51,8 +51,7 @@ class ScheduleFree(Technique):
 
     def __init__(self, warmup_steps: int = 0) -> None:
         super().__init__()
-        if warmup_steps < 0:
-            raise ConfigurationError(f"ScheduleFree: warmup_steps must be at least 0, got {warmup_steps}")
+        check_number("ScheduleFree", "warmup_steps", warmup_steps, least=0, whole=True)
         self.warmup_steps = warmup_steps
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:

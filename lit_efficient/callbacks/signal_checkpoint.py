@@ -27,7 +27,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import refusal
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_trainer import signal_connector
 
@@ -57,10 +57,8 @@ class SignalCheckpoint(Callback):
         forbidden = {"SIGKILL", "SIGSTOP"}
         for name in [signals] if isinstance(signals, str) else signals:
             if name in forbidden or (name not in signal.Signals.__members__ and os.name == "posix"):
-                raise ConfigurationError(
-                    "SignalCheckpoint: signals must be names like SIGTERM, SIGINT, SIGUSR1 of signals that can be"
-                    f" handled, got {name!r}"
-                )
+                allowed = "names of signals that can be handled, like SIGTERM, SIGINT, SIGUSR1"
+                raise refusal("SignalCheckpoint", "signals", allowed, name)
         self.signals = signals
         self.dirpath = dirpath
         self._numbers = [signal.Signals[name] for name in self._names() if name in signal.Signals.__members__]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import LossHooks, Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.losses.mse_adapter import find_scheduler, noise_method, weigh_mse_loss
 from lit_efficient.losses.snr import GAMMAS, PREDICTIONS, check_snr_arguments, snr_weight
 from lit_efficient.technique import Technique
@@ -64,11 +64,8 @@ class SNRWeighting(LossHooks, Technique):
     ) -> None:
         super().__init__()
         check_snr_arguments(rule, gamma, "eps", zero_snr, who="SNRWeighting")
-        if prediction != "auto" and prediction not in PREDICTIONS:
-            allowed = ", ".join(("auto", *PREDICTIONS))
-            raise ConfigurationError(f"SNRWeighting: prediction must be one of {allowed}; got {prediction!r}")
-        if adapter not in _ADAPTERS:
-            raise ConfigurationError(f"SNRWeighting: adapter must be one of {', '.join(_ADAPTERS)}; got {adapter!r}")
+        check_choice("SNRWeighting", "prediction", prediction, ("auto", *PREDICTIONS))
+        check_choice("SNRWeighting", "adapter", adapter, _ADAPTERS)
         self.rule = rule
         self.gamma = gamma
         self.prediction = prediction

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.residual import (
     Streams,
@@ -234,12 +234,9 @@ class StochasticDepth(Technique):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= rate < 1:
-            raise ConfigurationError(f"StochasticDepth: rate must be at least 0 and below 1, got {rate}")
-        if mode not in ("linear", "uniform"):
-            raise ConfigurationError(f"StochasticDepth: mode must be linear or uniform, got {mode!r}")
-        if skip not in ("batch", "sample"):
-            raise ConfigurationError(f"StochasticDepth: skip must be batch or sample, got {skip!r}")
+        check_number("StochasticDepth", "rate", rate, least=0, below=1)
+        check_choice("StochasticDepth", "mode", mode, ("linear", "uniform"))
+        check_choice("StochasticDepth", "skip", skip, ("batch", "sample"))
         self.rate = rate
         self.mode = mode
         self.skip = skip

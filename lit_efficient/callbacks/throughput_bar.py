@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number
 
 _SECONDS_A_LINE = 60.0  # where the end of the run is unknown
 
@@ -33,9 +33,8 @@ class ThroughputBar(TQDMProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
     def __init__(self, refresh_rate: int = 10, lines: int = 20) -> None:
-        for name, value in (("refresh_rate", refresh_rate), ("lines", lines)):
-            if value < 1:
-                raise ConfigurationError(f"ThroughputBar: {name} must be at least 1, got {value}.")
+        check_number("ThroughputBar", "refresh_rate", refresh_rate, least=1, whole=True)
+        check_number("ThroughputBar", "lines", lines, least=1, whole=True)
         super().__init__(refresh_rate=refresh_rate)
         self.lines = lines
         self._interactive = True

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, refusal
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.torch_foreach import foreach_mul_
 from lit_efficient.internals.torch_tensors import hooks_after_accumulation
@@ -88,10 +88,8 @@ class TokenWeightedAccumulation(Technique):
     ) -> None:
         super().__init__()
         if not count or not all(count.split(".")):
-            raise ConfigurationError(
-                "TokenWeightedAccumulation: count must be auto, a dotted path into the batch or self.METHOD, got "
-                f"{count!r}"
-            )
+            allowed = "auto, a dotted path into the batch or self.METHOD"
+            raise refusal("TokenWeightedAccumulation", "count", allowed, count)
         self.count = count
         self.ignore_index = ignore_index
         self.mask = mask

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead
 
+_WHO = "chunked_cross_entropy"
 CHUNK_SIZE = 256  # tokens; benchmarks/cross_entropy.py
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -47,12 +48,9 @@ class TokenLoss:
     logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise _out_of_range("label_smoothing", "at least 0 and below 1", self.label_smoothing)
-        if not self.z_loss >= 0:
-            raise _out_of_range("z_loss", "at least 0", self.z_loss)
-        if self.softcap is not None and not self.softcap > 0:
-            raise _out_of_range("softcap", "above 0 or None", self.softcap)
+        check_number(_WHO, "label_smoothing", self.label_smoothing, least=0, below=1)
+        check_number(_WHO, "z_loss", self.z_loss, least=0)
+        check_number(_WHO, "softcap", self.softcap, above=0, null=True)
 
     def consume(self, logits: Tensor, labels: Tensor, scale: Tensor | None) -> Tensor:
         """Losses of the tokens; the logits are overwritten, by ``scale`` times their gradient where it is given.
@@ -142,10 +140,8 @@ def chunked_cross_entropy(
         ConfigurationError: For an argument out of range or shapes that do not fit.
     """
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ConfigurationError(
-            f"chunked_cross_entropy: weight must be [V, {hidden.shape[-1]}] for hidden {list(hidden.shape)}, got "
-            f"{list(weight.shape)}"
-        )
+        allowed = f"[V, {hidden.shape[-1]}] for hidden {list(hidden.shape)}"
+        raise refusal(_WHO, "weight", allowed, list(weight.shape))
     terms = TokenLoss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     parameters = (weight,) if bias is None else (weight, bias)
     return _reduced(MatrixHead, hidden, parameters, labels, terms, chunk_size, token_weights, reduction)
@@ -187,10 +183,6 @@ def chunked_head_cross_entropy(
     return _reduced(through, hidden, tuple(parameters), labels, terms, chunk_size, token_weights, reduction)
 
 
-def _out_of_range(name: str, allowed: str, value: object) -> ConfigurationError:
-    return ConfigurationError(f"chunked_cross_entropy: {name} must be {allowed}, got {value!r}")
-
-
 def _reduced(
     head: Callable[..., MatrixHead | ModuleHead],
     hidden: Tensor,
@@ -201,18 +193,14 @@ def _reduced(
     token_weights: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    if chunk_size < 1:
-        raise _out_of_range("chunk_size", "at least 1", chunk_size)
-    if reduction not in REDUCTIONS:
-        raise _out_of_range("reduction", f"one of {', '.join(REDUCTIONS)}", reduction)
+    check_number(_WHO, "chunk_size", chunk_size, least=1, whole=True)
+    check_choice(_WHO, "reduction", reduction, REDUCTIONS)
     for name, tensor in (("labels", labels), ("token_weights", token_weights)):
         if tensor is not None and tensor.shape != hidden.shape[:-1]:
-            raise ConfigurationError(
-                f"chunked_cross_entropy: {name} must be {list(hidden.shape[:-1])} for hidden {list(hidden.shape)}, "
-                f"got {list(tensor.shape)}"
-            )
+            allowed = f"{list(hidden.shape[:-1])} for hidden {list(hidden.shape)}"
+            raise refusal(_WHO, name, allowed, list(tensor.shape))
     if token_weights is not None and token_weights.requires_grad:
-        raise ConfigurationError("chunked_cross_entropy: token_weights must be constants: detach() them")
+        raise ConfigurationError(f"{_WHO}: token_weights have a gradient, but count as constants: detach() them")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     flat = labels.reshape(-1)
     weights = None if token_weights is None else token_weights.reshape(-1).to(wide)

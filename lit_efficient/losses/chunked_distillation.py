@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number, refusal
 from lit_efficient.losses.distillation import Divergence, coarse, log_probabilities, shared_vocabulary
 
 CHUNK_SIZE = 128  # tokens: 64 MiB a tensor for a vocabulary of 128k, and about ten of them
@@ -175,14 +175,12 @@ def chunked_losses(
         weight: as there.
         chunk_size: as there.
     """
-    if chunk_size < 1:
-        raise ConfigurationError(f"distillation: chunk_size must be at least 1, got {chunk_size}.")
-    if not 0 <= weight <= 1:
-        raise ConfigurationError(f"distillation: weight must be in [0, 1], got {weight}.")
+    check_number("distillation", "chunk_size", chunk_size, least=1, whole=True)
+    check_number("distillation", "weight", weight, least=0, most=1)
     if labels is None and weight != 1:
-        raise ConfigurationError(f"distillation: weight must be 1 without labels, got {weight}.")
+        raise refusal("distillation", "weight", "1 without labels", weight)
     if teacher is None and (weight != 0 or labels is None):
-        raise ConfigurationError(f"distillation: weight must be 0, with labels, without a teacher, got {weight}.")
+        raise refusal("distillation", "weight", "0, with labels, without a teacher", weight)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

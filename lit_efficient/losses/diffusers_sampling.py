@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.losses.diffusion import Prediction, convert
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import (
@@ -91,7 +91,7 @@ def scheduler_for(
 
 
 def _build(process: DiffusionProcess, sampler: SamplerName, prediction: Prediction, shift: float) -> Any:
-    schedulers = _diffusers()
+    schedulers = _diffusers(sampler)
     if process.schedule == "flow":
         options: dict[str, Any] = {"shift": shift}
         if sampler == "dpmsolver++":
@@ -115,23 +115,18 @@ def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Predi
     name, schedule = sampler.name, process.schedule
     if name == "builtin":
         return
-    _diffusers()
+    _diffusers(name)
     if sampler.shift != 1.0 and schedule != "flow":
-        raise ConfigurationError(
-            f"Sampler: shift must be 1 for diffusers' {name} on {schedule!r} (flow alone has one), not "
-            f"{sampler.shift!r}; name=builtin shifts every process."
-        )
+        allowed = f"1 for diffusers' {name} on {schedule!r} (flow alone has one; name=builtin shifts every process)"
+        raise refusal("Sampler", "shift", allowed, sampler.shift)
     if prediction == "eps" and process.ends_in_noise:
-        raise ConfigurationError(
-            f"Sampler: name must be builtin for prediction 'eps' on {schedule!r}, not {name!r}: diffusers' samplers "
-            "start where there is no signal, and eps does not say there what the data is. Or train v."
-        )
+        reason = "diffusers' samplers start where there is no signal, and eps does not say there what the data is"
+        allowed = f"builtin for prediction 'eps' on {schedule!r} ({reason}; or train v)"
+        raise refusal("Sampler", "name", allowed, name)
     if name == "heun" and (schedule in ("edm", "cosine") or process.zero_terminal_snr):
-        raise ConfigurationError(
-            f"Sampler: name must be builtin, ddim, euler or dpmsolver++ on {schedule!r}"
-            f"{' with zero_terminal_snr' if process.zero_terminal_snr else ''}, not 'heun': diffusers' cannot start "
-            "from that noise."
-        )
+        place = f"{schedule!r}{' with zero_terminal_snr' if process.zero_terminal_snr else ''}"
+        allowed = f"builtin, ddim, euler or dpmsolver++ on {place} (diffusers' heun cannot start from that noise)"
+        raise refusal("Sampler", "name", allowed, name)
 
 
 def check_steps(process: DiffusionProcess, sampler: Sampler, steps: int) -> None:
@@ -141,9 +136,7 @@ def check_steps(process: DiffusionProcess, sampler: Sampler, steps: int) -> None
     if not 1 <= steps <= STEPS or (sampler.name == "ddim" and STEPS % steps):
         # It steps by 1000 // steps timesteps, whatever the next one is: at 400 the spread of a Gaussian was 26 % off.
         allowed = f"a divisor of {STEPS}" if sampler.name == "ddim" else f"1 to {STEPS}"
-        raise ConfigurationError(
-            f"Sampler: sampling_steps must be {allowed} for diffusers' {sampler.name}, not {steps!r}."
-        )
+        raise refusal("Sampler", "sampling_steps", f"{allowed} for diffusers' {sampler.name}", steps)
 
 
 def sample_with_diffusers(
@@ -203,10 +196,8 @@ def _set_timesteps(scheduler: Any, steps: int) -> None:
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is not None and bool((sigmas.diff() > 0).any()):
         # The last level stands in for infinity as 4096, and with short steps the one before it is higher.
-        raise ConfigurationError(
-            f"Sampler: sampling_steps must be smaller than {steps}: the noise levels of diffusers' "
-            f"{type(scheduler).__name__} do not fall from the first to the second."
-        )
+        reason = f"the noise levels of diffusers' {type(scheduler).__name__} must fall from the first to the second"
+        raise refusal("Sampler", "sampling_steps", f"smaller ({reason})", steps)
 
 
 def _times(scheduler: Any, process: DiffusionProcess) -> Tensor:
@@ -229,12 +220,10 @@ def _betas(process: DiffusionProcess) -> dict[str, Any]:
     return {"trained_betas": (1.0 - cumulative[1:] / cumulative[:-1]).tolist()}
 
 
-def _diffusers() -> Any:
+def _diffusers(name: str) -> Any:
     try:
         from diffusers import schedulers
     except ImportError as error:
-        raise ConfigurationError(
-            "Sampler: name must be builtin without diffusers; for ddim, euler, heun and dpmsolver++ install "
-            "'lit-efficient[diffusion]'."
-        ) from error
+        allowed = "builtin without diffusers (pip install 'lit-efficient[diffusion]' has the others)"
+        raise refusal("Sampler", "name", allowed, name) from error
     return schedulers

@@ -12,18 +12,17 @@ lambda = (s^2 + d^2) / (s d)^2 = 1 / c_out^2 is exactly the unweighted |F - edm|
 variance-preserving process of the same signal-to-noise ratio.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lit_efficient.errors import check_choice, refusal
 from lit_efficient.losses.noise_process import (
     T_RANGE,
     DiffusionProcess,
     Schedule,
     as_process,
-    check_choice,
-    check_range,
 )
 from lit_efficient.losses.timesteps import TimestepSampling, sample_timesteps
 
@@ -35,7 +34,6 @@ __all__ = [
     "TimestepSampling",
     "add_noise",
     "alpha_sigma",
-    "check_choice",
     "check_prediction",
     "convert",
     "draw_noise",
@@ -113,7 +111,7 @@ def target(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProc
         case "edm":
             d = process.sigma_data
             return (sigma / d * x0 - d * alpha * eps) / (sigma.square() + (alpha * d).square()).sqrt()
-    check_choice("target", "prediction", prediction, Prediction)
+    check_choice("target", "prediction", prediction, get_args(Prediction))
 
 
 def to_x0_eps(
@@ -152,7 +150,7 @@ def to_x0_eps(
             norm = sigma.square() + (alpha * d).square()
             x0 = alpha * d**2 / norm * x_t + sigma * d / norm.sqrt() * output
             return x0, sigma / norm * x_t - alpha * d / norm.sqrt() * output
-    check_choice("to_x0_eps", "prediction", prediction, Prediction)
+    check_choice("to_x0_eps", "prediction", prediction, get_args(Prediction))
 
 
 def convert(
@@ -183,6 +181,7 @@ def edm_weight(sigma: Tensor, sigma_data: float) -> Tensor:
 
 def check_prediction(owner: str, prediction: Prediction, process: DiffusionProcess) -> None:
     """Raise ConfigurationError for a target that the process cannot be trained with or sampled from."""
-    check_choice(owner, "prediction", prediction, Prediction)
-    allowed = "v, flow, x0 or edm with zero_terminal_snr (the noise in pure noise says nothing of the data)"
-    check_range(owner, "prediction", prediction, allowed, not (prediction == "eps" and process.zero_terminal_snr))
+    check_choice(owner, "prediction", prediction, get_args(Prediction))
+    if prediction == "eps" and process.zero_terminal_snr:
+        allowed = "v, flow, x0 or edm with zero_terminal_snr (the noise in pure noise says nothing of the data)"
+        raise refusal(owner, "prediction", allowed, prediction)

@@ -12,23 +12,21 @@ Source: Song et al. (2020), https://arxiv.org/abs/2010.02502; Ho and Salimans (2
 rescaling: Lin et al. (2023), https://arxiv.org/abs/2305.08891.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lit_efficient.errors import check_choice, check_number
 from lit_efficient.losses.diffusion import Prediction, alpha_sigma, to_x0_eps
 from lit_efficient.losses.noise_process import (
     AFTER_ZERO,
     DiffusionProcess,
     Schedule,
     as_process,
-    check_choice,
-    check_range,
 )
 from lit_efficient.losses.timesteps import shift_times
 
@@ -57,9 +55,9 @@ class Sampler:
     shift: float = 1.0
 
     def __post_init__(self) -> None:
-        check_choice("Sampler", "name", self.name, SamplerName)
-        check_range("Sampler", "guidance_rescale", self.guidance_rescale, "in [0, 1]", 0 <= self.guidance_rescale <= 1)
-        check_range("Sampler", "shift", self.shift, "a finite number > 0", 0.0 < self.shift < math.inf)
+        check_choice("Sampler", "name", self.name, get_args(SamplerName))
+        check_number("Sampler", "guidance_rescale", self.guidance_rescale, least=0, most=1)
+        check_number("Sampler", "shift", self.shift, above=0)
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float = 0.0) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_choice, check_number, refusal
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 _LARGEST = (
@@ -51,15 +51,9 @@ class Divergence:
     temperature_squared: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigurationError(f"Divergence: kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
-        if not 0 < self.beta < 1:
-            raise ConfigurationError(
-                f"Divergence: beta must be above 0 and below 1, got {self.beta}; the limits are forward_kl and "
-                "reverse_kl."
-            )
-        if not self.temperature > 0:
-            raise ConfigurationError(f"Divergence: temperature must be above 0, got {self.temperature}.")
+        check_choice("Divergence", "kind", self.kind, KINDS)
+        check_number("Divergence", "beta", self.beta, above=0, below=1)
+        check_number("Divergence", "temperature", self.temperature, above=0)
 
     @property
     def factor(self) -> float:
@@ -137,10 +131,8 @@ def shared_vocabulary(student: int, teacher: int, vocab_size: int | None) -> int
     """
     smaller = min(student, teacher)
     if vocab_size is not None and not 1 <= vocab_size <= smaller:
-        raise ConfigurationError(
-            f"distillation: vocab_size must be in [1, {smaller}] for a student with {student} rows and a teacher with "
-            f"{teacher}, got {vocab_size}."
-        )
+        allowed = f"at least 1 and at most {smaller} for a student with {student} rows and a teacher with {teacher}"
+        raise refusal("distillation", "vocab_size", allowed, vocab_size)
     return vocab_size or smaller
 
 
@@ -157,8 +149,7 @@ def top_k_of(teacher_logits: Tensor, k: int, temperature: float = 1.0) -> tuple[
         the rest; ``[N, k]`` if k is V and there is no rest.
     """
     size = teacher_logits.shape[-1]
-    if not 1 <= k <= size:
-        raise ConfigurationError(f"distillation: k must be in [1, {size}], the vocabulary, got {k}.")
+    check_number("distillation", "k", k, least=1, most=size, whole=True)
     log_p = log_probabilities(teacher_logits, size, temperature)
     values, ids = log_p.topk(k, dim=-1)
     return ids, values if k == size else torch.cat((values, _rest(log_p, ids)), dim=-1)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 
 LAYOUTS = ("auto", "grid", "sequence")
 
@@ -33,9 +33,8 @@ def to_tokens(features: Tensor) -> Tensor:
     if features.ndim == 2:
         return features[:, None]
     if features.ndim != 3:
-        raise ConfigurationError(
-            f"features must be tokens [B, N, D], maps [B, D, H, W] or vectors [B, D], got {list(features.shape)}"
-        )
+        allowed = "tokens [B, N, D], maps [B, D, H, W] or vectors [B, D]"
+        raise refusal("to_tokens", "features", allowed, list(features.shape))
     return features
 
 

@@ -98,7 +98,7 @@ class _WeightedLoss(TorchFunctionMode):
             raise ConfigurationError(f"{self.who}: F.mse_loss(weight=, size_average=, reduce=) is not supported")
         if len(self.levels) != 1:
             raise ConfigurationError(
-                f"{self.who}: {self.source} was called {len(self.levels)} times before F.mse_loss; it must be once. "
+                f"{self.who}: {self.source} was called {len(self.levels)} times before F.mse_loss, not once. "
                 'Where noise is added by other means, return {"loss", "sample_loss": [B], "log_snr": [B]} instead'
             )
         errors = F.mse_loss(input, target, reduction="none")

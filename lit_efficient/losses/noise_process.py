@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
 
 Schedule = Literal["flow", "cosine", "squared_cosine", "linear", "scaled_linear", "edm"]
 
@@ -38,18 +38,6 @@ SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
 AFTER_ZERO = 1e-6  # the time of EDM's lowest noise level: at 0 itself there is none
 # Times at which a schedule that ends in pure noise and begins with pure data is trained: log-SNRs are finite there.
 T_RANGE = (1e-3, 1.0 - 1e-3)
-
-
-def check_choice(owner: str, name: str, value: str, choices: object) -> None:
-    """Raise ConfigurationError unless ``value`` is one of the strings of the Literal ``choices``."""
-    if value not in get_args(choices):
-        raise ConfigurationError(f"{owner}: {name} must be one of {', '.join(get_args(choices))}, not {value!r}.")
-
-
-def check_range(owner: str, name: str, value: object, allowed: str, holds: bool) -> None:
-    """Raise ConfigurationError unless ``holds``."""
-    if not holds:
-        raise ConfigurationError(f"{owner}: {name} must be {allowed}, not {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class DiffusionProcess:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        check_choice(owner, "schedule", self.schedule, Schedule)
+        check_choice(owner, "schedule", self.schedule, get_args(Schedule))
         for name in ("beta_start", "beta_end"):
             value = getattr(self, name)
             if value is not None and self.schedule not in BETAS:
@@ -90,17 +78,16 @@ class DiffusionProcess:
                     f"unset instead of {value!r}."
                 )
         first, last = self.betas_range
-        check_range(owner, "beta_start", first, f"above 0 and at most beta_end ({last})", 0.0 < first <= last)
-        check_range(owner, "beta_end", last, "below 1", last < 1.0)
+        check_number(owner, "beta_end", last, below=1)
+        check_number(owner, "beta_start", first, above=0, most=last)
         if self.zero_terminal_snr and self.schedule not in TABLES:
             raise ConfigurationError(
                 f"{owner}: zero_terminal_snr rescales {', '.join(TABLES)}; schedule {self.schedule!r} "
                 + ("has no last step to rescale." if self.schedule == "edm" else "ends in pure noise already.")
             )
-        check_range(owner, "sigma_data", self.sigma_data, "a finite number > 0", 0.0 < self.sigma_data < math.inf)
-        for name in ("offset_noise", "input_perturbation"):
-            value = getattr(self, name)
-            check_range(owner, name, value, "in [0, 1)", 0.0 <= value < 1.0)
+        check_number(owner, "sigma_data", self.sigma_data, above=0)
+        check_number(owner, "offset_noise", self.offset_noise, least=0, below=1)
+        check_number(owner, "input_perturbation", self.input_perturbation, least=0, below=1)
 
     @property
     def betas_range(self) -> tuple[float, float]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.losses.next_token import IGNORE, token_losses
 
 Kind = Literal["sigmoid", "hinge", "ipo"]
@@ -79,12 +79,9 @@ def dpo_loss(
 
 def check_dpo(who: str, beta: float, kind: str, label_smoothing: float) -> None:
     """Refuse arguments of :func:`dpo_loss` that are out of range, in the name of ``who``."""
-    if not 0 < beta < math.inf:
-        raise ConfigurationError(f"{who}: beta must be above 0, got {beta}.")
-    if kind not in ("sigmoid", "hinge", "ipo"):
-        raise ConfigurationError(f"{who}: kind must be sigmoid, hinge or ipo, got {kind!r}.")
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigurationError(f"{who}: label_smoothing must be at least 0 and below 0.5, got {label_smoothing}.")
+    check_number(who, "beta", beta, above=0)
+    check_choice(who, "kind", kind, ("sigmoid", "hinge", "ipo"))
+    check_number(who, "label_smoothing", label_smoothing, least=0, below=0.5)
     if label_smoothing and kind != "sigmoid":
         raise ConfigurationError(f"{who}: label_smoothing is for the sigmoid loss, got {label_smoothing} with {kind}.")
 
@@ -110,8 +107,7 @@ def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, weight: float) -> 
     Raises:
         ConfigurationError: For a weight out of range.
     """
-    if not 0 <= weight < math.inf:
-        raise ConfigurationError(f"orpo_loss: weight must be at least 0, got {weight}.")
+    check_number("orpo_loss", "weight", weight, least=0)
     log_odds = (policy_chosen - log1mexp(policy_chosen)) - (policy_rejected - log1mexp(policy_rejected))
     return -policy_chosen - weight * F.logsigmoid(log_odds), log_odds.detach()
 
@@ -128,10 +124,8 @@ def simpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamm
     Raises:
         ConfigurationError: For an argument out of range.
     """
-    if not 0 < beta < math.inf:
-        raise ConfigurationError(f"simpo_loss: beta must be above 0, got {beta}.")
-    if not 0 <= gamma < math.inf:
-        raise ConfigurationError(f"simpo_loss: gamma must be at least 0, got {gamma}.")
+    check_number("simpo_loss", "beta", beta, above=0)
+    check_number("simpo_loss", "gamma", gamma, least=0)
     return -F.logsigmoid(beta * (policy_chosen - policy_rejected) - gamma)
 
 
@@ -147,8 +141,7 @@ def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, 
     Raises:
         ConfigurationError: For a centering out of range.
     """
-    if not 0 <= centering < math.inf:
-        raise ConfigurationError(f"reward_loss: centering must be at least 0, got {centering}.")
+    check_number("reward_loss", "centering", centering, least=0)
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     losses = -F.logsigmoid(difference)
     return losses + centering * (chosen + rejected).square() if centering else losses

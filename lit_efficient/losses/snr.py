@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
 
 PREDICTIONS = ("eps", "v", "x0", "flow", "edm")
 RULES = ("min_snr", "soft_min_snr", "p2", "debiased", "truncated")
@@ -117,13 +117,9 @@ def check_snr_arguments(
     rule: str, gamma: float | None, prediction: str, zero_snr: str, *, who: str = "snr_weight"
 ) -> None:
     """Raise :class:`ConfigurationError` for an argument out of range, in the name of ``who``."""
-    if rule not in RULES:
-        raise ConfigurationError(f"{who}: rule must be one of {', '.join(RULES)}; got {rule!r}")
+    check_choice(who, "rule", rule, RULES)
     if gamma is not None and rule not in GAMMAS:
         raise ConfigurationError(f"{who}: rule {rule!r} has no gamma, got {gamma}; leave it unset (null in YAML)")
-    if gamma is not None and not gamma > 0:
-        raise ConfigurationError(f"{who}: gamma must be above 0, got {gamma}")
-    if prediction not in PREDICTIONS:
-        raise ConfigurationError(f"{who}: prediction must be one of {', '.join(PREDICTIONS)}; got {prediction!r}")
-    if zero_snr not in ("unit", "error"):
-        raise ConfigurationError(f"{who}: zero_snr must be unit or error, got {zero_snr!r}")
+    check_number(who, "gamma", gamma, above=0, null=True)
+    check_choice(who, "prediction", prediction, PREDICTIONS)
+    check_choice(who, "zero_snr", zero_snr, ("unit", "error"))

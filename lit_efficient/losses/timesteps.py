@@ -16,17 +16,16 @@ Source: Esser et al. (2024), https://arxiv.org/abs/2403.03206; Karras et al. (20
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lit_efficient.errors import check_choice, check_number, refusal
 from lit_efficient.losses.noise_process import (
     DiffusionProcess,
     Schedule,
     as_process,
-    check_choice,
-    check_range,
     karras_time,
 )
 
@@ -59,16 +58,14 @@ class TimestepSampling:
 
     def __post_init__(self) -> None:
         owner, name = type(self).__name__, self.distribution
-        check_choice(owner, "distribution", name, Distribution)
-        check_range(owner, "location", self.location, f"unset for {name}", self.location is None or name in _LOCATIONS)
-        check_range(owner, "scale", self.scale, f"unset for {name}", self.scale is None or name in _SCALES)
-        check_range(owner, "location", self.location, "finite", math.isfinite(self.location or 0.0))
-        if name == "mode":
-            allowed = f"in [-1, {_MODE_LIMIT:.3f}] for mode"
-            check_range(owner, "scale", self.scale, allowed, -1.0 <= self.scale_or_default <= _MODE_LIMIT)
-        else:
-            check_range(owner, "scale", self.scale, "a finite number > 0", 0.0 < self.scale_or_default < math.inf)
-        check_range(owner, "shift", self.shift, "a finite number > 0", 0.0 < self.shift < math.inf)
+        check_choice(owner, "distribution", name, get_args(Distribution))
+        for argument, defaults in (("location", _LOCATIONS), ("scale", _SCALES)):
+            if getattr(self, argument) is not None and name not in defaults:
+                raise refusal(owner, argument, f"unset for {name}", getattr(self, argument))
+        check_number(owner, "location", self.location, null=True)
+        limits = {"least": -1.0, "most": _MODE_LIMIT} if name == "mode" else {"above": 0.0}
+        check_number(owner, "scale", self.scale, null=True, **limits)
+        check_number(owner, "shift", self.shift, above=0)
 
     @property
     def location_or_default(self) -> float:
@@ -108,7 +105,7 @@ def sample_timesteps(
         process: What is trained. ``log_normal`` is a distribution of EDM's noise levels and needs ``edm``.
     """
     if not isinstance(sampling, TimestepSampling):
-        check_choice("sample_timesteps", "sampling", sampling, Distribution)
+        check_choice("sample_timesteps", "sampling", sampling, get_args(Distribution))
         sampling = TimestepSampling(sampling)
     process = as_process(process)
     check_sampling("sample_timesteps", sampling, process)
@@ -130,5 +127,5 @@ def sample_timesteps(
 
 def check_sampling(owner: str, sampling: TimestepSampling, process: DiffusionProcess) -> None:
     """Raise ConfigurationError for a distribution that the process cannot be trained with."""
-    if sampling.distribution == "log_normal":
-        check_range(owner, "schedule", process.schedule, "edm for log_normal noise levels", process.schedule == "edm")
+    if sampling.distribution == "log_normal" and process.schedule != "edm":
+        raise refusal(owner, "schedule", "edm for log_normal noise levels", process.schedule)

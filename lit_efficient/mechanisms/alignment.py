@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.application import ledger
 from lit_efficient.declaration import LossHooks, Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
@@ -155,14 +155,10 @@ class Alignment(LossHooks, Technique):
     def check_common(self) -> None:
         """Check the arguments that all have in common."""
         name = type(self).__name__
-        if not (isinstance(self.weight, int | float) and 0 <= self.weight < float("inf")):
-            raise ConfigurationError(f"{name}: weight must be a finite number of at least 0, got {self.weight!r}")
-        if self.stop_at is not None and self.stop_at < 1:
-            raise ConfigurationError(
-                f"{name}: stop_at must be at least 1 (optimizer steps) or null, got {self.stop_at}"
-            )
+        check_number(name, "weight", self.weight, least=0)
+        check_number(name, "stop_at", self.stop_at, least=1, whole=True, null=True)
         if isinstance(self.teacher, str) and not self.teacher:
-            raise ConfigurationError(f"{name}: teacher must be a module or a name, got an empty one")
+            raise refusal(name, "teacher", "a module or a name", self.teacher)
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments; a teacher that was given in code as its class and a digest of its weights."""

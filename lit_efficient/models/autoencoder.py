@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number, refusal
 
 FACTOR = 4  # pixels per latent position, on each side
 _GROUPS = 4
@@ -39,11 +39,9 @@ class AutoencoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("image_channels", "latent_channels", "width"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"AutoencoderConfig: {name} must be an integer >= 1, not {value!r}.")
+            check_number("AutoencoderConfig", name, getattr(self, name), least=1, whole=True)
         if self.width % (2 * _GROUPS):
-            raise ConfigurationError(f"AutoencoderConfig: width must be a multiple of {2 * _GROUPS}, not {self.width}.")
+            raise refusal("AutoencoderConfig", "width", f"a multiple of {2 * _GROUPS}", self.width)
 
 
 def sample_posterior(mean: Tensor, logvar: Tensor | None, generator: torch.Generator | None = None) -> Tensor:
@@ -80,10 +78,8 @@ def check_images(images: Tensor, autoencoder: Any, who: str) -> None:
     """
     channels, factor = autoencoder.image_channels, autoencoder.factor
     if images.ndim != 4 or images.shape[1] != channels or images.shape[2] % factor or images.shape[3] % factor:
-        raise ConfigurationError(
-            f"{who}: images must be [B, {channels}, H, W] with height and width multiples of {factor}, "
-            f"not {tuple(images.shape)}."
-        )
+        allowed = f"[B, {channels}, H, W] with height and width multiples of {factor}"
+        raise refusal(who, "images", allowed, tuple(images.shape))
 
 
 class _Residual(nn.Module):

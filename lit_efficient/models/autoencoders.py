@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, check_images, sample_posterior
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, build, from_fields, model_class, resolve
 
@@ -91,7 +91,7 @@ class DiffusersAutoencoder(nn.Module):
         encoder = self.network.encoder
         if _kind(encoder).__name__ == "EncoderTiny" and encoder.gradient_checkpointing and torch.is_grad_enabled():
             raise ConfigurationError(
-                "AutoencoderTiny: enable_gradient_checkpointing() must not be used while its encoder trains: diffusers "
+                "AutoencoderTiny: enable_gradient_checkpointing() is not for training its encoder: diffusers "
                 "leaves out the step from [-1, 1] to [0, 1] there. Set network.encoder.gradient_checkpointing = False."
             )
 
@@ -131,10 +131,7 @@ def check_kind(spec: DiffusersModelConfig) -> str:
         ConfigurationError: If it is another one.
     """
     name = str(resolve(spec)["_class_name"])
-    if name not in _KINDS:
-        raise ConfigurationError(
-            f"autoencoder: the _class_name must be one of {', '.join(_KINDS)}; {spec.described!r} is a {name}."
-        )
+    check_choice("autoencoder", f"the _class_name of {spec.described!r}", name, _KINDS)
     return name
 
 
@@ -154,8 +151,7 @@ def as_spec(stored: Mapping[str, Any]) -> AutoencoderConfig | DiffusersModelConf
 def whole_config(network: nn.Module) -> dict[str, Any]:
     """A diffusers model's configuration with ``_class_name``, as JSON could hold it; `from_fields` builds it again."""
     kind: Any = _kind(network)
-    if kind.__name__ not in _KINDS:
-        raise ConfigurationError(f"autoencoder: the model must be one of {', '.join(_KINDS)}, not a {kind.__name__}.")
+    check_choice("autoencoder", "the model", kind.__name__, _KINDS)
     config: Any = network.config
     known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
     return {"_class_name": kind.__name__, **json.loads(json.dumps({name: config[name] for name in known}))}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,10 @@ class BackboneShape:
                 f"{who}: the backbone is for latents {expected}; the data's are {found}: their channels must agree."
             )
         if height % self.multiple or width % self.multiple:
-            raise ConfigurationError(
-                f"{who}: height and width of latents must be multiples of {self.multiple} for {self.name}; the data's "
-                f"are {found}."
-            )
+            allowed = f"multiples of {self.multiple} for {self.name}"
+            raise refusal(who, "height and width of the data's latents", allowed, (height, width))
         if self.largest is not None and max(height, width) > self.largest:
-            raise ConfigurationError(
-                f"{who}: height and width of latents must be at most {self.largest} for this {self.name}; the data's "
-                f"are {found}."
-            )
+            allowed = f"at most {self.largest} for this {self.name}"
+            raise refusal(who, "height and width of the data's latents", allowed, (height, width))
         if self.square and height != width:
             raise ConfigurationError(f"{who}: {self.name} takes square latents only; the data's are {found}.")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import refusal
 
 
 class CaptionTokens:
@@ -91,11 +91,8 @@ def load_tokenizer(
         json = tokenizer.backend_tokenizer.to_str()
     except (OSError, ValueError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigurationError(
-            f"TextEncoderConfig: tokenizer must be bytes, a tokenizer.json, a folder or a hub's name with a fast "
-            f"tokenizer; {name}/{subfolder}".rstrip("/")
-            + f" cannot be read: {reason}"
-        ) from error
+        allowed = f"bytes, a tokenizer.json, a folder or a hub's name with a fast tokenizer (cannot be read: {reason})"
+        raise refusal("TextEncoderConfig", "tokenizer", allowed, f"{name}/{subfolder}".rstrip("/")) from error
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     return CaptionTokens(json, pad if pad is not None else end or 0, end, length, side)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
@@ -52,21 +52,17 @@ class CausalLMConfig:
     def __post_init__(self) -> None:
         owner = "CausalLMConfig"
         if self.name_or_path is None and "model_type" not in (self.config_fields or {}):
-            raise ConfigurationError(
-                f"{owner}: name_or_path must be a hub's name or a folder, or config_fields must have a model_type; "
-                f"got name_or_path=None and config_fields={self.config_fields!r}."
-            )
-        if self.dtype not in ("float32", "bfloat16", "float16", "auto"):
-            raise ConfigurationError(f"{owner}: dtype must be float32, bfloat16, float16 or auto, got {self.dtype!r}.")
-        if self.quantize not in (None, "nf4", "int8"):
-            raise ConfigurationError(f"{owner}: quantize must be nf4, int8 or null, got {self.quantize!r}.")
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} has no model_type"
+            raise refusal(owner, "name_or_path", allowed, None)
+        check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
+        check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
         if self.draws_weights and self.quantize is not None:
             raise ConfigurationError(
                 f"{owner}: quantize is for weights that are loaded, got {self.quantize!r} with random ones; "
                 "add QuantizeBase to trainer.callbacks instead."
             )
         if self.draws_weights and self.dtype == "auto":
-            raise ConfigurationError(f"{owner}: dtype must be a format by name for random weights, got 'auto'.")
+            raise refusal(owner, "dtype", "a format by name for random weights", self.dtype)
 
     @property
     def draws_weights(self) -> bool:
@@ -98,7 +94,7 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     stored = {} if spec.name_or_path is None else _stored(spec)
     kind = str((changed if spec.name_or_path is None else stored).get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise ConfigurationError(f"CausalLMConfig: model_type must be a type that transformers knows, got {kind!r}.")
+        raise refusal("CausalLMConfig", "model_type", "a type that transformers knows", kind)
     known = CONFIG_MAPPING[kind]()
     unknown = [name for name in changed if not hasattr(known, name)]
     if unknown:

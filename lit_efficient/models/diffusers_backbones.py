@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_choice, refusal
 from lit_efficient.models.backbone_shape import BackboneShape
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, model_class, resolve
@@ -40,11 +40,7 @@ def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
     """
     fields = _fields(spec)
     name = fields["_class_name"]
-    if name not in _ADAPTERS:
-        raise ConfigurationError(
-            f"backbone: the _class_name must be one of {', '.join(_ADAPTERS)} (or a DiTConfig); {spec.described!r} is "
-            f"a {name}."
-        )
+    check_choice("backbone", f"the _class_name of {spec.described!r}", name, _ADAPTERS)
     size = fields.get("sample_size")
     return BackboneShape(
         **{
@@ -90,10 +86,6 @@ def _fields(spec: DiffusersModelConfig) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty} | fields
 
 
-def _refuse(name: str, field: str, value: object, allowed: str) -> None:
-    raise ConfigurationError(f"backbone: {field} of {name} must be {allowed}, not {value!r}.")
-
-
 # UNets ---------------------------------------------------------------------------------------------------------------
 
 
@@ -101,9 +93,10 @@ def _classes(fields: Fields) -> int:
     """Classes of a UNet, whose embedding has a last row for "no label"."""
     name, rows = fields["_class_name"], fields.get("num_class_embeds")
     if fields.get("class_embed_type") is not None:
-        _refuse(name, "class_embed_type", fields["class_embed_type"], "null, with num_class_embeds for labels")
+        allowed = "null, with num_class_embeds for labels"
+        raise refusal("backbone", f"class_embed_type of {name}", allowed, fields["class_embed_type"])
     if rows is not None and rows < 2:
-        _refuse(name, "num_class_embeds", rows, "the number of classes and 1 more, for no label")
+        raise refusal("backbone", f"num_class_embeds of {name}", "the number of classes and 1 more, for no label", rows)
     return 0 if rows is None else int(rows) - 1
 
 
@@ -119,9 +112,9 @@ def _unet_condition_shape(fields: Fields) -> dict[str, Any]:
     name = fields["_class_name"]
     added, hidden = fields["addition_embed_type"], fields["encoder_hid_dim_type"]
     if added not in (None, "text_time"):
-        _refuse(name, "addition_embed_type", added, "null or text_time")
+        raise refusal("backbone", f"addition_embed_type of {name}", "null or text_time", added)
     if hidden not in (None, "text_proj"):
-        _refuse(name, "encoder_hid_dim_type", hidden, "null or text_proj")
+        raise refusal("backbone", f"encoder_hid_dim_type of {name}", "null or text_proj", hidden)
     width = fields["encoder_hid_dim"] or fields["cross_attention_dim"]
     pooled = 0
     if added == "text_time":
@@ -247,8 +240,8 @@ def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
 
 def _without_guidance(fields: Fields) -> None:
     if fields["guidance_embeds"]:
-        allowed = "false: a network distilled to take the guidance as an input has no other training than its own"
-        _refuse(fields["_class_name"], "guidance_embeds", True, allowed)
+        allowed = "false (a network distilled to take the guidance as an input has no other training than its own)"
+        raise refusal("backbone", f"guidance_embeds of {fields['_class_name']}", allowed, True)
 
 
 _ADAPTERS = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.models.causal_lm import Primitive
 
 if TYPE_CHECKING:
@@ -47,12 +47,9 @@ class DiffusersModelConfig:
 
     def __post_init__(self) -> None:
         if self.name_or_path is None and "_class_name" not in (self.config_fields or {}):
-            raise ConfigurationError(
-                f"{_OWNER}: name_or_path must be a hub's name or a folder, or config_fields must have a _class_name; "
-                f"got name_or_path=None and config_fields={self.config_fields!r}."
-            )
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigurationError(f"{_OWNER}: dtype must be float32, bfloat16 or float16, got {self.dtype!r}.")
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} has no _class_name"
+            raise refusal(_OWNER, "name_or_path", allowed, None)
+        check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
     @property
     def draws_weights(self) -> bool:
@@ -138,10 +135,8 @@ def model_class(name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         models = [known for known in dir(diffusers) if known.endswith(("Model", "ModelV2")) or "Autoencoder" in known]
         near = difflib.get_close_matches(name, models, n=3)
-        raise ConfigurationError(
-            f"{_OWNER}: _class_name must be a model of diffusers, got {name!r}"
-            f"{'; near ones: ' + ', '.join(near) if near else ''}."
-        )
+        hint = f" (near ones: {', '.join(near)})" if near else ""
+        raise refusal(_OWNER, "_class_name", f"a model of diffusers{hint}", name)
     return kind
 
 

@@ -49,8 +49,8 @@ def convert(state: Mapping[str, Tensor], config: DiTConfig) -> "DiTTransformer2D
     if wanted.keys() != state.keys():
         odd = sorted(wanted.keys() ^ state.keys())[0]
         raise ConfigurationError(
-            f"to_diffusers: the weights must be those of a DiT alone, and {odd!r} is missing or too much: merge "
-            "adapters and quantised weights first."
+            f"to_diffusers: the weights are not those of a DiT alone, {odd!r} is missing or too much: merge adapters "
+            "and quantised weights first."
         )
     from diffusers import DiTTransformer2DModel
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, refusal
 from lit_efficient.models.autoencoder import check_images, sample_posterior
 from lit_efficient.models.autoencoders import (
     DiffusersAutoencoder,
@@ -59,10 +59,8 @@ class LatentCodec:
         self.std = std.detach().float().cpu()
         expected = (autoencoder.latent_channels,)
         if self.mean.shape != expected or self.std.shape != expected or not bool((self.std > 0).all()):
-            raise ConfigurationError(
-                f"LatentCodec: mean and std must have {expected[0]} values, as many as the latents channels, and std "
-                f"must be above 0; got {self.mean.tolist()} and {self.std.tolist()}."
-            )
+            allowed = f"{expected[0]} values each, as many as the latents' channels, and std above 0"
+            raise refusal("LatentCodec", "mean and std", allowed, (self.mean.tolist(), self.std.tolist()))
         if _overflows(autoencoder):
             self.autoencoder.float()
 
@@ -176,10 +174,8 @@ class LatentCodec:
             kind = "diffusers" if "_class_name" in stored else "config"
             return {kind: stored, "weights": weights, **statistics}
         if source is None:
-            raise ConfigurationError(
-                "LatentCodec: embed must be true for an autoencoder that was not built from a folder, a hub's name or "
-                "a checkpoint: its weights are nowhere else."
-            )
+            allowed = "true for an autoencoder of no folder, hub or checkpoint, whose weights are nowhere else"
+            raise refusal("LatentCodec", "embed", allowed, embed)
         named = source if isinstance(source, str) else asdict(source)
         return {"source": named, "fingerprint": self.fingerprint(), **statistics}
 

@@ -9,7 +9,6 @@ Costs: two forwards and one backward of the network a step.
 Source: Johnson et al. (2016), https://arxiv.org/abs/1603.08155; Zhang et al. (2018), https://arxiv.org/abs/1801.03924.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number, refusal
 from lit_efficient.losses.feature_matching import to_tokens
 from lit_efficient.models.teachers import Teacher, find_teacher
 
@@ -48,14 +47,10 @@ class Perceptual:
     image_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.weight < math.inf:
-            raise ConfigurationError(f"Perceptual: weight must be a finite number of at least 0, got {self.weight!r}.")
-        if self.image_size is not None and self.image_size < 1:
-            raise ConfigurationError(f"Perceptual: image_size must be at least 1 or null, got {self.image_size!r}.")
+        check_number("Perceptual", "weight", self.weight, least=0)
+        check_number("Perceptual", "image_size", self.image_size, least=1, whole=True, null=True)
         if not self.layers and self.network != RANDOM:
-            raise ConfigurationError(
-                "Perceptual: layers must name the layers of the network to compare, got none ('' is its output)."
-            )
+            raise refusal("Perceptual", "layers", "names of the network's layers ('' is its output)", self.layers)
 
 
 class RandomFeatures(nn.Module):

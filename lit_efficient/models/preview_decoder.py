@@ -13,7 +13,7 @@ Source: https://github.com/madebyollin/taesd
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.models.autoencoders import DiffusersAutoencoder, build_autoencoder, check_kind, declared_statistics
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.latent_codec import LatentCodec
@@ -31,9 +31,8 @@ class PreviewDecoder:
     """
 
     def __init__(self, codec: LatentCodec, preview: DiffusersModelConfig) -> None:
-        kind = check_kind(preview)
-        if kind != "AutoencoderTiny":
-            raise ConfigurationError(f"preview: must be an AutoencoderTiny, not {preview.described!r}, an {kind}.")
+        if (kind := check_kind(preview)) != "AutoencoderTiny":
+            raise refusal("preview", f"the _class_name of {preview.described!r}", "AutoencoderTiny", kind)
         with torch.random.fork_rng(devices=[]):  # previews leave the run's random numbers alone
             tiny = build_autoencoder(preview)
         assert isinstance(tiny, DiffusersAutoencoder)

@@ -8,15 +8,13 @@ Source: Holtzman et al. (2020), https://arxiv.org/abs/1904.09751.
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number
 
 
 def check_sampling(owner: str, temperature: float, top_p: float) -> None:
     """Refuse sampling arguments that mean nothing, in the name of ``owner``."""
-    if temperature < 0:
-        raise ConfigurationError(f"{owner}: temperature must be at least 0 (0: the likeliest), got {temperature}.")
-    if not 0 < top_p <= 1:
-        raise ConfigurationError(f"{owner}: top_p must be in (0, 1], got {top_p}.")
+    check_number(owner, "temperature", temperature, least=0)
+    check_number(owner, "top_p", top_p, above=0, most=1)
 
 
 def sample_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:

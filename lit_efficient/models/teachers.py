@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_trees import tree_map
 from lit_efficient.surgery import match_modules
 
@@ -170,10 +170,9 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
             made: nn.Module = AutoModel.from_config(AutoConfig.from_pretrained(spec))
             return made
     except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"{who}: teacher must be a module, data.NAME, or the folder, name or config.json of a transformers model; "
-            f"got {spec!r}: {str(error).splitlines()[0]}"
-        ) from error
+        reason = str(error).splitlines()[0]
+        allowed = f"a module, data.NAME, or the folder, name or config.json of a transformers model ({reason})"
+        raise refusal(who, "teacher", allowed, spec) from error
 
 
 def _statistics(spec: str) -> tuple[list[float], list[float]] | None:

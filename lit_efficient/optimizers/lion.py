@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
@@ -64,10 +64,10 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         decay_norm_and_bias: bool = True,
     ) -> None:
-        if lr < 0 or weight_decay < 0:
-            raise ConfigurationError(f"Lion: lr and weight_decay must be at least 0, got {lr} and {weight_decay}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigurationError(f"Lion: betas must be in [0, 1), got {betas}")
+        check_number("Lion", "lr", lr, least=0)
+        check_number("Lion", "weight_decay", weight_decay, least=0)
+        for beta in betas:
+            check_number("Lion", "betas", beta, least=0, below=1)
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
         super().__init__(groups, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.torch_muon import muon
 from lit_efficient.optimizers.groups import Groups, parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
@@ -87,14 +87,14 @@ class MuonAdamW(Optimizer):
         max_aspect_ratio: float = 10.0,
         decay_norm_and_bias: bool = True,
     ) -> None:
-        if lr < 0 or weight_decay < 0:
-            raise ConfigurationError(f"MuonAdamW: lr and weight_decay must be at least 0, got {lr} and {weight_decay}")
-        if not all(0 <= beta < 1 for beta in (momentum, *betas)):
-            raise ConfigurationError(f"MuonAdamW: momentum and betas must be in [0, 1), got {momentum} and {betas}")
-        if ns_steps < 1 or max_aspect_ratio < 1:
-            raise ConfigurationError(
-                f"MuonAdamW: ns_steps and max_aspect_ratio must be at least 1, got {ns_steps} and {max_aspect_ratio}"
-            )
+        check_number("MuonAdamW", "lr", lr, least=0)
+        check_number("MuonAdamW", "weight_decay", weight_decay, least=0)
+        check_number("MuonAdamW", "momentum", momentum, least=0, below=1)
+        for beta in betas:
+            check_number("MuonAdamW", "betas", beta, least=0, below=1)
+        check_number("MuonAdamW", "ns_steps", ns_steps, least=1, whole=True)
+        if not max_aspect_ratio >= 1:  # infinity, too: all matrices are Muon's
+            raise refusal("MuonAdamW", "max_aspect_ratio", "at least 1", max_aspect_ratio)
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": tuple(betas), "eps": eps}
         defaults |= {"ns_steps": ns_steps, "match_rms_adamw": match_rms_adamw, "muon": False}
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
 
@@ -64,13 +64,11 @@ class ScheduleFreeAdamW(Optimizer):
         warmup_steps: int = 0,
         decay_norm_and_bias: bool = True,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or warmup_steps < 0:
-            given = f"{lr}, {weight_decay} and {warmup_steps}"
-            raise ConfigurationError(
-                f"ScheduleFreeAdamW: lr, weight_decay and warmup_steps must be at least 0, got {given}"
-            )
-        if not (0 < betas[0] < 1 and 0 <= betas[1] < 1):
-            raise ConfigurationError(f"ScheduleFreeAdamW: betas must be in (0, 1) and [0, 1), got {betas}")
+        check_number("ScheduleFreeAdamW", "lr", lr, least=0)
+        check_number("ScheduleFreeAdamW", "weight_decay", weight_decay, least=0)
+        check_number("ScheduleFreeAdamW", "warmup_steps", warmup_steps, least=0, whole=True)
+        check_number("ScheduleFreeAdamW", "betas[0]", betas[0], above=0, below=1)
+        check_number("ScheduleFreeAdamW", "betas[1]", betas[1], least=0, below=1)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         defaults |= {"warmup_steps": warmup_steps, "steps": 0, "lr_max": 0.0, "weight_sum": 0.0}
         self.training = False

@@ -18,7 +18,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, refusal
 from lit_efficient.files.atomic_file import remove_whole
 from lit_efficient.files.checkpoints import DamagedError, load_verified, local_file, save_atomically
 
@@ -40,7 +40,7 @@ class SafeCheckpointIO(CheckpointIO):
     def __init__(self, verify: bool = True, fallback: bool = True) -> None:
         for name, value in (("verify", verify), ("fallback", fallback)):
             if not isinstance(value, bool):
-                raise ConfigurationError(f"SafeCheckpointIO: {name} must be true or false, got {value!r}")
+                raise refusal("SafeCheckpointIO", name, "true or false", value)
         self.verify = verify
         self.fallback = fallback
         # The standalone pytorch_lightning brings a base class of its own and asks for it with isinstance.
@@ -57,7 +57,7 @@ class SafeCheckpointIO(CheckpointIO):
             ConfigurationError: If ``storage_options`` are given: there is only the local file system.
         """
         if storage_options is not None:
-            raise ConfigurationError(f"SafeCheckpointIO: storage_options must be null, got {storage_options!r}")
+            raise refusal("SafeCheckpointIO", "storage_options", "null", storage_options)
         save_atomically(checkpoint, path)
 
     def load_checkpoint(
@@ -70,11 +70,9 @@ class SafeCheckpointIO(CheckpointIO):
             ConfigurationError: If classes are allowed (``weights_only=False``) or another location is asked for.
         """
         if weights_only is False:
-            raise ConfigurationError(
-                "SafeCheckpointIO: weights_only must be true or null, got False: loading could run code"
-            )
+            raise refusal("SafeCheckpointIO", "weights_only", "true or null (else loading could run code)", False)
         if map_location is not None and str(map_location) != "cpu":
-            raise ConfigurationError(f"SafeCheckpointIO: map_location must be 'cpu' or null, got {map_location!r}")
+            raise refusal("SafeCheckpointIO", "map_location", "cpu or null", map_location)
         try:
             return load_verified(path, self.verify)
         except DamagedError as error:

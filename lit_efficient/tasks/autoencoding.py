@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.models.autoencoder import AutoencoderConfig, kl_divergence, sample_posterior
 from lit_efficient.models.autoencoders import (
@@ -66,15 +66,9 @@ class Autoencoding(LightningModule):
             autoencoder = as_spec(autoencoder)
         if isinstance(perceptual, dict):
             perceptual = Perceptual(**perceptual)
-        if kl_weight is not None and not kl_weight >= 0:
-            raise ConfigurationError(f"Autoencoding: kl_weight must be >= 0 or null, not {kl_weight!r}.")
-        if not learning_rate > 0:
-            raise ConfigurationError(f"Autoencoding: learning_rate must be > 0, not {learning_rate!r}.")
-        if reconstruction not in get_args(Reconstruction):
-            raise ConfigurationError(
-                f"Autoencoding: reconstruction must be one of {', '.join(get_args(Reconstruction))}, "
-                f"not {reconstruction!r}."
-            )
+        check_number("Autoencoding", "kl_weight", kl_weight, least=0, null=True)
+        check_number("Autoencoding", "learning_rate", learning_rate, above=0)
+        check_choice("Autoencoding", "reconstruction", reconstruction, get_args(Reconstruction))
         # Primitives only, so that checkpoints load with weights_only=True.
         kept = None if perceptual is None else {**vars(perceptual), "network": name_of(perceptual.network)}
         self.save_hyperparameters(
@@ -193,10 +187,9 @@ class Autoencoding(LightningModule):
     def _check_kind(self) -> None:
         """Refuse what is no image autoencoder, and a KL term that there is no distribution for."""
         if is_deterministic(self.config) and self.kl_weight:
-            raise ConfigurationError(
-                f"Autoencoding: kl_weight must be 0 or null, not {self.kl_weight!r}: "
-                f"{getattr(self.config, 'described', '')} has a deterministic encoder, whose latents have no variance."
-            )
+            described = getattr(self.config, "described", "")
+            allowed = f"0 or null for {described}, a deterministic encoder, whose latents have no variance"
+            raise refusal("Autoencoding", "kl_weight", allowed, self.kl_weight)
 
     def _losses(self, images: Tensor, decoded: Tensor, mean: Tensor, logvar: Tensor | None) -> dict[str, Tensor]:
         """The loss and its terms before their weights, by name."""
@@ -236,7 +229,7 @@ class Autoencoding(LightningModule):
 
 def _images(batch: Any) -> Tensor:
     if not isinstance(batch, Mapping) or "images" not in batch:
-        has = sorted(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise ConfigurationError(f"Autoencoding: batches must be dictionaries with 'images'; this one is {has}.")
+        has = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise refusal("Autoencoding", "batches", "dictionaries with 'images'", has)
     images: Tensor = batch["images"]
     return images

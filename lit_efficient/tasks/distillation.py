@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, write_top_k
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.chunked_distillation import (
     CHUNK_SIZE,
@@ -62,17 +62,9 @@ class DistillationLoss:
     chunk_size: int = CHUNK_SIZE
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight <= 1:
-            raise ConfigurationError(
-                f"DistillationLoss: weight must be above 0 (LanguageModeling needs no teacher) and at most 1, got "
-                f"{self.weight}."
-            )
-        if not self.rationale_weight >= 0:
-            raise ConfigurationError(
-                f"DistillationLoss: rationale_weight must be at least 0, got {self.rationale_weight}."
-            )
-        if self.chunk_size < 1:
-            raise ConfigurationError(f"DistillationLoss: chunk_size must be at least 1, got {self.chunk_size}.")
+        check_number("DistillationLoss", "weight", self.weight, above=0, most=1)  # 0 is LanguageModeling
+        check_number("DistillationLoss", "rationale_weight", self.rationale_weight, least=0)
+        check_number("DistillationLoss", "chunk_size", self.chunk_size, least=1, whole=True)
 
 
 _DEFAULT_LOSS = DistillationLoss()
@@ -117,8 +109,7 @@ class Distillation(LanguageModeling):
             teacher = CausalLMConfig(**teacher)
         if isinstance(objective, Mapping):
             objective = DistillationLoss(**{**objective, "divergence": Divergence(**objective["divergence"])})
-        if cache_top_k is not None and cache_top_k < 1:
-            raise ConfigurationError(f"Distillation: cache_top_k must be at least 1 or null, got {cache_top_k}.")
+        check_number("Distillation", "cache_top_k", cache_top_k, least=1, whole=True, null=True)
         super().__init__(model, learning_rate, weight_decay, warmup_steps)
         self.teacher = teacher
         self.objective = objective
@@ -272,9 +263,7 @@ class Distillation(LanguageModeling):
         temperature = self.objective.divergence.temperature
         size = self._vocabulary(output_head(self._built()).rows)
         if k > size:
-            raise ConfigurationError(
-                f"Distillation: cache_top_k must be at most {size}, the tokens there are, got {k}."
-            )
+            raise refusal("Distillation", "cache_top_k", f"at most {size}, the tokens there are", k)
         settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}
         root = Path(self.cache_dir).expanduser() if self.cache_dir else cache_root()
         folder = root / "teacher" / cache_key(self._source.digest(), settings, batches())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.models import causal_lm
@@ -70,12 +70,9 @@ class LanguageModeling(LightningModule):
         super().__init__()
         if isinstance(model, Mapping):  # as hyper-parameters are stored: a safe load gives primitives only
             model = GPTConfig(**model) if model.keys() <= asdict(_DEFAULT_MODEL).keys() else CausalLMConfig(**model)
-        if learning_rate <= 0:
-            raise ConfigurationError(f"LanguageModeling: learning_rate must be above 0, got {learning_rate}.")
-        if weight_decay < 0:
-            raise ConfigurationError(f"LanguageModeling: weight_decay must be at least 0, got {weight_decay}.")
-        if warmup_steps < 0:
-            raise ConfigurationError(f"LanguageModeling: warmup_steps must be at least 0, got {warmup_steps}.")
+        check_number("LanguageModeling", "learning_rate", learning_rate, above=0)
+        check_number("LanguageModeling", "weight_decay", weight_decay, least=0)
+        check_number("LanguageModeling", "warmup_steps", warmup_steps, least=0, whole=True)
         self.model = model
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -130,17 +127,13 @@ class LanguageModeling(LightningModule):
         offered = getattr(self._datamodule(), "vocab_size", None)
         wanted = self.model.vocab_size
         if offered is not None and wanted is not None and wanted != offered:
-            raise ConfigurationError(
-                f"LanguageModeling: model.vocab_size must be that of the data, {offered} (or null to take it), got "
-                f"{wanted}."
-            )
+            allowed = f"that of the data, {offered} (or null to take it)"
+            raise refusal("LanguageModeling", "model.vocab_size", allowed, wanted)
         vocab_size = wanted or offered
         if self.network is None and vocab_size is not None:
             self.network = GPT(replace(self.model, vocab_size=vocab_size))
         if self.network is None and trainer_of(self) is not None:
-            raise ConfigurationError(
-                "LanguageModeling: model.vocab_size must be a number when the data is not a datamodule with vocab_size."
-            )
+            raise refusal("LanguageModeling", "model.vocab_size", "a number for data without vocab_size", wanted)
         if isinstance(self.network, GPT) and offered not in {None, self.network.config.vocab_size}:
             raise ConfigurationError(
                 f"LanguageModeling: the network was built for {self.network.config.vocab_size} token ids, the data has "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.models.backbone_shape import BackboneShape
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.text_encoder import TextEncoder
@@ -35,10 +35,9 @@ class Conditioning:
         """
         shape, encoder = self.shape, self.encoder
         if num_classes is not None and shape.num_classes not in (0, num_classes):
-            raise ConfigurationError(
-                f"LatentDiffusion: backbone.num_classes must be {num_classes}, as the data has, not "
-                f"{shape.num_classes}" + (" (num_class_embeds has one row more)." if shape.name != "DiT" else ".")
-            )
+            more = " (num_class_embeds has one row more)" if shape.name != "DiT" else ""
+            allowed = f"{num_classes}, as the data has{more}"
+            raise refusal("LatentDiffusion", "backbone.num_classes", allowed, shape.num_classes)
         if encoder is None:
             return
         if not shape.takes_text:

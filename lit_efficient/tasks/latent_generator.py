@@ -9,22 +9,21 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
-import math
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
-from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, check_choice, check_range
+from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 from lit_efficient.models import backbones
 from lit_efficient.models.backbone_shape import BackboneShape
@@ -43,7 +42,12 @@ _SAMPLED_AT_ONCE, _DECODED_AT_ONCE = 64, 32
 FIXED_SEED = 1_000_003  # of draws that are the same each time: validation's, prediction's
 _CODEC_KEY, _TEXT_KEY, _OWN_KEY = "latent_codec", "text_encoder", "latent_diffusion"
 _T = TypeVar("_T")
-check = partial(check_range, "LatentDiffusion")
+
+
+def check(name: str, value: object, allowed: str, holds: bool) -> None:
+    """Raise ConfigurationError unless ``holds``."""
+    if not holds:
+        raise refusal("LatentDiffusion", name, allowed, value)
 
 
 class LatentGenerator(LightningModule):
@@ -77,8 +81,8 @@ class LatentGenerator(LightningModule):
         self.process = described(DiffusionProcess, "schedule", schedule, Schedule)
         self.sampler = described(Sampler, "sampler", sampler, SamplerName)
         diffusion.check_prediction("LatentDiffusion", prediction, self.process)
-        check("guidance_scale", guidance_scale, "a finite number >= 0", 0.0 <= guidance_scale < math.inf)
-        check("sampling_steps", sampling_steps, ">= 1", sampling_steps >= 1)
+        check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0)
+        check_number("LatentDiffusion", "sampling_steps", sampling_steps, least=1, whole=True)
         check_sampler(self.process, self.sampler, prediction)
         check_steps(self.process, self.sampler, sampling_steps)
         check("prompts", prompts, "null or a list of at least one caption", prompts is None or len(prompts) > 0)
@@ -111,10 +115,9 @@ class LatentGenerator(LightningModule):
             return
         channels, height, width = data.latent_shape
         self.shape.check_latents(channels, height, width, "LatentDiffusion")
-        if isinstance(self.backbone, DiTConfig) and height == width != self.backbone.size:
-            raise ConfigurationError(
-                f"LatentDiffusion: backbone.size must be {height}, as the data's latents are, not {self.backbone.size}."
-            )
+        if isinstance(self.backbone, DiTConfig) and height == width:
+            allowed = f"{height}, as the data's latents are"
+            check("backbone.size", self.backbone.size, allowed, self.backbone.size == height)
         self.codec = self.codec if data.codec is None else data.codec
         self.text_encoder = latent_source.text_encoder_of(data) or self.text_encoder
         self.latent_size = (height, width)
@@ -197,9 +200,8 @@ class LatentGenerator(LightningModule):
         given = {"labels": labels, "captions": captions}
         told = {name: value for name, value in given.items() if value is not None}
         counted = self._check_request(labels, captions, count)
-        allowed = "null or a finite number >= 0"
-        check("guidance_scale", guidance_scale, allowed, guidance_scale is None or 0 <= guidance_scale < math.inf)
-        check("steps", steps, "null or >= 1", steps is None or steps >= 1)
+        check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0, null=True)
+        check_number("LatentDiffusion", "steps", steps, least=1, whole=True, null=True)
         condition = self.conditioning.of_batch(told, self.device)
         return self._sample(condition, counted, generator, guidance_scale, steps, size)
 
@@ -301,10 +303,8 @@ class LatentGenerator(LightningModule):
         numbers = {len(given) for given in (labels, captions) if given is not None}
         numbers |= set() if count is None else {count}
         if len(numbers) != 1:
-            raise ConfigurationError(
-                "LatentDiffusion: sample: labels, captions and count must agree on how many samples, and one of them "
-                f"must tell it; got {sorted(numbers) or 'none of them'}."
-            )
+            allowed = "given by labels, captions or count, and alike"
+            raise refusal("LatentDiffusion", "the number of samples", allowed, sorted(numbers))
         return next(iter(numbers))
 
     def _decode(self, latents: Tensor, viewer: PreviewDecoder | None = None) -> Tensor:
@@ -337,5 +337,5 @@ def described(kind: type[_T], name: str, value: Any, names: Any) -> _T:
         return value
     if isinstance(value, dict):
         return kind(**value)
-    check_choice("LatentDiffusion", name, value, names)
+    check_choice("LatentDiffusion", name, value, get_args(names))
     return kind(value)  # type: ignore[call-arg]

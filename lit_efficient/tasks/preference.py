@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError
+from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
@@ -75,10 +75,10 @@ class Preference(PairTask):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
-        if loss not in (*_DPO, "orpo", "simpo"):
-            raise ConfigurationError(f"Preference: loss must be sigmoid, hinge, ipo, orpo or simpo, got {loss!r}.")
-        if gamma is not None and (loss != "simpo" or gamma < 0):
-            raise ConfigurationError(f"Preference: gamma is for simpo and at least 0, got {gamma} with {loss}.")
+        check_choice("Preference", "loss", loss, (*_DPO, "orpo", "simpo"))
+        if gamma is not None and loss != "simpo":
+            raise refusal("Preference", "gamma", f"null with {loss}, as it is for simpo", gamma)
+        check_number("Preference", "gamma", gamma, least=0, null=True)
         self.beta = (2.0 if loss == "simpo" else 0.1) if beta is None else beta
         check_dpo("Preference", self.beta, "sigmoid", label_smoothing)
         if label_smoothing and loss != "sigmoid":

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.losses.preference import reward_loss
 from lit_efficient.models import reward
 from lit_efficient.models.causal_lm import CausalLMConfig
@@ -56,8 +56,7 @@ class RewardModeling(PairTask):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
-        if not centering >= 0:
-            raise ConfigurationError(f"RewardModeling: centering must be at least 0, got {centering}.")
+        check_number("RewardModeling", "centering", centering, least=0)
         self.centering = centering
         self.save_hyperparameters({"centering": centering})
         self.score: nn.Linear | None = None

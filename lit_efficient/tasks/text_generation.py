@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lit_efficient.data.text.token_cache import END_OF_TEXT
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.models.causal_lm import continue_tokens
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.sampling import check_sampling
@@ -78,10 +78,8 @@ def continue_text(
     longest = _longest(network)
     room = longest - max_new_tokens
     if max_new_tokens < 1 or room < 1:
-        raise ConfigurationError(
-            f"generate_text: max_new_tokens must be in [1, {longest - 1}] (below the model's "
-            f"max_length), got {max_new_tokens}."
-        )
+        allowed = f"at least 1 and below the model's max_length, {longest}"
+        raise refusal("generate_text", "max_new_tokens", allowed, max_new_tokens)
     stop = stop | stop_ids(network, tokenizer)
     # ``special``: what begins a tokenizer's texts. A chat template has written it, and no model has seen two of them.
     ids = _encode(tokenizer, prompt, special)
@@ -90,7 +88,7 @@ def continue_text(
     ids = ids[-room:]
     if not ids:  # an empty prompt starts a new text
         if not stop:
-            raise ConfigurationError(f"generate_text: prompts must not be empty without a token {END_OF_TEXT}.")
+            raise refusal("generate_text", "prompts", f"texts with something in them, without {END_OF_TEXT}", prompt)
         ids = [min(stop)]
     start = torch.tensor([ids], device=device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -96,12 +96,12 @@ def test_batch_norm_without_suitable_data_or_step_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"last_k": 0}, "CheckpointAverage: last_k must be at least 1 or null, got 0"),
-        ({"every_n_steps": 0}, "CheckpointAverage: every_n_steps must be at least 1, got 0"),
-        ({"weights": "log"}, "weights must be one of uniform, linear, exponential; got 'log'"),
-        ({"last_k": None, "weights": "linear"}, "weights must be uniform, got 'linear'"),
-        ({"start_step": -1}, "start_step must be at least 0, got -1"),
-        ({"bn_batches": 0}, "bn_batches must be at least 1, got 0"),
+        ({"last_k": 0}, "CheckpointAverage: last_k must be a whole number of at least 1 or null, got 0"),
+        ({"every_n_steps": 0}, "CheckpointAverage: every_n_steps must be a whole number of at least 1, got 0"),
+        ({"weights": "log"}, "weights must be one of uniform, linear, exponential, got 'log'"),
+        ({"last_k": None, "weights": "linear"}, "weights must be uniform without last_k, .*, got 'linear'"),
+        ({"start_step": -1}, "start_step must be a whole number of at least 0, got -1"),
+        ({"bn_batches": 0}, "bn_batches must be a whole number of at least 1, got 0"),
     ],
 )
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:

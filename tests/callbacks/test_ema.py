@@ -325,12 +325,12 @@ def test_lightnings_own_averages_are_refused() -> None:
     ("arguments", "message"),
     [
         ({"decay": 1.0}, "EMA: decay must be at least 0 and below 1, got 1.0"),
-        ({"warmup": "linear"}, "EMA: warmup must be inverse_gamma, tf or null, got 'linear'"),
+        ({"warmup": "linear"}, "EMA: warmup must be one of inverse_gamma, tf or null, got 'linear'"),
         ({"power": 0}, "EMA: power must be above 0, got 0"),
-        ({"every_n_steps": 0}, "EMA: every_n_steps must be at least 1, got 0"),
-        ({"start_step": -1}, "EMA: start_step must be at least 0, got -1"),
-        ({"switch_every": 0}, "EMA: switch_every must be at least 1 or null, got 0"),
-        ({"device": "moon"}, "EMA: device must name one as torch does .* got 'moon'"),
+        ({"every_n_steps": 0}, "EMA: every_n_steps must be a whole number of at least 1, got 0"),
+        ({"start_step": -1}, "EMA: start_step must be a whole number of at least 0, got -1"),
+        ({"switch_every": 0}, "EMA: switch_every must be a whole number of at least 1 or null, got 0"),
+        ({"device": "moon"}, "EMA: device must be one that torch knows .* got 'moon'"),
     ],
 )
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:

@@ -231,5 +231,5 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "1"])
 def test_bad_seeds_are_refused(seed):
-    with pytest.raises(ConfigurationError, match="seed must be an integer of 0 or more, or null, got"):
+    with pytest.raises(ConfigurationError, match="seed must be a whole number of at least 0 or null, got"):
         ExactResume(seed)

@@ -239,11 +239,11 @@ class LanguageToy(Toy):
 
 def test_what_cannot_work_is_refused_by_name():
     for arguments, message in (
-        ({"loss": "l1"}, "loss must be one of cosine, l2; got 'l1'"),
+        ({"loss": "l1"}, "loss must be one of cosine, l2, got 'l1'"),
         ({"projection": "deep"}, "projection must be one of none, linear, mlp"),
-        ({"weight": -1.0}, "weight must be a finite number of at least 0, got -1.0"),
-        ({"stop_at": 0}, "stop_at must be at least 1"),
-        ({"layers": {"x": ""}, "widths": {"y": [1, 2]}}, "widths must give two numbers"),
+        ({"weight": -1.0}, "weight must be at least 0, got -1.0"),
+        ({"stop_at": 0}, "stop_at must be a whole number of at least 1 or null, got 0"),
+        ({"layers": {"x": ""}, "widths": {"y": [1, 2]}}, "widths must be two numbers of at least 1 .*, got {'y': "),
     ):
         with pytest.raises(ConfigurationError, match=message):
             matching(**arguments)

@@ -317,7 +317,7 @@ def test_bad_arguments_and_modules_are_errors() -> None:
     for arguments, message in [
         ({}, "give exactly one of every_n_steps, every_n_epochs and milestones, got {}"),
         ({"every_n_steps": 1, "every_n_epochs": 2}, "exactly one"),
-        ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1 or null, got 0"),
         ({"milestones": [3, 3]}, "milestones must be steps from 1 on"),
         ({"milestones": [0, 3]}, "milestones must be steps from 1 on"),
         ({"milestones": []}, "milestones must be steps from 1 on"),

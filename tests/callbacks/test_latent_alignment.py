@@ -147,7 +147,7 @@ def test_without_the_convolution_in_front_the_decoder_itself_is_listened_to():
 
 def test_what_cannot_work_is_refused_by_name():
     for arguments, message in (
-        ({"weight": float("inf")}, "weight must be a finite number"),
+        ({"weight": float("inf")}, "weight must be at least 0, got inf"),
         ({"distance_margin": -0.1}, "distance_margin must be at least 0 and below 2, got -0.1"),
         ({"cosine_margin": 2.0}, "cosine_margin must be at least 0 and below 2"),
         ({"image_size": 0}, "image_size must be at least 1"),

@@ -149,12 +149,12 @@ def test_merging_gives_a_plain_module_that_can_be_adapted_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": 0}, "rank must be at least 1, got 0"),
+        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
         ({"alpha": 0}, "alpha must be above 0, got 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
-        ({"variant": "lokr"}, "variant must be one of lora, rslora, dora, pissa, qalora; got 'lokr'"),
+        ({"variant": "lokr"}, "variant must be one of lora, rslora, dora, pissa, qalora, got 'lokr'"),
         ({"lr_ratio": -1.0}, "lr_ratio must be above 0 or null, got -1.0"),
-        ({"bias": "some"}, "bias must be none, lora_only or all; got 'some'"),
+        ({"bias": "some"}, "bias must be one of none, lora_only, all, got 'some'"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -170,7 +170,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
             r"'q_proj' matches none of the 10 .* end in: stem, up, down, head ",
         ),
         ({"targets": "("}, r"'\(' is no regular expression"),
-        ({"targets": []}, "targets must be 'all-linear' or a list of patterns"),
+        ({"targets": []}, "targets must be all-linear or a list of patterns"),
         ({"variant": "pissa", "rank": 17}, "rank must be at most 16 for pissa on 'net.stem', got 17"),
         ({"modules_to_save": ["net"]}, "covers every layer"),
     ],

@@ -379,11 +379,11 @@ def test_paged_states_stay_paged_after_a_resume() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bits": 5}, "bits must be 8, 4 or 'fp8', got 5"),
+        ({"bits": 5}, "bits must be one of 8, 4, fp8, got 5"),
         ({"backend": "apex"}, "backend must be one of auto, bitsandbytes, torchao, got 'apex'"),
         ({"bits": 4, "backend": "bitsandbytes"}, "bits must be 8 with backend='bitsandbytes', got 4"),
         ({"bits": 4, "paged": True}, "paged=True needs bits=8 and bitsandbytes, got bits=4"),
-        ({"min_size": -1}, "min_size must be at least 0, got -1"),
+        ({"min_size": -1}, "min_size must be a whole number of at least 0, got -1"),
         ({"keep_32bit": "Embedding"}, "keep_32bit must be a list of class names, got 'Embedding'"),
     ],
 )

@@ -137,9 +137,9 @@ def test_a_resumed_run_does_not_test_again(tmp_path: Path) -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     for arguments, message in (
-        ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr must be above 0 and below max_lr, got min_lr=1.0 and max_lr=0.1"),
-        ({"num_steps": 2}, "num_steps must be at least 3, got 2"),
-        ({"mode": "cubic"}, "mode must be exponential or linear, got 'cubic'"),
+        ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr must be above 0 and below 0.1, got 1.0"),
+        ({"num_steps": 2}, "num_steps must be a whole number of at least 3, got 2"),
+        ({"mode": "cubic"}, "mode must be one of exponential, linear, got 'cubic'"),
         ({"early_stop_threshold": 1.0}, "early_stop_threshold must be above 1 or null, got 1.0"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -394,11 +394,11 @@ class _Endless(IterableDataset):
 
 def test_what_cannot_work_is_refused() -> None:
     for arguments, message in (
-        ({"mode": "fast"}, "mode must be power or binary, got 'fast'"),
+        ({"mode": "fast"}, "mode must be one of power, binary, got 'fast'"),
         ({"margin": 1.0}, "margin must be at least 0 and below 1, got 1.0"),
-        ({"memory_limit": "much"}, "memory_limit: a memory size .* got 'much'"),
-        ({"min_size": 0}, "min_size must be at least 1, got 0"),
-        ({"scan": 0}, "scan must be at least 1, got 0"),
+        ({"memory_limit": "much"}, "memory_limit must be a number of bytes .* got 'much'"),
+        ({"min_size": 0}, "min_size must be a whole number of at least 1, got 0"),
+        ({"scan": 0}, "scan must be a whole number of at least 1, got 0"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             MaxBatchSize(**arguments)

@@ -100,9 +100,9 @@ def test_a_gradient_scaler_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"action": "stop"}, "action must be 'raise' or 'skip', got 'stop'"),
-        ({"max_consecutive": 0}, "max_consecutive must be 1 or more, got 0"),
-        ({"max_consecutive": 1.5}, "max_consecutive must be 1 or more, got 1.5"),
+        ({"action": "stop"}, "action must be one of raise, skip, got 'stop'"),
+        ({"max_consecutive": 0}, "max_consecutive must be a whole number of at least 1, got 0"),
+        ({"max_consecutive": 1.5}, "max_consecutive must be a whole number of at least 1, got 1.5"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -80,7 +80,7 @@ def test_what_cannot_be_streamed_is_refused() -> None:
     module = network()
     with pytest.raises(ConfigurationError, match="LBFGS keeps one state for all parameters"):
         OffloadOptimizer().rewrite_optimizer(torch.optim.LBFGS(module.parameters()), module)
-    with pytest.raises(ConfigurationError, match="piece_mb must be at least 1, got 0"):
+    with pytest.raises(ConfigurationError, match="piece_mb must be a whole number of at least 1, got 0"):
         OffloadOptimizer(piece_mb=0)
 
 

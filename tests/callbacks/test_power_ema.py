@@ -105,7 +105,7 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, 2)
     with pytest.raises(ConfigurationError, match=r"step must be one of the 2 of the snapshots \[4, 8\], got 5"):
         sweep([str(tmp_path), "--sigma_rel", "0.1", "--step", "5"])
-    with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2887, got 0.5"):
+    with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2886751346, got 0.5"):
         sweep([str(tmp_path), "--sigma_rel", "0.5"])
     torch.save({"state_dict": {"other": torch.ones(1)}}, tmp_path / "other.ckpt")
     with pytest.raises(ConfigurationError, match="is it of the same run"):
@@ -121,11 +121,11 @@ def test_switched_weights_have_no_profile() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sigma_rels": ()}, r"sigma_rels must name widths, each once, got \[\]"),
+        ({"sigma_rels": ()}, r"sigma_rels must be widths, each once, got \[\]"),
         ({"sigma_rels": (0.1, 0.1)}, "each once"),
-        ({"sigma_rels": (0.1, 0.4)}, "sigma_rel must be above 0 and below 0.2887, got 0.4"),
-        ({"snapshot_every_n_steps": 0}, "PowerEMA: snapshot_every_n_steps must be at least 1, got 0"),
-        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16; got 'int8'"),
+        ({"sigma_rels": (0.1, 0.4)}, "sigma_rel must be above 0 and below 0.2886751346, got 0.4"),
+        ({"snapshot_every_n_steps": 0}, "PowerEMA: snapshot_every_n_steps must be a whole number of at least 1, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
     ],
 )
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:

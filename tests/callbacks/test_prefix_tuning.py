@@ -122,9 +122,12 @@ def test_a_new_head_trains_with_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"init": "zeros"}, "init must be tokens or random; got 'zeros'"),
-        ({"num_virtual_tokens": 0, "init": "random"}, "num_virtual_tokens must be at least 1 or null, got 0"),
-        ({"init_tokens": [1], "projection": 0}, "projection must be at least 1 or null, got 0"),
+        ({"init": "zeros"}, "init must be one of tokens, random, got 'zeros'"),
+        (
+            {"num_virtual_tokens": 0, "init": "random"},
+            "num_virtual_tokens must be a whole number .* 1 or null, got 0",
+        ),
+        ({"init_tokens": [1], "projection": 0}, "projection must be a whole number of at least 1 or null, got 0"),
         ({"init": "random"}, "init='random' needs num_virtual_tokens"),
         ({"init_tokens": [1], "init_text": "a", "tokenizer": "b"}, "got init_tokens and init_text"),
         ({"init_text": "a"}, "init_text and tokenizer .* go together"),

@@ -119,7 +119,7 @@ def test_the_report_measures_and_skipped_and_tied_layers_stay() -> None:
 
 
 def test_bad_arguments_and_nothing_to_do_are_errors() -> None:
-    with pytest.raises(ConfigurationError, match="format must be one of nf4, fp4, int8, int4; got 'nf3'"):
+    with pytest.raises(ConfigurationError, match="format must be one of nf4, fp4, int8, int4, got 'nf3'"):
         QuantizeBase("nf3")
     with pytest.raises(ConfigurationError, match=r"skip: '\(' is no regular expression"):
         QuantizeBase(skip=("(",))
@@ -184,8 +184,8 @@ def test_qalora_needs_an_int4_base_and_groups_that_fit() -> None:
     with pytest.raises(ConfigurationError, match=r"got 32 for the 16 of 'net.stem' and 5 more; 16 divides all"):
         apply(module := Toy(), [QuantizeBase("int4")])
     assert_equal(weights(module), weights(Toy()))
-    for size in (0, 7):
-        with pytest.raises(ConfigurationError, match=f"group_size must be even and at least 2, got {size}"):
+    for size, allowed in ((0, "a whole number of at least 2"), (7, "even")):
+        with pytest.raises(ConfigurationError, match=f"group_size must be {allowed}, got {size}"):
             QuantizeBase("int4", group_size=size)
     apply(module, [QuantizeBase("int4", group_size=16), LoRA(variant="qalora")])
     report = reports_of(module)["QuantizeBase"]

@@ -158,7 +158,7 @@ def test_what_is_ambiguous_or_absent_lists_candidates() -> None:
         find_head(ends)
     with pytest.raises(ConfigurationError, match="'hed' matches none"):
         find_head(two, "hed")
-    with pytest.raises(ConfigurationError, match="num_outputs must be at least 1, got 0"):
+    with pytest.raises(ConfigurationError, match="num_outputs must be a whole number of at least 1, got 0"):
         ReplaceHead(0)
     with pytest.raises(ConfigurationError, match="std must be at least 0, got -1"):
         ReplaceHead(2, std=-1)

@@ -117,5 +117,5 @@ def test_a_module_that_cannot_sample_is_refused_before_training(tmp_path):
 
 @pytest.mark.parametrize("name", ["every_n_validations", "columns", "rows", "zoom"])
 def test_arguments_are_checked_when_built(name):
-    with pytest.raises(ConfigurationError, match=rf"SampleImages: {name} must be an integer >= 1, not 0"):
+    with pytest.raises(ConfigurationError, match=rf"SampleImages: {name} must be a whole number of at least 1, got 0"):
         SampleImages(**{name: 0})

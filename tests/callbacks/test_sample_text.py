@@ -156,9 +156,9 @@ def test_frame_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"prompts": []}, "prompts must be a list of at least one text"),
         ({"prompts": "def"}, "prompts must be a list of at least one text"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
         ({"temperature": -0.1}, "temperature must be at least 0"),
-        ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(changes: dict, sentence: str) -> None:

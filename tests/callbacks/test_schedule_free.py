@@ -104,5 +104,5 @@ def test_what_has_no_twin_is_refused() -> None:
     module.kind = torch.optim.SGD
     with pytest.raises(ConfigurationError, match="ScheduleFree: SGD has no schedule-free twin; allowed: AdamW"):
         trainer([ScheduleFree()]).fit(module, data(), data())
-    with pytest.raises(ConfigurationError, match="warmup_steps must be at least 0, got -1"):
+    with pytest.raises(ConfigurationError, match="warmup_steps must be a whole number of at least 0, got -1"):
         ScheduleFree(-1)

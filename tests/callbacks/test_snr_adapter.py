@@ -168,7 +168,7 @@ class Double(Unchanged):
     [
         (Silent, "SNRWeighting: the step did not call F.mse_loss"),
         (Twice, "SNRWeighting: F.mse_loss was called a second time"),
-        (ByHand, r"SNRWeighting: DDPMScheduler.add_noise was called 0 times before F.mse_loss; it must be once"),
+        (ByHand, r"SNRWeighting: DDPMScheduler.add_noise was called 0 times before F.mse_loss, not once"),
         (Bare, "Bare must hold exactly one object with add_noise or scale_noise .* it holds none"),
         (Double, "it holds scheduler, net.second"),
     ],

@@ -74,12 +74,12 @@ def test_what_is_missing_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "max_snr"}, "SNRWeighting: rule must be one of min_snr, .*, truncated; got 'max_snr'"),
-        ({"gamma": -1}, "SNRWeighting: gamma must be above 0, got -1"),
+        ({"rule": "max_snr"}, "SNRWeighting: rule must be one of min_snr, .*, truncated, got 'max_snr'"),
+        ({"gamma": -1}, "SNRWeighting: gamma must be above 0 or null, got -1"),
         ({"rule": "truncated", "gamma": 5.0}, "SNRWeighting: rule 'truncated' has no gamma, got 5.0"),
-        ({"prediction": "noise"}, "SNRWeighting: prediction must be one of auto, eps, v, x0, flow, edm; got 'noise'"),
-        ({"zero_snr": 0}, "SNRWeighting: zero_snr must be unit or error, got 0"),
-        ({"adapter": "l1_loss"}, "SNRWeighting: adapter must be one of none, mse_loss; got 'l1_loss'"),
+        ({"prediction": "noise"}, "SNRWeighting: prediction must be one of auto, eps, v, x0, flow, edm, got 'noise'"),
+        ({"zero_snr": 0}, "SNRWeighting: zero_snr must be one of unit, error, got 0"),
+        ({"adapter": "l1_loss"}, "SNRWeighting: adapter must be one of none, mse_loss, got 'l1_loss'"),
     ],
 )
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:

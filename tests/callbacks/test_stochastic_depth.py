@@ -153,8 +153,8 @@ def test_blocks_that_are_not_residual_are_refused() -> None:
     [
         ({"rate": 1.0}, "rate must be at least 0 and below 1, got 1.0"),
         ({"rate": -0.1}, "rate must be at least 0 and below 1, got -0.1"),
-        ({"mode": "cubic"}, "mode must be linear or uniform, got 'cubic'"),
-        ({"skip": "token"}, "skip must be batch or sample, got 'token'"),
+        ({"mode": "cubic"}, "mode must be one of linear, uniform, got 'cubic'"),
+        ({"skip": "token"}, "skip must be one of batch, sample, got 'token'"),
     ],
 )
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:

@@ -178,5 +178,5 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["refresh_rate", "lines"])
 def test_bad_arguments_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"ThroughputBar: {name} must be at least 1, got 0"):
+    with pytest.raises(ConfigurationError, match=f"ThroughputBar: {name} must be a whole number of at least 1, got 0"):
         ThroughputBar(**{name: 0})

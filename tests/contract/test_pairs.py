@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lightning.pytorch import Callback
 
 from lit_efficient.declaration import Declaration

@@ -12,7 +12,6 @@ from torch import nn
 from lit_efficient import Report, ScheduleFree, Technique, testing
 from lit_efficient.testing import Case, Run, check_technique
 
-
 # A technique and its test, as somebody else writes them -------------------------------------------------------------
 
 

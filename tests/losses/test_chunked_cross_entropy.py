@@ -275,10 +275,10 @@ def test_a_second_backward_pass_adds_the_same_gradient():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, got 0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1, got 1.0"),
         ({"z_loss": -1.0}, "z_loss must be at least 0, got -1.0"),
-        ({"softcap": 0.0}, "softcap must be above 0 or None, got 0.0"),
+        ({"softcap": 0.0}, "softcap must be above 0 or null, got 0.0"),
         ({"reduction": "max"}, "reduction must be one of mean, sum, none, got 'max'"),
         ({"token_weights": torch.ones(3)}, r"token_weights must be \[50\] .* got \[3\]"),
         ({"token_weights": torch.ones(N, requires_grad=True)}, "constants"),

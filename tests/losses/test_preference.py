@@ -128,7 +128,7 @@ def test_log1mexp_is_exact_in_float32(x: float) -> None:
     ("call", "message"),
     [
         (lambda a: dpo_loss(a, a, a, a, beta=0.0), "beta must be above 0, got 0.0"),
-        (lambda a: dpo_loss(a, a, a, a, beta=1.0, kind="kto"), "kind must be sigmoid, hinge or ipo, got 'kto'"),
+        (lambda a: dpo_loss(a, a, a, a, beta=1.0, kind="kto"), "kind must be one of sigmoid, hinge, ipo, got 'kto'"),
         (lambda a: dpo_loss(a, a, a, a, beta=1.0, label_smoothing=0.5), "below 0.5, got 0.5"),
         (
             lambda a: dpo_loss(a, a, a, a, beta=1.0, kind="ipo", label_smoothing=0.1),

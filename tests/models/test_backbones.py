@@ -282,10 +282,10 @@ def test_what_checkpoints_keep_names_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"_class_name": "AutoencoderKL"}, "_class_name must be one of UNet2DModel, .*; 'AutoencoderKL' is a Autoenc"),
+        ({"_class_name": "AutoencoderKL"}, "_class_name of 'Autoenc.*' must be one of UNet2DModel, .*, got 'Autoenc"),
         ({**UNET, "class_embed_type": "timestep"}, "class_embed_type of UNet2DModel must be null"),
         ({**UNET, "num_class_embeds": 1}, "num_class_embeds of UNet2DModel must be the number of classes and 1 more"),
-        ({**SDXL, "addition_embed_type": "image"}, "addition_embed_type .* must be null or text_time, not 'image'"),
+        ({**SDXL, "addition_embed_type": "image"}, "addition_embed_type .* must be null or text_time, got 'image'"),
         ({**CONDITIONED, "encoder_hid_dim_type": "image_proj"}, "encoder_hid_dim_type .* must be null or text_proj"),
         ({**FLUX, "guidance_embeds": True}, "guidance_embeds of FluxTransformer2DModel must be false"),
     ],

@@ -61,8 +61,8 @@ def test_the_format_of_the_numbers(folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "config_fields must have a _class_name"),
-        ({"config_fields": VAE, "dtype": "int8"}, "dtype must be float32, bfloat16 or float16"),
+        ({}, "name_or_path must be .* has no _class_name, got None"),
+        ({"config_fields": VAE, "dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"config_fields": {"_class_name": "AutoencoderKl"}}, "near ones: AutoencoderKL"),
         ({"config_fields": {"_class_name": "DDIMScheduler"}}, "must be a model of diffusers"),
         ({"config_fields": {**VAE, "latent_chanels": 4}}, "near ones: latent_channels"),

@@ -85,9 +85,9 @@ def test_what_never_varies_or_was_never_seen_is_refused() -> None:
         LatentCodec.measured(dead, [images(3)])
     with pytest.raises(ConfigurationError, match="at least two elements a channel are needed, got 0"):
         LatentCodec.measured(small(TINY), [])
-    with pytest.raises(ConfigurationError, match=r"must have 3 values.* got \[0.0\] and \[1.0\]"):
+    with pytest.raises(ConfigurationError, match=r"must be 3 values each.* got \(\[0.0\], \[1.0\]\)"):
         LatentCodec(small(TINY), torch.zeros(1), torch.ones(1))
-    with pytest.raises(ConfigurationError, match="std must be above 0"):
+    with pytest.raises(ConfigurationError, match="and std above 0, got"):
         LatentCodec(small(TINY), torch.zeros(3), torch.zeros(3))
 
 
@@ -139,7 +139,7 @@ def test_the_format_of_the_weights_is_kept_unless_it_overflows(
 
 
 def test_images_are_checked_for_ours_too() -> None:
-    with pytest.raises(ConfigurationError, match=r"LatentCodec: images must be \[B, 1, H, W\].*not \(1, 3, 16, 16\)"):
+    with pytest.raises(ConfigurationError, match=r"LatentCodec: images must be \[B, 1, H, W\].*got \(1, 3, 16, 16\)"):
         ours().encode(torch.zeros(1, 3, 16, 16))
 
 

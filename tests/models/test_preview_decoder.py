@@ -47,14 +47,14 @@ def test_latents_reach_the_tiny_as_pipelines_scale_them(preview: DiffusersModelC
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (KL, "must be an AutoencoderTiny, not 'AutoencoderKL', an AutoencoderKL"),
+        (KL, "_class_name of 'AutoencoderKL' must be AutoencoderTiny, got 'AutoencoderKL'"),
         ({**TINY, "latent_channels": 4}, "has latent_channels 4, and the autoencoder that it is to imitate 3"),
         (
             {**TINY, "encoder_block_out_channels": [8] * 4, "num_encoder_blocks": [1] * 4}
             | {"decoder_block_out_channels": [8] * 4, "num_decoder_blocks": [1] * 4},
             "has factor 8, and the autoencoder that it is to imitate 4",
         ),
-        (DC, "must be an AutoencoderTiny"),
+        (DC, "must be AutoencoderTiny, got"),
     ],
 )
 def test_what_imitates_no_such_autoencoder_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.base import FollowsBase
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, prefixed_call
@@ -232,10 +232,8 @@ def add_prefix(
     if table.device.type == "meta":
         raise ConfigurationError("PrefixTuning: weights are on the meta device: give the base its weights first")
     if tokens and not 0 <= min(tokens) <= max(tokens) < len(table):
-        raise ConfigurationError(
-            f"PrefixTuning: init_tokens must be at least 0 and below the vocabulary's {len(table)}, got "
-            f"{min(tokens)} to {max(tokens)}"
-        )
+        allowed = f"at least 0 and below the vocabulary's {len(table)}"
+        raise refusal("PrefixTuning", "init_tokens", allowed, (min(tokens), max(tokens)))
     keys, values = computed(decoder, tokens or _spread(length, len(table)))
     embedding = table[list(tokens)] if tokens else torch.randn(length, table.shape[1], generator=_generator(seed, 2))
     if not tokens:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.hugging_face import attention_of
 
 CHECKPOINTING = (
@@ -105,10 +105,8 @@ def computed_by_transformer(decoder: Any, forward: Callable[..., Any], ids: Tens
     refuse_checkpointing(decoder)
     layers, window = _layers_of(decoder), _window_of(decoder)
     if window is not None and ids.shape[1] >= window:
-        raise ConfigurationError(
-            f"PrefixTuning: num_virtual_tokens must be below {window}, the sliding window of {type(decoder).__name__}, "
-            f"got {ids.shape[1]}"
-        )
+        allowed = f"below {window}, the sliding window of {type(decoder).__name__}"
+        raise refusal("PrefixTuning", "num_virtual_tokens", allowed, ids.shape[1])
     cache: Any = DynamicCache(config=decoder.config)
     forward(input_ids=ids, past_key_values=cache, use_cache=True)
     filled = [layer for layer in cache.layers if layer.is_initialized]
@@ -206,9 +204,8 @@ def extend_mask(mask: Any, length: int) -> Any:
     if isinstance(mask, dict):
         return {kind: None if part is None else extend_mask(part, length) for kind, part in mask.items()}
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
-        raise ConfigurationError(
-            f"PrefixTuning: attention_mask must be a tensor [B, S] or [B, heads, T, S], got a {type(mask).__name__}"
-        )
+        given = getattr(mask, "shape", type(mask).__name__)
+        raise refusal("PrefixTuning", "attention_mask", "a tensor [B, S] or [B, heads, T, S]", given)
     seen = 0.0 if mask.ndim == 4 and mask.is_floating_point() else 1.0
     return torch.cat((mask.new_full((*mask.shape[:-1], length), seen), mask), dim=-1)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.surgery import match_modules
@@ -31,7 +31,7 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
     if targets != ALL_LINEAR:
         patterns = [targets] if isinstance(targets, str) else list(targets)
         if not patterns:
-            raise ConfigurationError(f"{who}: targets must be {ALL_LINEAR!r} or a list of patterns, got {targets!r}")
+            raise refusal(who, "targets", f"{ALL_LINEAR} or a list of patterns", targets)
         return match_modules(root, patterns, who=who, where=kind_of)
     heads = output_heads(root)
     tables = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}

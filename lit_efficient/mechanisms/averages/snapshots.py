@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, refusal
 from lit_efficient.files.checkpoints import read, write
 from lit_efficient.mechanisms.averages.weights import precise, synthesis_weights
 
@@ -75,7 +75,7 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
     steps = sorted({snapshot.step for snapshot in found})
     end = steps[-1] if step is None else step
     if end not in steps:
-        raise ConfigurationError(f"step must be one of the {len(steps)} of the snapshots {steps[:20]}, got {step}")
+        raise refusal("synthesize", "step", f"one of the {len(steps)} of the snapshots {steps[:20]}", step)
     used = [snapshot for snapshot in found if snapshot.step <= end]
     stored = [snapshot.sigma_rel for snapshot in used]
     shares = [synthesis_weights([snapshot.step for snapshot in used], stored, end, s) for s in sigma_rels]

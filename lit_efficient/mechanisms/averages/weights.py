@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
 from lit_efficient.mechanisms.blocks.freezing import held
 from lit_efficient.surgery import is_sharded
@@ -189,8 +189,7 @@ def gamma_of(sigma_rel: float) -> float:
     Raises:
         ConfigurationError: Unless 0 < sigma_rel < sqrt(1/12), the width of a uniform average.
     """
-    if not 0 < sigma_rel < 12**-0.5:
-        raise ConfigurationError(f"sigma_rel must be above 0 and below {12**-0.5:.4f}, got {sigma_rel}")
+    check_number("power-function average", "sigma_rel", sigma_rel, above=0, below=12**-0.5)
     roots = np.roots([1, 7, 16 - sigma_rel**-2, 12 - sigma_rel**-2])
     return float(roots.real.max())
 

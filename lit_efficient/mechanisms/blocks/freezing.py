@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.surgery import find_blocks, match_parameters, name_pattern, reshard
 
@@ -111,9 +111,7 @@ def _rule(module: nn.Module, groups: Groups, who: str) -> Rule:
     if groups == "auto":
         return _by_depth(module, who)
     if isinstance(groups, str) or not groups:
-        raise ConfigurationError(
-            f"{who}: groups must be 'auto' or a list of patterns from head to stem, got {groups!r}"
-        )
+        raise refusal(who, "groups", "auto or a list of patterns from head to stem", groups)
     return _by_patterns(module, [[entry] if isinstance(entry, str) else list(entry) for entry in groups], who)
 
 

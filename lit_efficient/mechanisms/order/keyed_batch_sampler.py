@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.mechanisms.order.resumable_sampler import epoch_order, mix_seed, shard
 
 Key = tuple[int, int]
@@ -95,21 +95,17 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         rank: int | None = None,
     ) -> None:
         if isinstance(index, Sampler):  # what Lightning would do to a batch sampler under DDP
-            raise ConfigurationError(
-                "KeyedBatchSampler: index must be a sequence of integers, not a sampler. As `batch_sampler` of a "
-                "loader Lightning replaces it under DDP: make the loader with keyed_loader()."
-            )
+            allowed = "a sequence of integers (Lightning replaces a batch sampler under DDP: use keyed_loader())"
+            raise refusal("KeyedBatchSampler", "index", allowed, type(index).__name__)
         grouped = distributed.is_available() and distributed.is_initialized()
         num_replicas = num_replicas if num_replicas is not None else distributed.get_world_size() if grouped else 1
         rank = rank if rank is not None else distributed.get_rank() if grouped else 0
         least = {"batch_size": (batch_size, 1), "variants": (variants, 1), "seed": (seed, 0)}
         for name, (value, smallest) in {**least, "num_replicas": (num_replicas, 1)}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ConfigurationError(f"KeyedBatchSampler: {name} must be an integer >= {smallest}, not {value!r}.")
-        if not 0 <= rank < num_replicas:
-            raise ConfigurationError(f"KeyedBatchSampler: rank must be in [0, {num_replicas}), not {rank!r}.")
+            check_number("KeyedBatchSampler", name, value, least=smallest, whole=True)
+        check_number("KeyedBatchSampler", "rank", rank, least=0, below=num_replicas, whole=True)
         if not len(index):
-            raise ConfigurationError("KeyedBatchSampler: index must hold at least one image, it is empty.")
+            raise refusal("KeyedBatchSampler", "index", "a sequence of at least one image", list(index))
         super().__init__(index, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.index = list(index)
         self.batch_size = batch_size

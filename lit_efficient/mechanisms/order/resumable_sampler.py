@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DistributedSampler, Sampler
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number
 
 _MPS = torch.backends.mps.is_available()
 
@@ -102,10 +102,8 @@ class ResumableSampler(DistributedSampler[int]):
         grouped = distributed.is_available() and distributed.is_initialized()
         num_replicas = num_replicas if num_replicas is not None else distributed.get_world_size() if grouped else 1
         rank = rank if rank is not None else distributed.get_rank() if grouped else 0
-        if seed < 0:
-            raise ConfigurationError(f"ResumableSampler: seed must be 0 or more, got {seed}")
-        if not 0 <= rank < num_replicas:
-            raise ConfigurationError(f"ResumableSampler: rank must be in [0, {num_replicas}), got {rank}")
+        check_number("ResumableSampler", "seed", seed, least=0, whole=True)
+        check_number("ResumableSampler", "rank", rank, least=0, below=num_replicas, whole=True)
         super().__init__(source, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.source = source
         self.round = 0

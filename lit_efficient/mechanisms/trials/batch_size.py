@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_data import data_source
 from lit_efficient.mechanisms.trials.probes import check_loader, loaders_in, resize
 
@@ -124,10 +124,7 @@ class BatchSizeTarget:
                 f"{owner}: target={path!r}, but {tried} has no attribute {wanted}; name the one that the training "
                 "loader's batch_size comes from"
             )
-        if isinstance(self.value, bool) or not isinstance(self.value, int) or self.value < 1:
-            raise ConfigurationError(
-                f"{owner}: {self.name!r} must hold a whole number of 1 or more, got {self.value!r}"
-            )
+        check_number(owner, self.name, self.value, least=1, whole=True)
 
     def _check_passed(self, path: str) -> None:
         if path != "auto":

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lit_efficient.errors import ConfigurationError, OutOfMemoryError
+from lit_efficient.errors import OutOfMemoryError, refusal
 from lit_efficient.internals.torch_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -37,7 +37,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, who: str = "parse_bytes") -> int:
     """Bytes of a number or of a text such as ``12GiB`` (powers of 1024) or ``12GB`` (powers of 1000).
 
     Raises:
@@ -48,7 +48,7 @@ def parse_bytes(size: int | str) -> int:
         number, unit, binary = match.groups()
         bytes_ = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
     if bytes_ < 1:
-        raise ConfigurationError(f"a memory size is a number of bytes above 0, or a text like 12GiB, got {size!r}")
+        raise refusal(who, "memory_limit", "a number of bytes above 0 or a text like 12GiB", size)
     return bytes_
 
 

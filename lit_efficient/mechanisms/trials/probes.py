@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_loaders import copied, fetcher
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 
@@ -112,7 +112,7 @@ class ProbeBatches:
             return longest_samples(loader.dataset, scan, getattr(loader.sampler, "indices", None))
         indices = [int(index) for index in longest(loader.dataset, scan)]
         if not indices:
-            raise ConfigurationError("longest_samples(dataset, count) must return at least one index, got none")
+            raise refusal("longest_samples(dataset, count)", "what it returns", "at least one index", indices)
         return indices
 
     def batch(self) -> Any:

@@ -109,7 +109,7 @@ def test_widths_and_exponents_are_those_of_the_paper() -> None:
     for sigma_rel in (0.01, 0.05, 0.25, 0.28):
         assert sigma_rel_of(gamma_of(sigma_rel)) == pytest.approx(sigma_rel, rel=1e-9)
     for bad in (0, -0.1, 0.29):
-        with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2887, got"):
+        with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2886751346, got"):
             gamma_of(bad)
 
 

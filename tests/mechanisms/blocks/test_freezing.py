@@ -124,8 +124,8 @@ def test_patterns_take_what_earlier_ones_left() -> None:
         ),
         (["head", ".*", "stem"], "the group 'stem' is empty"),
         (["(", ".*"], "'\\(' is no regular expression"),
-        ("head", "groups must be 'auto' or a list"),
-        ([], "groups must be 'auto' or a list"),
+        ("head", "groups must be auto or a list"),
+        ([], "groups must be auto or a list"),
     ],
 )
 def test_bad_groups_are_errors(groups: list[str], message: str) -> None:

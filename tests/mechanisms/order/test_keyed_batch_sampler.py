@@ -253,7 +253,7 @@ def test_two_processes_under_lightning(tmp_path):
 def test_as_a_batch_sampler_it_works_on_one_process_and_is_refused_by_lightnings_rebuilding():
     as_batches = DataLoader(Shaped(), batch_sampler=sampler(), collate_fn=collate_images)
     assert [batch["index"].tolist() for batch in as_batches] == [[i for i, _ in batch] for batch in sampler()]
-    with pytest.raises(ConfigurationError, match=r"not a sampler\. .*keyed_loader\(\)"):
+    with pytest.raises(ConfigurationError, match=r"index must be .*keyed_loader\(\)\), got 'SequentialSampler'"):
         KeyedBatchSampler(as_batches.sampler, batch_size=4, drop_last=False)
 
 
@@ -268,10 +268,10 @@ def test_overfit_batches_is_refused_in_words():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be an integer >= 1, not 0"),
-        ({"variants": 0}, "variants must be an integer >= 1, not 0"),
-        ({"seed": -1}, "seed must be an integer >= 0, not -1"),
-        ({"num_replicas": 2, "rank": 2}, r"rank must be in \[0, 2\), not 2"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"variants": 0}, "variants must be a whole number of at least 1, got 0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"num_replicas": 2, "rank": 2}, "rank must be a whole number of at least 0 and below 2, got 2"),
         ({"index": []}, "at least one image"),
         ({"drop_last": True}, r"drop_last would leave out .* \(\(2, 8\): 2, \(8, 2\): 3\)"),
     ],

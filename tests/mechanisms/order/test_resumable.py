@@ -209,8 +209,8 @@ def test_loaders_with_a_state_are_left_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"seed": -1}, "seed must be 0 or more, got -1"),
-        ({"rank": 2, "num_replicas": 2}, r"rank must be in \[0, 2\), got 2"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"rank": 2, "num_replicas": 2}, "rank must be a whole number of at least 0 and below 2, got 2"),
     ],
 )
 def test_bad_arguments(arguments, message):
