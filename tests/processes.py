@@ -9,8 +9,10 @@ import time
 import traceback
 import warnings
 
+import torch
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.callbacks.interrupted_run"])
+_context.set_forkserver_preload(["tests.callbacks.interrupted_run", "tests.ranks.toys"])
 
 
 def start(target, *args, log=None, env=None, **kwargs):
@@ -27,19 +29,21 @@ def run(target, *args, log=None, env=None, **kwargs):
     return process.exitcode
 
 
-def run_ranks(script, environment, processes, timeout):
-    """Run a file in ranks of one node, with the variables that torchrun would set, and return what they printed."""
+def run_ranks(target, folder, *args, processes=2, timeout=240):
+    """Run ``target(*args)`` in ``folder`` in ranks of one node, as torchrun would, and return what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    shared |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "none"}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    environment |= {"LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    for name in ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
+        environment.pop(name, None)
     done = _context.Barrier(processes)
-    logs = [script.with_name(f"rank{rank}.log") for rank in range(processes)]
+    logs = [folder / f"rank{rank}.log" for rank in range(processes)]
     ranks = []
     for rank, log in enumerate(logs):
-        own = {key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        ranks.append(start(_run_file, script, {**environment, **own}, done, log=log))
+        own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(start(_run_rank, target, args, folder, own, done, log=log))
     deadline = time.monotonic() + timeout
     while any(rank.is_alive() for rank in ranks):
         if time.monotonic() > deadline or any(rank.exitcode for rank in ranks):
@@ -52,12 +56,17 @@ def run_ranks(script, environment, processes, timeout):
     return printed
 
 
-def _run_file(script, environment, done):
+def run_file(path):
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _run_rank(target, args, folder, environment, done):
     os.environ.clear()  # the server's are those of the first test that asked for a process
     os.environ.update(environment)
-    os.chdir(script.parent)
+    os.chdir(folder)
     warnings.simplefilter("ignore")
-    runpy.run_path(str(script), run_name="__main__")
+    torch.set_num_threads(1)
+    target(*args)
     done.wait(60)  # rank 0 holds the store that the others may still ask
 
 

@@ -20,6 +20,7 @@ from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.testing import QUIET, WIDTH, Block, Net, assert_equal, trainer, weights
 from tests.processes import run_ranks
+from tests.processes import run_file, run_ranks
 
 __all__ = ["QUIET", "WIDTH", "Block", "Net", "assert_equal", "trainer", "weights"]  # and what is defined below
 
@@ -170,12 +171,12 @@ def run_script(source: str, folder: Path, processes: int = 1, timeout: int = 240
     """Run ``source`` in a fresh process, or in ranks as torchrun would start them, and return what they printed."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source))
+    if processes > 1:
+        return run_ranks(run_file, folder, script, processes=processes, timeout=timeout)
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)
-    if processes > 1:
-        return run_ranks(script, environment, processes, timeout)
     command = [sys.executable, "-W", "ignore", str(script)]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False

@@ -29,8 +29,9 @@ from lit_efficient import (
     StochasticDepth,
     thawed,
 )
-from tests.contract.test_distributed import PREAMBLE
-from tests.support import SCHEDULERS, Toy, assert_equal, data, run_script, trainer, weights
+from tests.processes import run_ranks
+from tests.ranks import unfreezing
+from tests.support import SCHEDULERS, Toy, assert_equal, data, trainer, weights
 
 GROUPS = ["head", *(rf"blocks\.{i}" for i in (3, 2, 1, 0)), "stem"]
 
@@ -344,61 +345,9 @@ def test_bad_arguments_and_modules_are_errors() -> None:
         _fit([GradualUnfreezing(every_n_steps=1), freezing()])
 
 
-DISTRIBUTED = (
-    PREAMBLE
-    + """
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
-from lit_efficient import GradualUnfreezing
-
-class Ranks(L.Callback):
-    def __init__(self):
-        self.training, self.weights = [], []
-    def on_train_batch_end(self, trainer, module, *_):
-        self.training.append([n for n, p in module.named_parameters() if p.requires_grad])
-        self.weights.append(weights(module))
-        if trainer.world_size > 1:
-            mine = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in module.state_dict().items()}
-            everyone = [None] * 2
-            dist.all_gather_object(everyone, mine)
-            assert_equal(everyone[0], everyone[1])
-
-def fit(devices, batch, ckpt_path=None, epochs=2, **arguments):
-    torch.manual_seed(0)
-    seen = Ranks()
-    run = trainer([GradualUnfreezing(every_n_steps=1), seen], devices=devices, max_epochs=epochs,
-                  strategy="ddp" if devices > 1 else "auto", use_distributed_sampler=False, **arguments)
-    module = Toy("configure_model", "lambda")
-    loader = data(32, batch)
-    # interleaved rows: rank r of step s gets rows 2 * 4 * s + r, + 2, ...
-    sampler = DistributedSampler(loader.dataset, 2, run.global_rank, shuffle=False) if devices > 1 else None
-    run.fit(module, DataLoader(loader.dataset, batch, sampler=sampler), data(), ckpt_path=ckpt_path)
-    return run, module, seen
-"""
-)
-
-
 def test_ddp_ranks_are_equal_after_each_thaw_and_equal_one_process(tmp_path: Path) -> None:
     """Without a new reducer what thaws is never averaged over the ranks, or the first backward waits for ever."""
-    source = (
-        DISTRIBUTED
-        + """
-run, module, seen = fit(2, 4)
-assert [len(names) for names in seen.training] == [2, 8, 14, 20, 26, 28, 28, 28]
-half, _, _ = fit(2, 4, epochs=1)
-half.save_checkpoint("half.ckpt", weights_only=False)
-resumed, again, watched = fit(2, 4, "half.ckpt")
-assert watched.training == seen.training[4:]
-assert_equal(weights(module), weights(again))
-accumulated, _, counted = fit(2, 2, accumulate_grad_batches=2)
-assert [len(names) for names in counted.training] == [n for n in (2, 8, 14, 20, 26, 28, 28, 28) for _ in range(2)]
-if run.is_global_zero:
-    torch.save(seen.weights, "two.pt")
-dist.barrier()
-print("equal")
-"""
-    )
-    assert "equal" in run_script(source, tmp_path, processes=2)
+    run_ranks(unfreezing.equal_after_each_thaw, tmp_path)
     _, module, seen = _one_process()
     two = torch.load(tmp_path / "two.pt", weights_only=True)
     for alone, together in zip(seen, two, strict=True):

@@ -16,7 +16,9 @@ from PIL import Image
 from lit_efficient import ConfigurationError, LRFinder, NonFiniteGuard, suggest_lr
 from lit_efficient.mechanisms.trials.rate_range import rates_to_try, smoothed
 from tests.callbacks.test_max_batch_size import Noisy, _everything
-from tests.support import SCHEDULERS, Toy, assert_equal, data, run_script, trainer, weights
+from tests.processes import run_ranks
+from tests.ranks.toys import everyones
+from tests.support import SCHEDULERS, Toy, assert_equal, data, trainer, weights
 
 LOW, HIGH = 1e-3, 1e-1
 
@@ -149,19 +151,15 @@ def test_what_cannot_work_is_refused() -> None:
 
 
 def test_processes_agree(tmp_path: Path) -> None:
-    source = """
-    import os, torch, torch.distributed as dist
-    torch.set_num_threads(1)
-    from tests.callbacks.test_lr_finder import finder
-    from tests.support import Toy, data, trainer, assert_equal, weights
+    run_ranks(_agree, tmp_path)
+
+
+def _agree() -> None:
     search = finder()
     trainer([search], devices=2, strategy="ddp").fit(module := Toy(), data(32), data())
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, [search.suggestion, search.losses, weights(module)])
-    assert_equal(everyone[0], everyone[1])
-    if int(os.environ["RANK"]) == 0: print("agreed", len(search.losses))
-    """
-    assert "agreed 6" in run_script(source, tmp_path, processes=2)
+    first, second = everyones([search.suggestion, search.losses, weights(module)])
+    assert_equal(first, second)
+    assert len(search.losses) == 6
 
 
 def test_a_sparse_buffer_is_put_back_and_the_rate_of_swa_is_scaled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from lit_efficient.mechanisms.trials.batch_size import candidate_sizes, divisors
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, parse_bytes
 from lit_efficient.mechanisms.trials.rewind import random_states
 from lit_efficient.mechanisms.trials.steps import Trials
-from tests.support import WIDTH, Toy, assert_equal, data, run_script, trainer, weights
+from tests.processes import run_ranks
+from tests.ranks.toys import everyones
+from tests.support import WIDTH, Toy, assert_equal, data, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -425,28 +428,22 @@ def test_manual_optimization_searches_without_accumulation() -> None:
 
 
 def test_processes_agree_on_the_smallest(tmp_path: Path) -> None:
-    source = """
-    import os, torch, torch.distributed as dist
-    torch.set_num_threads(1)
-    from lit_efficient import MaxBatchSize
-    from tests.callbacks.test_max_batch_size import TextModule, Texting
-    from tests.support import trainer, assert_equal, weights
-    rank = int(os.environ["RANK"])
+    run_ranks(_agree_on_the_smallest, tmp_path)
+
+
+def _agree_on_the_smallest() -> None:
     torch.manual_seed(0)
-    finder = MaxBatchSize(margin=0, memory_limit=["4MiB", "1500KiB"][rank])
+    finder = MaxBatchSize(margin=0, memory_limit=["4MiB", "1500KiB"][int(os.environ["RANK"])])
     run = trainer([finder], devices=2, strategy="ddp")
     run.fit(module := TextModule(), datamodule=Texting())
-    everyone = [None] * 2
-    found = [finder.found.size, finder.found.accumulation, finder.found.trials[-1]["failed_in"]]
-    dist.all_gather_object(everyone, [found, weights(module)])
-    assert_equal(everyone[0], everyone[1])
-    assert run.global_step == 1, run.global_step
-    if rank == 0: print("both", *found)
-    """
-    size, accumulation, failed = run_script(source, tmp_path, processes=2).split("both ")[1].split()[:3]
-    assert int(size) * int(accumulation) == 16
-    assert 1 < int(size) < 16
-    assert failed == "training"
+    found = finder.found
+    assert found is not None
+    first, second = everyones([found.size, found.accumulation, found.trials[-1]["failed_in"], weights(module)])
+    assert_equal(first, second)
+    assert run.global_step == 1
+    assert found.size * found.accumulation == 16
+    assert 1 < found.size < 16
+    assert found.trials[-1]["failed_in"] == "training"
 
 
 def test_settings_that_count_batches_go_on_counting_the_same_samples() -> None:

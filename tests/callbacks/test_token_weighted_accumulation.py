@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lit_efficient import ChunkedCrossEntropy, ConfigurationError, ConflictError, TokenWeightedAccumulation
 from lit_efficient.callbacks.token_weighted_accumulation import count_tokens
-from tests.support import Toy, data, run_script, trainer
+from tests.processes import run_ranks
+from tests.ranks.toys import sharding
+from tests.support import Toy, data, trainer
 
 V = 11
 
@@ -214,49 +218,44 @@ def test_refuses_what_cannot_be_right() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_with_unequal_counts_equal_one_big_batch(strategy: str, tmp_path: Path) -> None:
-    source = f"""
-    import os
-    import torch
-    torch.set_num_threads(1)
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
-    from lit_efficient import TokenWeightedAccumulation
-    from tests.callbacks.test_token_weighted_accumulation import COUNTS, Ragged, _Listed, batches, exact
-    from tests.support import trainer
+    run_ranks(_equal_one_big_batch, tmp_path, strategy)
 
-    sharded = {strategy!r} == "fsdp2"
 
-    class Table(torch.nn.Module):
-        def __init__(self, table):
-            super().__init__()
-            self.table = table
-        def forward(self, ids):
-            return torch.nn.functional.embedding(ids, self.table)
+class _Table(nn.Module):
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table = table
 
-    class Distributed(Ragged):
-        def configure_model(self):
-            if sharded and "net" not in self._modules:
-                net = Table(self.table)
-                del self.table
-                self.net = fully_shard(net, mesh=self.device_mesh["data_parallel"])
-        def training_step(self, batch, batch_idx):
-            if not sharded:
-                return super().training_step(batch, batch_idx)
-            logits = self.net(batch["input_ids"])
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        def on_before_optimizer_step(self, optimizer):
-            gradient = (self.net.table if sharded else self.table).grad.detach()
-            self.gradients.append(gradient.full_tensor() if sharded else gradient.clone())
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.table)
 
-    rank = int(os.environ["RANK"])
+
+class _ShardedRagged(Ragged):
+    def configure_model(self) -> None:
+        if "net" not in self._modules:
+            net = _Table(self.table)
+            del self.table
+            self.net = fully_shard(net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.net.table.grad.detach().full_tensor())
+
+
+def _equal_one_big_batch(strategy: str) -> None:
+    sharded = strategy == "fsdp2"
     counts = COUNTS[:6] if sharded else [*COUNTS[:4], 0, 9, 3, 8]
-    mine = [batch for i, batch in enumerate(batches(counts)) if i % 2 == rank]
-    plan = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else "ddp"
-    def fit(callbacks):
-        module = Distributed("clamped")
-        trainer(callbacks, devices=2, strategy=plan, accumulate_grad_batches=2, limit_val_batches=0,
-                use_distributed_sampler=False).fit(module, _Listed(mine))
+    mine = [batch for i, batch in enumerate(batches(counts)) if i % 2 == int(os.environ["RANK"])]
+    plan: Any = sharding() if sharded else "ddp"
+
+    def fit(callbacks: list[Any]) -> list[torch.Tensor]:
+        module = (_ShardedRagged if sharded else Ragged)("clamped")
+        settings = {"accumulate_grad_batches": 2, "limit_val_batches": 0, "use_distributed_sampler": False}
+        trainer(callbacks, devices=2, strategy=plan, **settings).fit(module, _Listed(mine))
         return module.gradients
+
     ours = fit([TokenWeightedAccumulation()])
     expected = exact(counts, 4)  # 2 ranks x 2 micro-batches, the last window with what is left
     assert len(ours) == len(expected) == 2
@@ -264,9 +263,6 @@ def test_two_ranks_with_unequal_counts_equal_one_big_batch(strategy: str, tmp_pa
         torch.testing.assert_close(one, big, rtol=1e-12, atol=1e-14)
     if not sharded:
         assert (fit([])[0] - expected[0]).norm() > 0.1 * expected[0].norm()
-    print("equal")
-    """
-    assert "equal" in run_script(source, tmp_path, processes=2)
 
 
 @pytest.mark.gpu

@@ -39,7 +39,9 @@ from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.models.causal_lm import build
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource
 from tests.models.test_causal_lm import FAMILIES, SMALL
-from tests.support import assert_equal, run_script, weights
+from tests.processes import run_ranks
+from tests.ranks.toys import everyones
+from tests.support import assert_equal, weights
 
 STUDENT = GPTConfig(dim=16, depth=1, num_heads=2, max_length=64)
 JSD = DistillationLoss(Divergence("jsd", beta=0.1, temperature=2.0), weight=0.7, chunk_size=5)
@@ -317,28 +319,21 @@ def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_p
 
 
 def test_two_processes_share_one_cache_and_keep_the_teacher_out_of_ddp(home: Path, tmp_path: Path) -> None:
-    script = f"""
-        from pathlib import Path
-        import torch
-        from lit_efficient import Distillation
-        from tests.tasks.test_distillation import JSD, STUDENT, corpus, trainer
-
-        home, found = Path({str(home)!r}), []
-        for more in ({{}}, {{"cache_top_k": 298, "cache_dir": {str(tmp_path)!r}}}):
-            torch.manual_seed(0)
-            task = Distillation(str(home / "teacher"), STUDENT, JSD, warmup_steps=1, **more)
-            run = trainer(home, devices=2, strategy="ddp", max_steps=2, limit_val_batches=0)
-            run.fit(task, datamodule=corpus(home))
-            mine = torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
-            other = [torch.empty_like(mine) for _ in range(2)]
-            torch.distributed.all_gather(other, mine)
-            found.append((mine, torch.equal(*other)))
-        near = torch.allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
-        if run.is_global_zero:
-            print("RESULT", found[0][1], found[1][1], near)
-    """
-    assert "RESULT True True True" in run_script(script, tmp_path, processes=2)
+    run_ranks(_train_live_and_from_one_cache, tmp_path, home)
     assert len(list((tmp_path / "teacher").iterdir())) == 1
+
+
+def _train_live_and_from_one_cache(home: Path) -> None:
+    found = []
+    for more in ({}, {"cache_top_k": 298, "cache_dir": "."}):
+        torch.manual_seed(0)
+        task = Distillation(str(home / "teacher"), STUDENT, JSD, warmup_steps=1, **more)
+        run = trainer(home, devices=2, strategy="ddp", max_steps=2, limit_val_batches=0)
+        run.fit(task, datamodule=corpus(home))
+        first, second = everyones({name: parameter.detach() for name, parameter in task.named_parameters()})
+        assert_equal(first, second)
+        found.append(first)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> None:

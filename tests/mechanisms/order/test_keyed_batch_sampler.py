@@ -2,19 +2,24 @@
 
 from collections import Counter
 
+import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lit_efficient import DigitImages
+from lit_efficient import AspectBuckets, DigitImages, ExactResume, ImageData, ImageView
 from lit_efficient.data.images.image_source import ImageSource, collate_images
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler, fill_batches, keyed_loader, variant_of
 from lit_efficient.mechanisms.order.resumable_loader import examine, make_resumable
 from tests.callbacks.resume_kit import Tiny, count_exact, fit
 from tests.data.images.image_kit import write
-from tests.support import run_script
+from tests.processes import run_ranks
+from tests.ranks.toys import everyones
+from tests.support import trainer
 
 SHAPES = [(4, 4), (2, 8), (8, 2)]
 INDEX = [*range(3, 40), 50]
@@ -171,51 +176,62 @@ def test_lightning_tells_the_epoch_without_exact_resume_too():
 
 def test_two_processes_under_lightning(tmp_path):
     write(tmp_path / "images", [f"{number}.png" for number in range(20)])
-    source = """
-    import torch, lightning.pytorch as L, torch.distributed as dist
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-    torch.set_num_threads(1)
-    from lit_efficient import AspectBuckets, ExactResume, ImageData, ImageView, KeyedBatchSampler
-    from tests.mechanisms.order.test_keyed_batch_sampler import loader, sampler, epoch
-    from tests.support import trainer
+    run_ranks(_train_in_two_processes, tmp_path)
 
-    class Seer(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.seen, self.shapes = torch.nn.Parameter(torch.ones(())), [], []
 
-        def training_step(self, batch, batch_idx):
-            self.seen.append(list(zip(batch["index"].tolist(), batch["variant"].tolist())))
-            self.shapes.append(batch["images"].shape)
-            return self.weight * batch["images"].mean()
+class Seer(L.LightningModule):
+    """Keeps what it is given."""
 
-        def predict_step(self, batch, batch_idx):
-            return batch["index"].tolist()
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen, self.shapes = nn.Parameter(torch.ones(())), [], []
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
+    def training_step(self, batch, batch_idx):
+        self.seen.append(list(zip(batch["index"].tolist(), batch["variant"].tolist())))
+        self.shapes.append(batch["images"].shape)
+        return self.weight * batch["images"].mean()
 
-        def train_dataloader(self):
-            return loader(batch_size=2)
+    def predict_step(self, batch, batch_idx):
+        return batch["index"].tolist()
 
-        def predict_dataloader(self):
-            return loader(batch_size=2, shuffle=False)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
 
-    def everyones(value):
-        gathered = [None] * 2
-        dist.all_gather_object(gathered, value)
-        return gathered
+    def train_dataloader(self):
+        return loader(batch_size=2)
 
+    def predict_dataloader(self):
+        return loader(batch_size=2, shuffle=False)
+
+
+class Sharing(Seer):
+    """Two processes that train on the same rows."""
+
+    def configure_model(self):
+        if not isinstance(self.weight, DTensor):
+            mesh = self.device_mesh["tensor_parallel"]
+            self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Replicate()]))
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return self.weight.to_local() * batch["images"].mean()
+
+
+def _together(batches):
+    """What both ranks see in each step."""
+    return [set(a) | set(b) for a, b in zip(*everyones(batches))]
+
+
+def _train_in_two_processes():
     for callbacks in ([], [ExactResume(seed=3)]):
         module, given = Seer(), Seer()
         run = trainer(callbacks, devices=2, strategy="ddp", max_epochs=2)
         run.fit(module)
         rank = run.global_rank
         mine = [batch for number in (0, 1) for batch in epoch(sampler(batch_size=2, num_replicas=2, rank=rank), number)]
-        assert module.seen == mine, (module.seen, mine)
+        assert module.seen == mine
         whole = [set(batch) for number in (0, 1) for batch in epoch(sampler(num_replicas=1, rank=0), number)]
-        assert [set(a) | set(b) for a, b in zip(*everyones(module.seen))] == whole
+        assert _together(module.seen) == whole
         trainer(callbacks, devices=2, strategy="ddp", max_epochs=2).fit(given, module.train_dataloader())
         assert given.seen == mine  # a loader from outside of Lightning's hooks
     predicted = trainer(devices=2, strategy="ddp").predict(module)
@@ -225,29 +241,16 @@ def test_two_processes_under_lightning(tmp_path):
     data, module = ImageData("images", view=view, batch_size=2), Seer()
     trainer([ExactResume(seed=3)], devices=2, strategy="ddp", max_epochs=2).fit(module, datamodule=data)
     one = KeyedBatchSampler(data.train_index, 4, data.bucket_of, 4, num_replicas=1, rank=0)
-    whole = [set(batch) for number in (0, 1) for batch in epoch(one, number)]
-    assert [set(a) | set(b) for a, b in zip(*everyones(module.seen))] == whole
+    assert _together(module.seen) == [set(batch) for number in (0, 1) for batch in epoch(one, number)]
     first, second = everyones(module.shapes)
-    assert first == second and len(set(first)) > 2
-
-    class Sharing(Seer):
-        def configure_model(self):
-            if not isinstance(self.weight, DTensor):
-                mesh = self.device_mesh["tensor_parallel"]
-                self.weight = torch.nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Replicate()]))
-
-        def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            return self.weight.to_local() * batch["images"].mean()
+    assert first == second
+    assert len(set(first)) > 2
 
     module, strategy = Sharing(), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
     trainer(devices=2, strategy=strategy, max_epochs=1).fit(module, datamodule=data)
     first, second = everyones(module.seen)
     one = KeyedBatchSampler(data.train_index, 2, data.bucket_of, 4, num_replicas=1, rank=0)
     assert first == second == epoch(one, 0)
-    print("equal")
-    """
-    assert run_script(source, tmp_path, processes=2).count("equal") == 2
 
 
 def test_as_a_batch_sampler_it_works_on_one_process_and_is_refused_by_lightnings_rebuilding():

@@ -1,0 +1,37 @@
+"""LowBitOptimizer on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lit_efficient import LowBitOptimizer
+from tests.ranks.toys import Sharded, Small, sharding
+from tests.support import assert_equal, data, trainer
+
+
+def fit(bits: int | str, epochs: int, ckpt_path: str | None = None) -> Any:
+    technique = LowBitOptimizer(bits, min_size=0, decay_norm_and_bias=False)
+    run = trainer([technique], devices=2, strategy=sharding(), max_epochs=epochs, limit_val_batches=0)
+    run.fit(Sharded("configure_model", network=Small), data(16), ckpt_path=ckpt_path)
+    return run
+
+
+def local(run: Any) -> dict[str, Any]:
+    states = run.optimizers[0].state.values()
+    parts = [{k: v.to_local() if hasattr(v, "to_local") else v for k, v in s.items()} for s in states]
+    codes = [{k: v.codes if hasattr(v, "codes") else v for k, v in s.items()} for s in parts]
+    return {"weights": [p.to_local() for p in run.lightning_module.parameters()], "states": codes}
+
+
+def resumed_exactly() -> None:
+    torch.compiler.set_stance("force_eager")  # torchao's step would be compiled: the same numbers, minutes later
+    for bits in (8, "fp8"):
+        whole = fit(bits, 2)
+        half = fit(bits, 1)
+        half.save_checkpoint(f"half_{bits}.ckpt")
+        resumed = fit(bits, 2, f"half_{bits}.ckpt")
+        assert_equal(local(whole), local(resumed))
+        low = {type(s["exp_avg"].to_local()).__name__ for s in whole.optimizers[0].state.values()}
+        assert low == {"OptimState8bit" if bits == 8 else "OptimStateFp8", "Tensor"}, low
