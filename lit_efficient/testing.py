@@ -446,7 +446,7 @@ def check_stages(case: Case) -> None:
 
 
 def check_cleans_up(case: Case, hooks: Sequence[str] = HOOKS) -> None:
-    """No wrap is left on the module after a run, nor after an exception in any of ``hooks``; it can be trained again."""
+    """No wrap is left on the module after a run or an exception in any of ``hooks``; it can be trained again."""
     module = case.toy()
     before = _wraps(module)
     for hook in (*hooks, None):
@@ -500,7 +500,7 @@ def check_standalone(case: Case) -> None:
         torch.manual_seed(0)
         run.trainer.fit(run.module, data(), data())
         states.append(run.state())
-    assert_equal(*states, "pytorch_lightning is not lightning.pytorch")
+    assert_equal(states[0], states[1], "pytorch_lightning is not lightning.pytorch")
 
 
 CHECKS: tuple[Callable[[Case], None], ...] = (

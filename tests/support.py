@@ -19,7 +19,6 @@ from lit_efficient import testing
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.testing import QUIET, WIDTH, Block, Net, assert_equal, trainer, weights
-from tests.processes import run_ranks
 from tests.processes import run_file, run_ranks
 
 __all__ = ["QUIET", "WIDTH", "Block", "Net", "assert_equal", "trainer", "weights"]  # and what is defined below

@@ -63,8 +63,10 @@ class TimestepSampling:
             if getattr(self, argument) is not None and name not in defaults:
                 raise refusal(owner, argument, f"unset for {name}", getattr(self, argument))
         check_number(owner, "location", self.location, null=True)
-        limits = {"least": -1.0, "most": _MODE_LIMIT} if name == "mode" else {"above": 0.0}
-        check_number(owner, "scale", self.scale, null=True, **limits)
+        if name == "mode":
+            check_number(owner, "scale", self.scale, least=-1, most=_MODE_LIMIT, null=True)
+        else:
+            check_number(owner, "scale", self.scale, above=0, null=True)
         check_number(owner, "shift", self.shift, above=0)
 
     @property

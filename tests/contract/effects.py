@@ -343,7 +343,7 @@ def thaws_from_the_head_down(run: Run) -> None:
 
 
 def starts_anew_at_the_head(run: Run) -> None:
-    """The head has started from its own seed; it trains, and without GradualUnfreezing the rest of the base does not."""
+    """The head started from its own seed; it trains, and without GradualUnfreezing the rest of the base does not."""
     name = next(n for n in run.start if re.search(r"\bhead\.weight$", n))
     expected = torch.randn(run.start[name].shape, generator=torch.Generator().manual_seed(0)) * 0.02
     assert torch.equal(run.start[name], expected)

@@ -1,4 +1,4 @@
-"""What somebody else writes to have a technique of theirs checked, and that each check fails for what it is there for."""
+"""What somebody else writes to have a technique checked, and that each check fails for what it is there for."""
 
 from __future__ import annotations
 
