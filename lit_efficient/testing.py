@@ -189,7 +189,7 @@ class Step:
     loss: Tensor  # that was differentiated
     seen: dict[str, Any]  # by the toy; "influence" [B] is the gradient of that loss for each sample's
     weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]  # with which the optimizer stepped
+    gradients: dict[str, Tensor]  # after the backward pass, with those of earlier batches of the same step
     rates: list[float]  # of the first optimizer's groups
 
 
@@ -244,7 +244,7 @@ class Watch(L.Callback):
         self.run.start = weights(pl_module)
         self.run.reports = reports_of(pl_module, techniques_of(trainer))
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         named = pl_module.named_parameters()
         self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
 
@@ -339,6 +339,7 @@ class Case:
     repacks: bool = False
     network: Callable[[], nn.Module] = Net
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 8
 
     def toy(self, where: str = "configure_model") -> Toy:
         """The module, not yet trained."""
@@ -357,7 +358,7 @@ class Case:
         run = Run(None, self.toy() if module is None else module)
         run.trainer = trainer([*techniques, Watch(run, folder, saves)], **self.trainer, **more)
         torch.manual_seed(0)
-        run.trainer.fit(run.module, data(), data(), ckpt_path=ckpt_path)
+        run.trainer.fit(run.module, data(self.rows), data(), ckpt_path=ckpt_path)
         run.checkpoint = load(folder / f"{run.trainer.current_epoch - 1}.ckpt") if saves else {}
         return run
 
@@ -431,7 +432,7 @@ def check_stages(case: Case) -> None:
     module = case.toy()
     for _ in range(2):
         run = trainer(case.make(), **case.trainer)
-        run.fit(module, data(), data())
+        run.fit(module, data(case.rows), data())
         before, kinds = weights(module), [type(part) for part in module.modules()]
         run.validate(module, data(), verbose=False)
         run.test(module, data(), verbose=False)
@@ -446,7 +447,7 @@ def check_stages(case: Case) -> None:
 
 
 def check_cleans_up(case: Case, hooks: Sequence[str] = HOOKS) -> None:
-    """No wrap is left on the module after a run or an exception in any of ``hooks``; it can be trained again."""
+    """No wrap is left after a run, nor after an exception in any of ``hooks``, and it can be trained again."""
     module = case.toy()
     before = _wraps(module)
     for hook in (*hooks, None):
@@ -498,7 +499,7 @@ def check_standalone(case: Case) -> None:
         kind = type("Toy", (ToyMethods, namespace.LightningModule), {})
         run = Run(trainer(case.make(), namespace=namespace, **case.trainer), kind("configure_model", case.network))
         torch.manual_seed(0)
-        run.trainer.fit(run.module, data(), data())
+        run.trainer.fit(run.module, data(case.rows), data())
         states.append(run.state())
     assert_equal(states[0], states[1], "pytorch_lightning is not lightning.pytorch")
 

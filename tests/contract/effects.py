@@ -63,6 +63,14 @@ def in_order_of_steps(run: Run) -> list[Step]:
     return [step for number, step in seen.items() if number]
 
 
+def windows_of(run: Run) -> list[list[Step]]:
+    """The batches of each optimizer step."""
+    windows: dict[int, list[Step]] = {}
+    for before, step in zip([None, *run.steps], run.steps, strict=False):
+        windows.setdefault(before.number if before else 0, []).append(step)
+    return list(windows.values())
+
+
 @contextmanager
 def training(run: Run) -> Iterator[Tensor]:
     """A batch, while the module is in training mode."""
@@ -343,7 +351,7 @@ def thaws_from_the_head_down(run: Run) -> None:
 
 
 def starts_anew_at_the_head(run: Run) -> None:
-    """The head started from its own seed; it trains, and without GradualUnfreezing the rest of the base does not."""
+    """The head starts from its own seed and trains; without GradualUnfreezing the rest of the base does not."""
     name = next(n for n in run.start if re.search(r"\bhead\.weight$", n))
     expected = torch.randn(run.start[name].shape, generator=torch.Generator().manual_seed(0)) * 0.02
     assert torch.equal(run.start[name], expected)
@@ -375,16 +383,20 @@ def samples_are_weighed(run: Run) -> None:
 
 
 def blocks_are_skipped(run: Run) -> None:
-    """In some step a block had no part: all its gradients are exactly zero while another block's are not."""
+    """In some batch a block had no part: it adds nothing to any of its gradients, while another block does."""
     owner = {n: match[0] for n in run.start if (match := re.search(r"blocks\.\d+", n))}
     skipped = trained = False
-    for step in run.steps:
-        has_part: dict[str, bool] = {}
-        for name, gradient in step.gradients.items():
-            if name in owner:
-                has_part[owner[name]] = has_part.get(owner[name], False) or bool(gradient.any())
-        trained |= bool(has_part)
-        skipped |= len(set(has_part.values())) == 2
+    for window in windows_of(run):
+        earlier: dict[str, Tensor] = {}
+        for step in window:
+            has_part: dict[str, bool] = {}
+            for name in owner.keys() & step.gradients.keys():
+                gradient = step.gradients[name]
+                adds = not torch.equal(gradient, earlier.get(name, torch.zeros_like(gradient)))
+                has_part[owner[name]] = has_part.get(owner[name], False) or adds
+            earlier = step.gradients
+            trained |= bool(has_part)
+            skipped |= len(set(has_part.values())) == 2
     assert skipped or (not trained and _skips_when_called(run)), "no block was ever skipped"
 
 
@@ -404,11 +416,9 @@ def _skips_when_called(run: Run) -> bool:
 
 def micro_batches_weigh_by_their_tokens(run: Run) -> None:
     """Within the window of a step the micro-batches' influence is in proportion to their tokens."""
-    windows: dict[int, list[Step]] = {}
-    for before, step in zip([None, *run.steps], run.steps, strict=False):
-        windows.setdefault(before.number if before else 0, []).append(step)
-    assert any(len({step.seen["tokens"] for step in window}) > 1 for window in windows.values())
-    for window in windows.values():
+    windows = windows_of(run)
+    assert any(len({step.seen["tokens"] for step in window}) > 1 for window in windows)
+    for window in windows:
         counts = torch.tensor([float(step.seen["tokens"]) for step in window])
         influence = torch.stack([_influence(run, step) for step in window])
         assert near(influence / influence.sum(), counts / counts.sum())

@@ -101,7 +101,7 @@ def _teacher(width: int = 12) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh())
 
 
-ROWS: dict[str, Row] = {
+CASES: dict[str, Row] = {
     "ActivationCheckpointing": Row(
         lambda: ActivationCheckpointing(every=2), effects.recomputes, ActivationCheckpointing, changes=False
     ),
@@ -152,7 +152,11 @@ ROWS: dict[str, Row] = {
         lambda: LatentAlignment(_teacher(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"),
         effects.aligns_latents,
     ),
-    "LoRA": Row(lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0), effects.trains_adapters_alone),
+    "LoRA": Row(
+        lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0),
+        effects.trains_adapters_alone,
+        beside={"ScheduleFree": lambda: LoRA(rank=2, variant="dora")},
+    ),
     "LowBitOptimizer": Row(lambda: LowBitOptimizer(min_size=0), effects.states_have_one_byte),
     "LRFinder": Row(_lr_finder, effects.rate_is_the_suggested_one, lambda: _lr_finder(apply=False)),
     # half the batch, accumulated: the same gradient up to rounding
@@ -184,27 +188,27 @@ ROWS: dict[str, Row] = {
         trainer={"accumulate_grad_batches": 2},
     ),
 }
-NAMES = sorted(ROWS)
+NAMES = sorted(CASES)
 
 
 def make_all(*names: str) -> list[Technique]:
     """The named techniques, each at a setting that goes with the others."""
     return [
-        next((ROWS[name].beside[other] for other in names if other in ROWS[name].beside), ROWS[name].make)()
+        next((CASES[name].beside[other] for other in names if other in CASES[name].beside), CASES[name].make)()
         for name in names
     ]
 
 
 def network_of(*names: str) -> type[nn.Module]:
     """The network that all the named techniques can act on."""
-    needed = {ROWS[name].network for name in names} - {Net}
+    needed = {CASES[name].network for name in names} - {Net}
     network = TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
-    return convolved(network) if any(ROWS[name].convolution for name in names) else network
+    return convolved(network) if any(CASES[name].convolution for name in names) else network
 
 
 def case(*names: str) -> Case:
     """The named techniques together, with the effects of all."""
-    rows = [ROWS[name] for name in names]
+    rows = [CASES[name] for name in names]
 
     def effect(run: Run) -> None:
         for row in rows:
@@ -219,7 +223,8 @@ def case(*names: str) -> Case:
         shadows=any(row.shadows for row in rows),
         repacks=any(row.repacks for row in rows),
         network=network_of(*names),
-        trainer={key: value for row in rows for key, value in row.trainer.items()},
+        trainer=(arguments := {key: value for row in rows for key, value in row.trainer.items()}),
+        rows=8 * arguments.get("accumulate_grad_batches", 1),
     )
 
 
@@ -243,4 +248,4 @@ def _together() -> tuple[str, ...]:
 
 TOGETHER = _together()
 # Compiling takes seconds in each run of many techniques; beside these it traces what the others do to the blocks.
-COMPILED = ("ActivationCheckpointing", "Compile", "LoRA", "StochasticDepth")
+COMPILED = ("ActivationCheckpointing", "Compile", "LoRA", "MaxBatchSize", "StochasticDepth")

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lit_efficient.declaration import Declaration
 from lit_efficient.technique import Technique
 from lit_efficient.testing import check_resumes
-from tests.contract.table import NAMES, ROWS, allowed, case
+from tests.contract.table import CASES, NAMES, allowed, case
 
 PAIRS = [pair for pair in itertools.combinations(NAMES, 2) if allowed(*pair)]
 SHARE = 10
@@ -28,7 +28,7 @@ COMMON = {"arguments", "check", "describe", "on_exception", "on_fit_start", "rec
 @functools.cache
 def hooks(name: str) -> set[str]:
     """The methods of the contract and the hooks of Lightning that a technique's class defines."""
-    kind = type(ROWS[name].make())
+    kind = type(CASES[name].make())
     ours = {method for method, value in vars(Declaration).items() if callable(value) or isinstance(value, classmethod)}
     theirs = {method for method in vars(Callback) if method.startswith("on_")}
     between = kind.__mro__[: kind.__mro__.index(Technique)]
@@ -38,7 +38,7 @@ def hooks(name: str) -> set[str]:
 @functools.cache
 def meet(one: str, other: str) -> bool:
     """Whether two techniques act at the same place."""
-    phases = {type(ROWS[name].make()).phase for name in (one, other)}
+    phases = {type(CASES[name].make()).phase for name in (one, other)}
     return (len(phases) == 1 and None not in phases) or bool(hooks(one) & hooks(other))
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_efficient.declaration import in_order
-from lit_efficient.testing import CHECKS, assert_equal, check_arguments, check_neutral, data
+from lit_efficient.testing import CHECKS, assert_equal, check_arguments, check_neutral, check_resumes, data
 from tests.contract.table import COMPILED, TOGETHER, case, make_all
 from tests.support import run_script, trainer
 
@@ -20,6 +20,11 @@ CHECKS_OF_MANY = [check for check in CHECKS if check not in (check_arguments, ch
 @pytest.mark.parametrize("check", CHECKS_OF_MANY, ids=lambda check: check.__name__)
 def test_many_together_keep_the_contract(check: Any) -> None:
     check(case(*TOGETHER))
+
+
+def test_a_few_are_compiled_and_stay_so() -> None:
+    """Also after a search for the batch size, whose trials are not compiled."""
+    check_resumes(case(*COMPILED))
 
 
 @pytest.mark.parametrize("names", [TOGETHER, COMPILED], ids=["together", "compiled"])

@@ -1,0 +1,96 @@
+"""Every config is not only parsed: its parts are built as the command line builds them, with the arguments it gives."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lit_efficient
+from lit_efficient import Technique
+from lit_efficient.__main__ import main
+from tests.support_cli import Parts
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = ("diffusion", "llm")  # test_diffusion.py and test_llm.py build those
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ELSEWHERE)
+TASK = ["--model", "lit_efficient.Autoencoding", "--data", "lit_efficient.DigitImages"]  # below an overlay
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def is_overlay(path: Path) -> bool:
+    return path.parent.name in ("techniques", "loggers")
+
+
+def built(*paths: Path) -> Any:
+    """All that a fit with these configs is made of; overlays get a small task below them."""
+    configs = [argument for path in paths for argument in ("-c", str(path))]
+    return Parts(args=["fit", *(TASK if all(map(is_overlay, paths)) else []), *configs])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
+    written = yaml.safe_load(path.read_text("utf-8"))
+    parts = built(path)
+    callbacks = {type(callback).__name__: callback for callback in parts.trainer.callbacks}
+    for key in ("callbacks", "callbacks+"):
+        for entry in written["trainer"].get(key, ()):
+            entry = {"class_path": entry} if isinstance(entry, str) else entry
+            callback = callbacks[entry["class_path"].rpartition(".")[2]]
+            if isinstance(callback, Technique):
+                for name, value in entry.get("init_args", {}).items():
+                    given = getattr(callback, name)
+                    assert (list(given) if isinstance(given, tuple) else given) == value, name
+    if "logger" in written["trainer"] and isinstance(written["trainer"]["logger"], dict):
+        assert type(parts.trainer.logger).__name__ == written["trainer"]["logger"]["class_path"].rpartition(".")[2]
+    for key, part in (("model", parts.model), ("data", parts.datamodule)):
+        if key in written:
+            assert type(part).__name__ == written[key]["class_path"].rpartition(".")[2]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), [("ema", "decay", "dekay"), ("lora", "rank", "ranc")])
+def test_a_misspelt_argument_is_refused(
+    name: str, right: str, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "configs" / "techniques" / f"{name}.yaml").read_text("utf-8")
+    (tmp_path / "wrong.yaml").write_text(text.replace(f" {right}:", f" {wrong}:"))
+    assert main(["fit", *TASK, "-c", "wrong.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert wrong in said
+    assert right in said
+
+
+def techniques() -> list[type[Technique]]:
+    public = (getattr(lit_efficient, name) for name in lit_efficient.PUBLIC)
+    return [kind for kind in public if inspect.isclass(kind) and issubclass(kind, Technique) and kind is not Technique]
+
+
+@pytest.mark.parametrize("kind", techniques(), ids=lambda kind: kind.__name__)
+def test_a_technique_has_an_overlay_and_a_test(kind: type[Technique]) -> None:
+    slot, name = kind.__module__.split(".")[-2:]
+    overlay = ROOT / "configs" / "techniques" / f"{name}.yaml"
+    entries = yaml.safe_load(overlay.read_text("utf-8"))["trainer"]["callbacks+"]
+    assert kind.__name__ in [entry if isinstance(entry, str) else entry["class_path"] for entry in entries]
+    assert f"class {kind.__name__}(" in (ROOT / "lit_efficient" / slot / f"{name}.py").read_text("utf-8")
+    assert kind.__name__ in (ROOT / "tests" / slot / f"test_{name}.py").read_text("utf-8")
+
+
+def test_each_technique_that_is_defined_is_public() -> None:
+    """One that is missing from the list has no short name, no card and no row."""
+    import lit_efficient.callbacks  # noqa: F401  # imports nothing by itself
+
+    defined = set()
+    for path in (ROOT / "lit_efficient" / "callbacks").glob("[!_]*.py"):
+        module = __import__(f"lit_efficient.callbacks.{path.stem}", fromlist=["*"])
+        members = [
+            kind for _, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__
+        ]
+        defined |= {kind for kind in members if issubclass(kind, Technique) and not kind.__name__.startswith("_")}
+    assert defined == set(techniques())
