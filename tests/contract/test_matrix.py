@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,14 +43,16 @@ class _Stepped(Toy):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_a_technique_and_an_optimizer_run_unless_the_matrix_says_otherwise(name: str, optimizer: str) -> None:
+def test_a_technique_and_an_optimizer_run_unless_the_matrix_says_otherwise(
+    name: str, optimizer: str, tmp_path: Path
+) -> None:
     shown = _between(name, optimizer)
     beside = SWITCHES.get(optimizer, "")
     names = [name, *([beside] if beside and beside != name and not shown else [])]
     module = _Stepped("configure_model", network=network_of(name))
     module.optimizer = optimizer
     torch.manual_seed(0)
-    run = trainer(make_all(*names), max_steps=2)
+    run = trainer(make_all(*names), max_steps=2, default_root_dir=tmp_path)
     refused = shown.startswith("conflicts:") or (shown and _set_so(make_all(name)[0], shown))
     if refused:
         with pytest.raises(ConflictError, match=r"cannot be combined with"):
