@@ -14,6 +14,7 @@ This file knows neither Lightning nor how techniques are applied (:mod:`lit_effi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -77,7 +78,7 @@ class Declaration:
 
     phase: ClassVar[Phase | None] = None  # None: neither network nor optimizer nor loss is touched
     # What it cannot work with: name of a class -> why, and the way out. ``Name(argument=...)`` is one for which that
-    # argument is set, ``Name(argument='value')`` one that was given this value. Optimizers may have conflicts, too.
+    # argument is set, ``Name(group.argument='value')`` one that was given this value. Optimizers may have some, too.
     conflicts: ClassVar[Mapping[str, str]] = {}
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
@@ -218,7 +219,7 @@ def _is_excluded(part: object, key: str) -> bool:
     """Whether a key of ``conflicts`` means ``part``."""
     name, _, setting = key.removesuffix(")").partition("(")
     argument, _, wanted = setting.partition("=")
-    given = getattr(part, argument, None)
+    given: Any = functools.reduce(lambda value, key: getattr(value, key, None), argument.split("."), part)
     fits = (given is not None and given is not False) if wanted == "..." else repr(given) == wanted
     return name in {base.__name__ for base in type(part).__mro__} and (fits or not argument)
 

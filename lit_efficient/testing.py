@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_efficient.application import reports_of
+from lit_efficient.application import ledger, reports_of
 from lit_efficient.declaration import Report, techniques_of
 from lit_efficient.technique import Technique
 
@@ -442,8 +442,8 @@ def check_stages(case: Case) -> None:
     with torch.no_grad():
         same = torch.equal(predicted, module.eval().net(next(iter(data()))[0]))
     assert same is not case.shadows, f"predictions are {'not ' * case.shadows}of other weights than the module's"
-    ledger = [entry.record["name"] for entry in module.__dict__["_lit_efficient_ledger"]]
-    assert len(ledger) == len(set(ledger)), f"transformed more than once: {ledger}"
+    done = [entry.record["name"] for entry in ledger(module)]
+    assert len(done) == len(set(done)), f"transformed more than once: {done}"
 
 
 def check_cleans_up(case: Case, hooks: Sequence[str] = HOOKS) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from lit_efficient import PUBLIC
+from lit_efficient import PUBLIC, errors
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.declaration import Declaration
 
@@ -17,6 +18,7 @@ SHARED = ("mechanisms", "export", "losses", "models", "data", "tasks", "cli", "f
 ROOT = ("application.py", "declaration.py", "technique.py", "protocol.py", "surgery.py")
 SLOTS = ("callbacks", "precision", "plugins", "strategies", "optimizers")
 TECHNIQUES = {name for name, module in PUBLIC.items() if module.split(".")[0] in SLOTS and name[0].isupper()}
+MESSAGES = {name for name, value in vars(errors).items() if inspect.isfunction(value)}
 ALLOWED = {
     "mechanisms/adapters/peft_vectors.py": {"IA3"},  # the word of peft's format
     "tasks/language_modeling.py": {"TokenWeightedAccumulation"},  # what the task is composed with; no decision
@@ -39,6 +41,9 @@ def _named(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["DEFAULTS"]
     ]
     excused = {id(node) for one in lists for node in ast.walk(one)}
+    for node in ast.walk(tree):  # whose argument a message is about
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in MESSAGES and node.args:
+            excused.add(id(node.args[0]))
     for node in ast.walk(tree):
         words: list[object] = []
         if isinstance(node, ast.Constant):
@@ -76,6 +81,8 @@ def test_shared_code_names_no_technique() -> None:
 )
 def test_the_search_finds_every_way_to_name_one(code: str) -> None:
     assert list(_named(ast.parse(code))) == ["LoRA"]
+    assert "check_number" in MESSAGES
+    assert list(_named(ast.parse('check_number("LoRA", "rank", 0)'))) == []
     assert list(_named(ast.parse('DEFAULTS = {"a": "LoRA"}\ndef f():\n    "LoRA."'))) == []
 
 

@@ -81,7 +81,7 @@ class MaxBatchSize(Technique):
         "ImageData": "its loader draws whole batches of keys: set batch_size by hand",
         "LatentData": "its loader draws whole batches of keys: set batch_size by hand",
         "PhotoCrops": "its loader draws whole batches of keys: set batch_size by hand",
-        "LanguageData(streaming=...)": "a stream cannot be asked for its longest rows: set batch_size by hand",
+        "LanguageData(stream.enabled=True)": "a stream cannot be asked for its longest rows: set batch_size by hand",
     }
 
     def __init__(
