@@ -469,9 +469,7 @@ def check_deep_copy(case: Case) -> None:
     class Copy(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if not copies:
-                run, pl_module._trainer = pl_module._trainer, None
-                copies.append(copy.deepcopy(pl_module))
-                pl_module._trainer = run
+                copies.append(copy.deepcopy(pl_module, {id(trainer): None}))  # without the trainer
 
     module = case.fit([*case.make(), Copy()]).module
     (twin,) = copies
