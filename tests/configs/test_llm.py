@@ -114,7 +114,7 @@ def test_the_real_template_trains_the_answer_and_its_end() -> None:
     """The base's own end of text ends a turn: its weights know that token, and not those of the chat models."""
     written = yaml.safe_load(REAL.read_text("utf-8"))["data"]["init_args"]
     tokenizer = train_chat_tokenizer(["### User\nhello\n### Assistant\nyes\n"], 300)
-    tokenizer.chat_template = written["chat_template"]
+    tokenizer.chat_template = written["chat"]["template"]
     encoder = ChatTokens(tokenizer, "assistant", "refuse")
     assert encoder.check_end_of_turn() is None
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]

@@ -123,9 +123,7 @@ def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list
         return [text[:cut]], [text[cut:]]
     seen: Counter[str] = Counter()
     ranks = []
-    for (
-        file
-    ) in files:  # folders named together may hold files of one relative path: the later ones get a rank of their own
+    for file in files:  # folders given together may hold the same relative path: the later ones get their own rank
         ranks.append(unit_hash(f"{seed}:{file.path}" + f":{seen[file.path]}" * (seen[file.path] > 0)))
         seen[file.path] += 1
     # Few files or an extreme fraction: each side gets at least one.

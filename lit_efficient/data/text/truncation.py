@@ -51,7 +51,7 @@ class Pieces:
     """Which tokens of which documents are left, in order.
 
     Args:
-        document: number of the document ``[P]``.
+        document: number of the document ``[P]``; all three are int32, of which a corpus may have very many.
         start: its first token that is left ``[P]``.
         stop: where that ends ``[P]``.
     """
@@ -100,7 +100,7 @@ def cut(documents: np.ndarray, max_length: int, side: Side, counts: Counts) -> P
     )
     counts.documents += int(kept.sum())
     counts.tokens += int((stop - start)[kept].sum())
-    return Pieces(of[kept], start[kept], stop[kept])
+    return Pieces(*(values[kept].astype(np.int32) for values in (of, start, stop)))
 
 
 def cut_pairs(chosen: np.ndarray, rejected: np.ndarray, max_length: int, too_long: TooLong) -> tuple[Pieces, Pieces]:
@@ -120,5 +120,6 @@ def cut_pairs(chosen: np.ndarray, rejected: np.ndarray, max_length: int, too_lon
     excess = np.maximum(np.maximum(chosen[:, 0], rejected[:, 0]) - max_length, 0)
     answers = np.minimum(chosen[:, 1], rejected[:, 1])
     kept = np.flatnonzero((excess == 0) | ((excess < answers) & (too_long == "left")))
-    of_chosen, of_rejected = (Pieces(kept, excess[kept], side[kept, 0]) for side in (chosen, rejected))
+    left = [(kept, excess[kept], side[kept, 0]) for side in (chosen, rejected)]
+    of_chosen, of_rejected = (Pieces(*(values.astype(np.int32) for values in side)) for side in left)
     return of_chosen, of_rejected
