@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import sys
 import tarfile
 
 import numpy as np
@@ -198,6 +199,13 @@ def test_tables_are_mapped_and_copied_once(tmp_path, shared_cache, writer, monke
     for path in tmp_path.iterdir():
         os.utime(path, (1e9, 1e9))
     with pytest.raises(ConfigurationError, match="copied again"):
+        open_encoded(tmp_path)
+
+
+def test_tables_say_what_to_install(tmp_path, monkeypatch):
+    parquet(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigurationError, match=r"parquet needs datasets: pip install 'lit-efficient\[diffusion\]'"):
         open_encoded(tmp_path)
 
 
