@@ -241,7 +241,7 @@ def third_party(name: str) -> Registered | None:
     *module, last = known[0].path.split(".")
     if last != name or not module or not all(part.isidentifier() for part in (*module, last)):
         raise ConfigurationError(
-            f"{owners} registers {known[0].path} as {name!r}: it must be my_package.module:{name}, because conflicts "
+            f"{owners} registers {known[0].path} as {name!r}: write my_package.module:{name}, as conflicts "
             "and checkpoints go by the name of the class"
         )
     return known[0]

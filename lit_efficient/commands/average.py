@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.checkpoints import read, weights_alone, write
 from lit_efficient.mechanisms.averages.weights import position_weights, precise
 
@@ -58,9 +58,7 @@ def _shares(count: int, weights: Sequence[float] | str) -> list[float]:
     if isinstance(weights, str):
         return position_weights(count, weights)
     if len(weights) != count or not sum(weights) > 0:
-        raise ConfigurationError(
-            f"average: weights must be one number a file ({count}) with a sum above 0, got {len(weights)}: {weights}"
-        )
+        raise refusal("average", "weights", f"one number a file ({count}) with a sum above 0", weights)
     return [weight / sum(weights) for weight in weights]
 
 
@@ -106,6 +104,4 @@ def _parse(weights: str) -> str | list[float]:
     try:
         return [float(part) for part in weights.split(",")]
     except ValueError as error:
-        raise ConfigurationError(
-            f"average: --weights must be uniform, linear, exponential or numbers with commas, got {weights!r}"
-        ) from error
+        raise refusal("average", "--weights", "uniform, linear, exponential or numbers with commas", weights) from error

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 
 def run(argv: Sequence[str]) -> int:
@@ -41,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--shard_rows", type=int, default=1024, help="images a file (default: 1024)")
     parser.add_argument("--overwrite", action="store_true", help="replace a cache that is there, and what was begun")
     options, rest = parser.parse_known_args(argv)
-    for name, least in (("batch_size", 1), ("num_workers", 0), ("shard_rows", 1)):
-        if getattr(options, name) is not None and getattr(options, name) < least:
-            raise ConfigurationError(f"cache-latents: --{name} must be at least {least}, got {getattr(options, name)}.")
+    check_number("cache-latents", "--batch_size", options.batch_size, least=1, whole=True, null=True)
+    check_number("cache-latents", "--num_workers", options.num_workers, least=0, whole=True, null=True)
+    check_number("cache-latents", "--shard_rows", options.shard_rows, least=1, whole=True)
     from lit_efficient.cli.errors import explain
     from lit_efficient.commands.preview import build_data
     from lit_efficient.data.latent_data import LatentData
@@ -51,9 +51,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         data = build_data(rest, "cache-latents")
         if not isinstance(data, LatentData):
-            raise ConfigurationError(
-                f"cache-latents: the config's data must be LatentData, it is {type(data).__name__}."
-            )
+            raise refusal("cache-latents", "the config's data", "LatentData", type(data).__name__)
         data.images.prepare_data()
         data.images.setup("fit")
     except ConfigurationError:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.checkpoints import read, weights_alone, write
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
@@ -135,10 +135,8 @@ class WidthCurve:
 
     def __post_init__(self) -> None:
         if self.metric not in self.raw:
-            raise ConfigurationError(
-                f"ema-sweep: --metric must be one that the validation logs ({', '.join(sorted(self.raw)) or 'none'}), "
-                f"got {self.metric!r}"
-            )
+            allowed = f"one that the validation logs ({', '.join(sorted(self.raw)) or 'none'})"
+            raise refusal("ema-sweep", "--metric", allowed, self.metric)
 
     @property
     def losses(self) -> dict[float, float]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.losses.next_token import IGNORE
 
 TRAINED, MASKED, PADDED = "trained", "masked", "padded"
@@ -258,8 +258,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=400, help="tokens of a row that are shown (default: 400)")
     parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (default: 2)")
     options, rest = parser.parse_known_args(argv)
-    if options.tokens < 1 or options.rows < 1:
-        raise ConfigurationError("preview: --tokens and --rows must be at least 1.")
+    check_number("preview", "--tokens", options.tokens, least=1, whole=True)
+    check_number("preview", "--rows", options.rows, least=1, whole=True)
     from lit_efficient.cli.errors import explain
 
     try:

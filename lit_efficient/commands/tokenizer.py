@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,10 +36,8 @@ def run(argv: Sequence[str]) -> int:
     from lit_efficient.files.atomic_file import check_new_folder
 
     check_new_folder(output, "tokenizer")
-    if arguments.vocab_size < 257:
-        raise ConfigurationError(f"tokenizer: vocab_size must be at least 257, got {arguments.vocab_size}")
-    if not 0 < arguments.val_fraction < 1:
-        raise ConfigurationError(f"tokenizer: val_fraction must be between 0 and 1, got {arguments.val_fraction}")
+    check_number("tokenizer", "vocab_size", arguments.vocab_size, least=257, whole=True)
+    check_number("tokenizer", "val_fraction", arguments.val_fraction, above=0, below=1)
     from lit_efficient.data.text.superbpe import bytes_per_token, train_superbpe
     from lit_efficient.data.text.token_cache import train_tokenizer
 

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 HELD_OUT = 180  # images for validation, and as many for the test: a tenth each
@@ -89,7 +89,7 @@ class KeyedTensors(TensorDictDataset):
             return super().__getitem__(key)
         index, variant = key
         if variant != 0:
-            raise ConfigurationError(f"KeyedTensors: the variant must be 0, there is no other, not {variant!r}.")
+            raise refusal("KeyedTensors", "the variant", "0 (there is no other)", variant)
         return {**super().__getitem__(index), "variant": torch.tensor(0)}
 
 
@@ -107,8 +107,7 @@ class DigitsDataModule(LightningDataModule):
     def __init__(self, batch_size: int = 64, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
         for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("seed", seed, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{type(self).__name__}: {name} must be an integer >= {least}, not {value!r}.")
+            check_number(type(self).__name__, name, value, least=least, whole=True)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
@@ -187,6 +186,7 @@ class DigitImages(DigitsDataModule):
 
 def checked_image_size(owner: str, image_size: int) -> int:
     """``image_size`` if the autoencoder can halve it twice and the judge can read it, else ConfigurationError."""
-    if not isinstance(image_size, int) or image_size < 8 or image_size % 4:
-        raise ConfigurationError(f"{owner}: image_size must be a multiple of 4 and at least 8, not {image_size!r}.")
+    check_number(owner, "image_size", image_size, least=8, whole=True)
+    if image_size % 4:
+        raise refusal(owner, "image_size", "a multiple of 4", image_size)
     return image_size

@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -31,7 +31,7 @@ from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStor
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
 from lit_efficient.data.latents.stage_one import forked_rng
 from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
 from lit_efficient.models.autoencoder import AutoencoderConfig
@@ -88,16 +88,14 @@ class LatentData(LightningDataModule):
         build: bool = False,
     ) -> None:
         super().__init__()
-        _check("format", format, ("posterior", "int8"))
-        _check("dtype", dtype, ("float32", "float16", "bfloat16"))
-        _check("statistics", statistics, ("measured", "declared"))
+        check_choice("LatentData", "format", format, get_args(Format))
+        check_choice("LatentData", "dtype", dtype, get_args(StoredDtype))
+        check_choice("LatentData", "statistics", statistics, ("measured", "declared"))
         if not isinstance(images, ImageSource):
-            raise ConfigurationError(
-                "LatentData: images must be an ImageSource (DigitImages, PhotoCrops, ImageData, ...), got a "
-                f"{type(images).__name__}."
-            )
+            allowed = "an ImageSource (DigitImages, PhotoCrops, ImageData, ...)"
+            raise refusal("LatentData", "images", allowed, type(images).__name__)
         if build and not cached:
-            raise ConfigurationError("LatentData: build must be false with cached: false, which reads no cache.")
+            raise refusal("LatentData", "build", "false with cached: false, which reads no cache", build)
         self.images: Any = images
         self.autoencoder = autoencoder
         self.text_encoder_config = text_encoder
@@ -343,8 +341,3 @@ def described(spec: Any) -> str:
     if spec is None or isinstance(spec, str):
         return spec or "none"
     return str(getattr(spec, "name_or_path", None) or type(spec).__name__)
-
-
-def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigurationError(f"LatentData: {name} must be {' or '.join(allowed)}, got {value!r}.")

@@ -23,7 +23,7 @@ from torch import Tensor
 from lit_efficient.data import digit_images as digits
 from lit_efficient.data.digit_images import DigitsDataModule, TensorDictDataset
 from lit_efficient.data.latents import stage_one
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.models import autoencoder as autoencoder_module
@@ -60,13 +60,10 @@ class LatentDigits(DigitsDataModule):
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
         self.image_size = digits.checked_image_size(type(self).__name__, image_size)
-        for name, value in (("autoencoder_steps", autoencoder_steps), ("judge_steps", judge_steps)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"LatentDigits: {name} must be an integer >= 1, not {value!r}.")
+        check_number("LatentDigits", "autoencoder_steps", autoencoder_steps, least=1, whole=True)
+        check_number("LatentDigits", "judge_steps", judge_steps, least=1, whole=True)
         if autoencoder.image_channels != 1:
-            raise ConfigurationError(
-                f"LatentDigits: autoencoder.image_channels must be 1 (grey), not {autoencoder.image_channels}."
-            )
+            raise refusal("LatentDigits", "autoencoder.image_channels", "1 (grey)", autoencoder.image_channels)
         self.autoencoder = autoencoder
         self.autoencoder_steps = autoencoder_steps
         self.judge_steps = judge_steps

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_efficient.application import arguments_behind
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.tensors import save_tensors
@@ -54,8 +54,7 @@ def export_checkpoint(
         ConfigurationError: For an argument that does not fit the checkpoint.
         CheckpointError: If a file cannot be read safely, or tensors are missing.
     """
-    if format not in FORMATS:
-        raise ConfigurationError(f"export: format must be one of {', '.join(FORMATS)}; got {format!r}")
+    check_choice("export", "format", format, FORMATS)
     check_new_folder(Path(output), "export")
     checkpoint = read(path)
     if format == "peft":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.export.diffusers_parts import EVERY, Parts, Pipeline, call_of, notes_of, refuse_rescale, scheduler_of
 from lit_efficient.export.diffusers_text_pipelines import of_pixart, of_sd3, of_unet
 from lit_efficient.models.dit_to_diffusers import NULL_CLASS
@@ -37,9 +37,8 @@ def pipeline_for(parts: Parts) -> Pipeline:
         )
     size = parts.network.config.sample_size
     if not isinstance(size, int):
-        raise ConfigurationError(
-            f"export: sample_size of {name} must be one number, as pipelines make square latents of it, not {size!r}"
-        )
+        allowed = "one number, as pipelines make square latents of it"
+        raise refusal("export", f"sample_size of {name}", allowed, size)
     if parts.size is not None and parts.size[0] != parts.size[1]:
         raise ConfigurationError(
             f"export: pipelines make square latents by themselves, and {name} was trained on latents of {parts.size}"
@@ -82,7 +81,7 @@ def _unconditional(parts: Parts) -> Pipeline:
     if parts.network.config.num_class_embeds is not None:
         raise ConfigurationError(
             "export: no pipeline of diffusers gives labels to a UNet2DModel: LDMPipeline, which samples latents with "
-            "it, has none (num_class_embeds must be null; DiTPipeline takes labels, with a DiT)"
+            "it, has none (leave num_class_embeds out; DiTPipeline takes labels, with a DiT)"
         )
     scheduler = scheduler_of(parts, EVERY)
     pipeline: Any = LDMPipeline(vqvae=parts.vae, unet=parts.network, scheduler=scheduler)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.application import arguments_behind
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.tensors import save_tensors
@@ -64,10 +64,8 @@ def export_pipeline(
         ConfigurationError: For an argument out of range, and for what no pipeline of diffusers can hold.
         CheckpointError: If the file cannot be read, or does not hold the weights that are asked for.
     """
-    for name, value, allowed in (("weights", weights, (None, "ema", "raw")), ("lora", lora, ("merged", "diffusers"))):
-        if value not in allowed:
-            given = ", ".join(map(str, allowed))
-            raise ConfigurationError(f"export: {name} must be one of {given}; got {value!r}")
+    check_choice("export", "weights", weights, ("ema", "raw"), null=True)
+    check_choice("export", "lora", lora, ("merged", "diffusers"))
     check_new_folder(Path(output), "export")
     checkpoint = read(Path(path))
     if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():

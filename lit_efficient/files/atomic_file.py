@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import refusal
 
 _SUFFIX = ".partial"  # a file being written, or a folder being removed
 _FOREIGN_IS_STALE_AFTER = 24 * 3600  # seconds; another machine's process cannot be asked whether it lives
@@ -59,7 +59,7 @@ def check_new_folder(folder: Path, who: str) -> None:
         ConfigurationError: If ``folder`` is a file, or holds something.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(f"{who}: output must be a new or empty folder, got {str(folder)!r}")
+        raise refusal(who, "output", "a new or empty folder", str(folder))
 
 
 def write_folder(target: Path, write: Callable[[Path], object]) -> Path:

@@ -303,7 +303,7 @@ class LatentGenerator(LightningModule):
         numbers = {len(given) for given in (labels, captions) if given is not None}
         numbers |= set() if count is None else {count}
         if len(numbers) != 1:
-            allowed = "given by labels, captions or count, and alike"
+            allowed = "one, given by labels, captions or count"
             raise refusal("LatentDiffusion", "the number of samples", allowed, sorted(numbers))
         return next(iter(numbers))
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lit_efficient.data.text.tokenizer_state import token_ids, unpack_tokenizer
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import sha256_of
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.models import causal_lm
@@ -40,7 +40,7 @@ class TeacherSource:
 
     def __post_init__(self) -> None:
         if isinstance(self.spec, CausalLMConfig) and self.spec.draws_weights:
-            raise refusal("Distillation", "teacher", "a model with trained weights", self.spec)
+            raise ConfigurationError("Distillation: teacher must have trained weights, got one that draws them.")
 
     @property
     def name(self) -> str:

@@ -64,10 +64,10 @@ def test_the_config_that_fit_runs_is_encoded_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
-        (["--shard_rows", "0"], "--shard_rows must be at least 1, got 0"),
-        (["--device", "abacus"], "device must be auto, cpu, cuda, ...; got 'abacus'"),
-        (["--data", "DigitImages"], "the config's data must be LatentData, it is DigitImages"),
+        (["--batch_size", "0"], "--batch_size must be a whole number of at least 1 or null, got 0"),
+        (["--shard_rows", "0"], "--shard_rows must be a whole number of at least 1, got 0"),
+        (["--device", "abacus"], "device must be auto, cpu, cuda, ..., got 'abacus'"),
+        (["--data", "DigitImages"], "the config's data must be LatentData, got 'DigitImages'"),
     ],
 )
 def test_mistakes_are_told(tmp_path, capsys, arguments, message):

@@ -83,7 +83,7 @@ def test_checkpoints_hold_the_adapter_alone_and_the_global_generator_stays(run: 
         (["--weights", "raw", "--ckpt", "alone.ckpt"], "holds the weights 'ema' alone"),
         (["--chat"], "needs a tokenizer with a chat template"),
         (["--temperature", "-1"], "temperature must be at least 0"),
-        (["--max_new_tokens", "0"], "max_new_tokens must be in"),
+        (["--max_new_tokens", "0"], "max_new_tokens must be at least 1 and below"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(

@@ -120,8 +120,8 @@ def test_a_checkpoint_of_ours_writes_too(home: Path, tmp_path: Path) -> None:
         (["--prompts", "bad.jsonl"], 'bad.jsonl:2 must have a text under "prompt"'),
         (["--prompts", "empty.txt"], "empty.txt holds no prompts"),
         (["--output", "foreign.jsonl"], "exists and was not written by this command"),
-        (["--top_p", "2"], "top_p must be in (0, 1], got 2.0"),
-        (["--output", "new.jsonl", "--max_new_tokens", "0"], "max_new_tokens must be in"),
+        (["--top_p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+        (["--output", "new.jsonl", "--max_new_tokens", "0"], "max_new_tokens must be at least 1 and below"),
         (["--output", "new2.jsonl", "--model", "nowhere"], "cannot be read"),
     ],
 )

@@ -131,11 +131,11 @@ def test_frechet_distance_equals_scipys():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be an integer >= 1, not 0"),
-        ({"num_workers": -1}, "num_workers must be an integer >= 0, not -1"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"num_workers": -1}, "num_workers must be a whole number of at least 0, got -1"),
         ({"image_size": 30}, "image_size must be a multiple of 4"),
-        ({"autoencoder_steps": 0}, "autoencoder_steps must be an integer >= 1, not 0"),
-        ({"autoencoder": AutoencoderConfig(image_channels=3)}, r"image_channels must be 1 \(grey\), not 3"),
+        ({"autoencoder_steps": 0}, "autoencoder_steps must be a whole number of at least 1, got 0"),
+        ({"autoencoder": AutoencoderConfig(image_channels=3)}, r"image_channels must be 1 \(grey\), got 3"),
     ],
 )
 def test_arguments_are_checked_when_built(wrong, message):

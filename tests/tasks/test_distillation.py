@@ -354,7 +354,7 @@ def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cache_top_k": 0}, "cache_top_k must be at least 1 or null, got 0"),
+        ({"cache_top_k": 0}, "cache_top_k must be a whole number of at least 1 or null, got 0"),
         ({"teacher": CausalLMConfig(config_fields=FAMILIES["llama"])}, "teacher must have trained weights"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0"),
     ],
@@ -367,9 +367,9 @@ def test_bad_arguments_are_refused_at_once(arguments: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weight": 0.0}, "weight must be above 0 .LanguageModeling needs no teacher. and at most 1, got 0.0"),
+        ({"weight": 0.0}, "weight must be above 0 and at most 1, got 0.0"),
         ({"rationale_weight": -1.0}, "rationale_weight must be at least 0, got -1.0"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_a_bad_objective_is_refused_at_once(arguments: Any, message: str) -> None:

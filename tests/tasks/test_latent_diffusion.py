@@ -201,33 +201,33 @@ def test_shapes_and_classes_must_be_the_datas(tmp_path):
     with pytest.raises(ConfigurationError, match=r"latents \(4, 4, 4\); the data's are \(2, 4, 4\)"):
         trainer(tmp_path).fit(wrong_shape, digits())
     wrong_classes = task(backbone=DiTConfig(channels=2, size=4, width=16, heads=2, depth=1, num_classes=3))
-    with pytest.raises(ConfigurationError, match="num_classes must be 10, as the data has, not 3"):
+    with pytest.raises(ConfigurationError, match="num_classes must be 10, as the data has, got 3"):
         trainer(tmp_path).fit(wrong_classes, digits())
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"prediction": "epsilon"}, "prediction must be one of flow, eps, v, x0, edm, not 'epsilon'"),
+        ({"prediction": "epsilon"}, "prediction must be one of flow, eps, v, x0, edm, got 'epsilon'"),
         (
             {"schedule": "exp"},
-            "schedule must be one of flow, cosine, .*, scaled_linear, edm, not 'exp'",
+            "schedule must be one of flow, cosine, .*, scaled_linear, edm, got 'exp'",
         ),
-        ({"timestep_sampling": "beta"}, "timestep_sampling must be one of uniform, logit_normal, mode, .*, not 'beta'"),
-        ({"timestep_sampling": "log_normal"}, "schedule must be edm for log_normal noise levels, not 'flow'"),
-        ({"sampler": "plms"}, "sampler must be one of builtin, ddim, .*, not 'plms'"),
+        ({"timestep_sampling": "beta"}, "timestep_sampling must be one of uniform, logit_normal, mode, .*, got 'beta'"),
+        ({"timestep_sampling": "log_normal"}, "schedule must be edm for log_normal noise levels, got 'flow'"),
+        ({"sampler": "plms"}, "sampler must be one of builtin, ddim, .*, got 'plms'"),
         ({"sampler": "ddim", "schedule": "linear", "sampling_steps": 3}, "sampling_steps must be a divisor of 1000"),
         ({"sampler": "ddim", "prediction": "eps"}, "name must be builtin for prediction 'eps' on 'flow'"),
         (
             {"schedule": DiffusionProcess("linear", zero_terminal_snr=True), "prediction": "eps"},
-            "prediction must be v, flow, x0 or edm with zero_terminal_snr .*, not 'eps'",
+            "prediction must be v, flow, x0 or edm with zero_terminal_snr .*, got 'eps'",
         ),
-        ({"label_dropout": 1.0}, r"label_dropout must be in \[0, 1\), not 1.0"),
+        ({"label_dropout": 1.0}, r"label_dropout must be in \[0, 1\), got 1.0"),
         ({"label_dropout": 0.0}, "guidance_scale must be 1 when label_dropout is 0"),
-        ({"guidance_scale": float("nan")}, "guidance_scale must be a finite number >= 0, not nan"),
-        ({"sampling_steps": 0}, "sampling_steps must be >= 1, not 0"),
-        ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, not 0.0"),
-        ({"validation_samples": 1}, "validation_samples must be 0 or >= 2, not 1"),
+        ({"guidance_scale": float("nan")}, "guidance_scale must be at least 0, got nan"),
+        ({"sampling_steps": 0}, "sampling_steps must be a whole number of at least 1, got 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
+        ({"validation_samples": 1}, "validation_samples must be 0 or >= 2, got 1"),
     ],
 )
 def test_arguments_are_checked_when_built(wrong, message):

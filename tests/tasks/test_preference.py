@@ -282,12 +282,12 @@ def test_sides_of_different_lengths_are_filled_up_and_routers_balanced() -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"loss": "kto"}, "loss must be sigmoid, hinge, ipo, orpo or simpo, got 'kto'"),
+        ({"loss": "kto"}, "loss must be one of sigmoid, hinge, ipo, orpo, simpo, got 'kto'"),
         ({"beta": 0.0}, "beta must be above 0, got 0.0"),
         ({"label_smoothing": 0.7}, "label_smoothing must be at least 0 and below 0.5, got 0.7"),
         ({"loss": "orpo", "label_smoothing": 0.1}, "label_smoothing is for sigmoid, got 0.1 with orpo"),
-        ({"gamma": 0.5}, "gamma is for simpo and at least 0, got 0.5 with sigmoid"),
-        ({"loss": "simpo", "gamma": -1.0}, "got -1.0 with simpo"),
+        ({"gamma": 0.5}, "gamma must be null with sigmoid, as it is for simpo, got 0.5"),
+        ({"loss": "simpo", "gamma": -1.0}, "gamma must be at least 0 or null, got -1.0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:

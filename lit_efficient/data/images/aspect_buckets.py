@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 Shape = tuple[int, int]
 """Height and width in pixels."""
@@ -35,10 +35,10 @@ class AspectBuckets:
     max_aspect: float = 2.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 8 or self.step % 8:
-            raise ConfigurationError(f"AspectBuckets: step must be a multiple of 8, not {self.step!r}.")
-        if not 1.0 < self.max_aspect < math.inf:
-            raise ConfigurationError(f"AspectBuckets: max_aspect must be a number above 1, not {self.max_aspect!r}.")
+        check_number("AspectBuckets", "step", self.step, least=8, whole=True)
+        if self.step % 8:
+            raise refusal("AspectBuckets", "step", "a multiple of 8", self.step)
+        check_number("AspectBuckets", "max_aspect", self.max_aspect, above=1)
 
     def shapes(self, resolution: int) -> list[Shape]:
         """The shapes for images of ``resolution`` squared pixels, from the tallest to the widest.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 
 AUTO = "auto"
 USUAL = {
@@ -97,9 +97,7 @@ def check_label(value: Any, place: str, column: str) -> Any:
     """
     negative = isinstance(value, int) and value < 0
     if negative or isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        raise ConfigurationError(
-            f"ImageData: {place}: the label in {column!r} must be a number from 0 or a name, not {value!r}."
-        )
+        raise refusal(f"ImageData: {place}", f"the label in {column!r}", "a number from 0 or a name", value)
     return value
 
 
@@ -110,5 +108,5 @@ def check_caption(value: Any, place: str, column: str) -> str:
         ConfigurationError: If it is no text.
     """
     if not isinstance(value, str):
-        raise ConfigurationError(f"ImageData: {place}: the caption in {column!r} must be a text, not {value!r}.")
+        raise refusal(f"ImageData: {place}", f"the caption in {column!r}", "a text", value)
     return value

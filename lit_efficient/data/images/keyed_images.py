@@ -12,7 +12,7 @@ from lit_efficient.data.images.image_folder import FolderTable
 from lit_efficient.data.images.image_pixels import UnreadableImage
 from lit_efficient.data.images.image_store import StoredImages
 from lit_efficient.data.images.image_view import ImageView
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 
@@ -51,7 +51,7 @@ class KeyedImageFiles:
     def __getitem__(self, key: Key) -> dict[str, Any]:
         index, variant = key
         if not 0 <= variant < self.view.variants:
-            raise ConfigurationError(f"ImageData: the variant must be in [0, {self.view.variants}), not {variant!r}.")
+            raise refusal("ImageData", "the variant", f"at least 0 and below {self.view.variants}", variant)
         if not 0 <= index < len(self):
             raise IndexError(f"ImageData holds {len(self)} images, there is no number {index}")
         number = int(np.searchsorted(self._ends, index, side="right"))
@@ -110,7 +110,8 @@ def classes_of(stores: dict[str, list[StoredImages]]) -> tuple[list[int] | None,
     trained = [label for store in stores["train"] for label in store.of_readable(store.table.labels) or []]
     declared = {tuple(store.table.label_names) for store in every if store.table.label_names}
     if len({type(label) for label in labels}) > 1 or len(declared) > 1:
-        raise ConfigurationError("ImageData: labels must be all numbers or all names, of the same classes everywhere.")
+        allowed = "all numbers or all names, of the same classes everywhere"
+        raise refusal("ImageData", "labels", allowed, sorted({type(label).__name__ for label in labels}))
     if isinstance(labels[0], int):
         names = list(declared.pop()) if declared else [str(number) for number in range(max(trained) + 1)]
         number_of: dict[Any, int] = {number: number for number in range(len(names))}

@@ -36,7 +36,7 @@ from lit_efficient.data.latents.latent_store import (
     refuse_other,
 )
 from lit_efficient.data.latents.teacher_features import stored_features
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.atomic_file import remove_whole, replacing
 from lit_efficient.files.cache import sha256_of
 from lit_efficient.files.tensors import map_tensors, save_tensors
@@ -380,7 +380,7 @@ def device_of(name: str) -> torch.device:
         try:
             return torch.device(name)
         except RuntimeError as error:
-            raise ConfigurationError(f"LatentData: device must be auto, cpu, cuda, ...; got {name!r}.") from error
+            raise refusal("LatentData", "device", "auto, cpu, cuda, ...", name) from error
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

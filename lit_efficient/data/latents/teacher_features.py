@@ -9,13 +9,13 @@ float16 are 393 kB, against 16 kB of SD's posterior.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lit_efficient.data.latents.latent_format import StoredDtype
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_choice, check_number
 from lit_efficient.models.teachers import Teacher, find_teacher, name_of
 
 _WHO = "TeacherFeatures"
@@ -39,10 +39,8 @@ class TeacherFeatures:
     dtype: StoredDtype = "float16"
 
     def __post_init__(self) -> None:
-        if self.image_size is not None and self.image_size < 1:
-            raise ConfigurationError(f"{_WHO}: image_size must be at least 1 or null, got {self.image_size!r}.")
-        if self.dtype not in ("float32", "float16", "bfloat16"):
-            raise ConfigurationError(f"{_WHO}: dtype must be float32, float16 or bfloat16, got {self.dtype!r}.")
+        check_number(_WHO, "image_size", self.image_size, least=1, whole=True, null=True)
+        check_choice(_WHO, "dtype", self.dtype, get_args(StoredDtype))
 
     def find(self, images: Any) -> Teacher:
         """The encoder.

@@ -180,8 +180,8 @@ def test_images_go_to_the_nearest_shape_in_log_aspect():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"step": 12}, "step must be a multiple of 8, not 12"),
-        ({"max_aspect": 1.0}, "max_aspect must be a number above 1, not 1.0"),
+        ({"step": 12}, "step must be a multiple of 8, got 12"),
+        ({"max_aspect": 1.0}, "max_aspect must be above 1, got 1.0"),
     ],
 )
 def test_bad_buckets(wrong, message):
