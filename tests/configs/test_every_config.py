@@ -41,8 +41,8 @@ def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
     parts = built(path)
     callbacks = {type(callback).__name__: callback for callback in parts.trainer.callbacks}
     for key in ("callbacks", "callbacks+"):
-        for entry in written["trainer"].get(key, ()):
-            entry = {"class_path": entry} if isinstance(entry, str) else entry
+        for named in written["trainer"].get(key, ()):
+            entry = {"class_path": named} if isinstance(named, str) else named
             callback = callbacks[entry["class_path"].rpartition(".")[2]]
             if isinstance(callback, Technique):
                 for name, value in entry.get("init_args", {}).items():
