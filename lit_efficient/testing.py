@@ -270,12 +270,11 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 def load(path: Path) -> dict[str, Any]:
     """A checkpoint, read without running code that lies in it."""
     try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+        return dict(load_verified(path))
+    except CheckpointError as error:
         raise AssertionError(
             f"state must be primitives and tensors, which load with weights_only=True: {error}"
         ) from error
-    return checkpoint
 
 
 def assert_equal(a: Any, b: Any, what: str = "") -> None:
