@@ -27,6 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient.application import ledger, reports_of
 from lit_efficient.declaration import Report, techniques_of
+from lit_efficient.errors import CheckpointError
+from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.technique import Technique
 
 WIDTH = 16
