@@ -8,8 +8,6 @@ Everything here works on plain ``nn.Module`` s and optimizers and knows nothing 
 * :func:`become` turns an optimizer into one of another class, with all the schedulers that point at it.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -7,8 +7,6 @@ Costs: k copies of the weights in CPU memory; statistics of BatchNorm, where the
 Source: LAWA: Kaddour (2022), https://arxiv.org/abs/2209.14981; SWA: Izmailov et al. (2018), https://arxiv.org/abs/1803.05407
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -10,8 +10,6 @@ Source: Ansel et al. (2024), https://doi.org/10.1145/3620665.3640366; regional: 
 twelve blocks that differ in a number it runs four uncompiled, with one line in a log.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -7,8 +7,6 @@ Costs: the teacher's forward in each step until `stop_at`, its weights, and a he
 Source: Romero et al. (2014), https://arxiv.org/abs/1412.6550; the losses: :mod:`lit_efficient.losses.feature_matching`
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

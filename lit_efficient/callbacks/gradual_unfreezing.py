@@ -8,8 +8,6 @@ Costs: later groups train for fewer steps; under DDP a broadcast of the weights,
 Source: Howard and Ruder (2018), ULMFiT, https://arxiv.org/abs/1801.06146, sections 3.2 and 3.3
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, ClassVar

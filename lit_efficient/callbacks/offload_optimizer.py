@@ -11,8 +11,6 @@ user made and forbids clipping. Streaming keeps torch's own step on the GPU: any
 numbers, groups, schedulers, clipping and checkpoints as without it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, MutableMapping
 from typing import Any, ClassVar

@@ -12,8 +12,6 @@ of the distance between average and weights, as close as any combination of them
 the error n^2 times smaller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar

@@ -9,8 +9,6 @@ Costs: dequantising in each forward and backward pass; the rounding of the base
 Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://arxiv.org/abs/2208.07339; bitsandbytes
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

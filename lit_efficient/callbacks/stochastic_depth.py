@@ -9,8 +9,6 @@ Source: Huang et al. (2016), https://arxiv.org/abs/1603.09382; on rows: Oquab et
 Multiplying a block's output by a mask, as DropPath layers do, saves no time at all: here a dropped block is not run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar, cast
 

@@ -11,8 +11,6 @@ Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a v
     shape in float16, 4 kB in int8
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

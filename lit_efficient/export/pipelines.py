@@ -8,8 +8,6 @@ into the table of labels, adapters into what they adapt (or beside it, in diffus
 Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

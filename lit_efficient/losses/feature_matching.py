@@ -10,8 +10,6 @@ Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940 (REPA); Yao et al. (2
     (VF); Romero et al. (2014), https://arxiv.org/abs/1412.6550 (squared error through a projection)
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

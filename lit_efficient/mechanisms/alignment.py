@@ -8,8 +8,6 @@ devices and data parallelism find them; in checkpoints they stand beside the wei
 had never been.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar

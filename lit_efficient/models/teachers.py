@@ -4,8 +4,6 @@ A teacher is deliberately no ``nn.Module`` of the run: a LightningModule that us
 saves nor shards it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -7,8 +7,6 @@ asked live, or once for all, its likeliest tokens then lying on disk. Logits exi
 Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rationales https://arxiv.org/abs/2305.02301.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

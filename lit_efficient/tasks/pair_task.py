@@ -1,7 +1,5 @@
 """What tasks on pairs of answers have in common: their steps, what they log, and where they start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

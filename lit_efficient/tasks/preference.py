@@ -9,8 +9,6 @@ Chosen and rejected answers go through the network in one batch. The formulas ar
 :mod:`lit_efficient.losses.preference`, where the reference comes from in :mod:`lit_efficient.tasks.reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

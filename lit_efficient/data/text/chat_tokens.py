@@ -11,8 +11,6 @@ A model that does not learn the end-of-turn token never stops. Templates that le
 so a probe conversation is checked before any data is read.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The second set is copied into the module before each validation, test and predic
 back after it or after an exception anywhere. Only parameters are exchanged: buffers are always those of the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps

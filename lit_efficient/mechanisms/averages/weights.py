@@ -9,8 +9,6 @@ moves.
 Source: Karras et al. (2024), https://arxiv.org/abs/2312.02696 (profiles, post-hoc synthesis); ema-pytorch, diffusers
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

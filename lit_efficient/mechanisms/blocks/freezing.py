@@ -6,8 +6,6 @@ Everything here works on plain modules. Parameters are compared by identity: tie
 to the first group that holds it.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence

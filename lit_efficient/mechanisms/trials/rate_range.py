@@ -7,8 +7,6 @@ All parameter groups are scaled by one factor, so their proportions stay as thei
 Source: Smith (2015), https://arxiv.org/abs/1506.01186.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ arrays, contents of dicts, lists and sets, attributes of objects, states of gene
 a tensor or a list holds the same one afterwards, with the old contents.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import types

@@ -8,8 +8,6 @@ trainer's own loop, so that transforms, rewritten optimizers, precision, clippin
 part. What would leave a trace outside the process does not: loggers, checkpoints, progress bars, writers of files.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
