@@ -152,11 +152,7 @@ def match_modules(
 
 
 def match_parameters(
-    root: nn.Module,
-    patterns: Sequence[str],
-    *,
-    who: str,
-    where: Callable[[nn.Parameter], object] | None = None,
+    root: nn.Module, patterns: Sequence[str], *, who: str, where: Callable[[nn.Parameter], object] | None = None
 ) -> list[tuple[str, nn.Parameter]]:
     """Parameters whose dotted name, or that of a module that holds them, matches any of ``patterns``.
 

@@ -113,8 +113,6 @@ class CheckpointAverage(ShadowWeights):
             raise ConfigurationError(f"CheckpointAverage: no parameter of {type(module).__name__} trains")
         return tracked
 
-    # Snapshots
-
     @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count steps from here, with restored snapshots sharded as the parameters are."""
@@ -165,8 +163,6 @@ class CheckpointAverage(ShadowWeights):
     def forget(self) -> None:
         """Start anew."""
         self._snapshots, self._count, self._mean, self._statistics = [], 0, None, None
-
-    # BatchNorm
 
     @outside_autograd
     def swap_in(self, module: Any) -> None:

@@ -122,8 +122,7 @@ class Compile(Technique):
         kinds = ", ".join(sorted({unmixed(part).__name__ for _, part in found}))
         how = self.backend + (f" in mode {self.mode}" if self.mode != "default" else "")
         return Report(
-            f"{len(found)} modules ({kinds}) are compiled in place by {how}",
-            modules=tuple(name for name, _ in found),
+            f"{len(found)} modules ({kinds}) are compiled in place by {how}", modules=tuple(name for name, _ in found)
         )
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:

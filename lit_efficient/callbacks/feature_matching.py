@@ -50,7 +50,7 @@ class FeatureMatching(Alignment):
 
     phase = Phase.FREEZE
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
+        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA"
     }
     heads_name = "feature_matching_heads"
 

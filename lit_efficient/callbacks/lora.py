@@ -59,7 +59,7 @@ class LoRA(Technique):
     alters = ("weights",)
     keeps = "adapters"
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
+        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA"
     }
 
     def __init__(

@@ -65,9 +65,7 @@ class LRFinder(Technique):
     """
 
     phase = Phase.OPTIMIZER
-    conflicts: ClassVar[dict[str, str]] = {
-        "LearningRateFinder": "both set the learning rate; keep LRFinder",
-    }
+    conflicts: ClassVar[dict[str, str]] = {"LearningRateFinder": "both set the learning rate; keep LRFinder"}
 
     def __init__(
         self,

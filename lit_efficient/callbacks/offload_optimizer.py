@@ -41,7 +41,7 @@ class OffloadOptimizer(Technique):
 
     phase = Phase.OPTIMIZER
     conflicts: ClassVar[dict[str, str]] = {
-        "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both",
+        "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both"
     }
 
     def __init__(self, piece_mb: int = 256) -> None:

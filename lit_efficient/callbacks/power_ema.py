@@ -57,7 +57,7 @@ class PowerEMA(Technique):
     leaves_traces = True
     conflicts: ClassVar[dict[str, str]] = {
         # In the same hook, so that the order of the list would decide which weights are averaged.
-        "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out",
+        "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out"
     }
 
     def __init__(

@@ -220,7 +220,7 @@ class StochasticDepth(Technique):
     after_sharding = True  # the class of a block changes, no parameter does
     conflicts: ClassVar[dict[str, str]] = {
         "Compile(modules='network')": "each combination of dropped blocks would be a graph of its own: modules must be "
-        "blocks or patterns",
+        "blocks or patterns"
     }
 
     def __init__(

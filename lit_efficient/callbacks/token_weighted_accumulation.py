@@ -78,7 +78,7 @@ class TokenWeightedAccumulation(Technique):
 
     phase = Phase.LOSS
     conflicts: ClassVar[dict[str, str]] = {
-        "OptimizerInBackward": "it steps before the tokens of the window are counted; leave one of the two out",
+        "OptimizerInBackward": "it steps before the tokens of the window are counted; leave one of the two out"
     }
 
     def __init__(

@@ -205,9 +205,6 @@ def _autoencoder(codec: Any) -> Any:
     return fold_statistics(codec.autoencoder.network.cpu(), codec.mean, codec.std)
 
 
-# LoRA ----------------------------------------------------------------------------------------------------------------
-
-
 def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and description of an adapter as a pipeline of diffusers loads it."""
     recorded = arguments_behind(run.checkpoint, "adapters")

@@ -31,9 +31,6 @@ _ASIDE = "training_only"  # in checkpoints: tensors by the name they have in the
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, keyword arguments, output
 
 
-# Taps ----------------------------------------------------------------------------------------------------------------
-
-
 class Tapped(nn.Module):
     """Mix-in of a layer that shows its calls to whoever listens at the moment."""
 
@@ -67,9 +64,6 @@ def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[
         calls.clear()  # they hold the step's graph
 
 
-# Heads ---------------------------------------------------------------------------------------------------------------
-
-
 class Heads(Loads, nn.ModuleDict):
     """Projections by name. Weights that are loaded need not hold them: then they stay as they are."""
 
@@ -98,9 +92,6 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
         head = nn.Sequential(*sizes)
     mix_in(head, NewLayer)  # it trains whole, whatever else is frozen
     return head
-
-
-# The techniques' base ------------------------------------------------------------------------------------------------
 
 
 class Alignment(LossHooks, Technique):

@@ -128,8 +128,6 @@ class Distillation(LanguageModeling):
         self._shared: int | None = None  # tokens that both know
         self._checked: set[int] = set()  # networks whose head is known to be understood
 
-    # the teacher
-
     def setup(self, stage: str) -> None:
         """Refuse a teacher of other tokens, and load it unless its answers are cached."""
         super().setup(stage)
@@ -145,8 +143,6 @@ class Distillation(LanguageModeling):
         """Open the cache, made first if it is not there."""
         if self.cache_top_k is not None:
             self._cache = self._cached(self.cache_top_k)
-
-    # steps
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The mixed loss over all tokens of the batch, and over those of each sequence for who reweights them."""
@@ -187,8 +183,6 @@ class Distillation(LanguageModeling):
         self.epoch_metrics.update(parts.cross_entropy, targets, batch.get("num_bytes"))
         if self._live is not None:
             self.epoch_divergence.update(parts.divergence, targets)
-
-    # helpers
 
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         parts, targets, router_loss = self._token_losses(batch, 0.0)

@@ -26,9 +26,6 @@ class NewLayer(nn.Module):
     """Mix-in of a layer whose weights are new: it is trained whole, and neither quantised nor adapted."""
 
 
-# What is held back ---------------------------------------------------------------------------------------------------
-
-
 def hold(root: nn.Module, names: Iterable[str]) -> None:
     """Freeze parameters for now: no gradient, and a note on ``root`` that they will be thawed."""
     parameters = _parameters(root)
@@ -58,9 +55,6 @@ def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters, under FSDP2 their shards: gathered copies of them take their names between two passes."""
     reshard(root)
     return dict(root.named_parameters())
-
-
-# Order of depth ------------------------------------------------------------------------------------------------------
 
 
 def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups") -> list[list[str]]:

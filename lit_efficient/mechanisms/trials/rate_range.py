@@ -83,13 +83,7 @@ def scale_rates(optimizer: Optimizer, factor: float) -> None:
         factor: What to multiply by.
     """
     for group in optimizer.param_groups:
-        for key in (
-            "lr",
-            "initial_lr",
-            "max_lr",
-            "min_lr",
-            "swa_lr",
-        ):  # of one-cycle and SWA schedules
+        for key in ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr"):  # of one-cycle and SWA schedules
             if key in group:
                 set_rate(group, float(group[key]) * factor, key)
 

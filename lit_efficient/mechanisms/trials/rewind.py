@@ -209,9 +209,6 @@ def _same(now: Iterable[object], then: Iterable[object]) -> bool:
     return len(now) == len(then) and all(a is b for a, b in zip(now, then))
 
 
-# Random generators ---------------------------------------------------------------------------------------------------
-
-
 def random_states() -> dict[str, Any]:
     """States of the global generators of torch (all devices in use), Python and NumPy."""
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}

@@ -197,9 +197,6 @@ def _is_machinery(kind: type) -> bool:
     return any(base.__name__ in _MACHINERY and base.__module__.partition(".")[0] in roots for base in kind.__mro__)
 
 
-# When ----------------------------------------------------------------------------------------------------------------
-
-
 class _Waiting:
     """What a fit's loop has still to call, by the point at which it does."""
 
