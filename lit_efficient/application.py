@@ -4,8 +4,6 @@ What stood on the instance before (the Lightning CLI and ``torch.compile`` set s
 and put back (:mod:`lit_efficient.internals.wraps`).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext

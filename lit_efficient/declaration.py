@@ -12,8 +12,6 @@ A technique says *what* it changes, in a few small methods, and never *when*:
 This file knows neither Lightning nor how techniques are applied (:mod:`lit_efficient.application`).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

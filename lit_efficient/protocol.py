@@ -6,8 +6,6 @@
 later hooks see the dict with the new ``loss`` and without the protocol's extras.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ Everything here works on plain ``nn.Module`` s and optimizers and knows nothing 
 * :func:`become` turns an optimizer into one of another class, with all the schedulers that point at it.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect
@@ -154,11 +152,7 @@ def match_modules(
 
 
 def match_parameters(
-    root: nn.Module,
-    patterns: Sequence[str],
-    *,
-    who: str,
-    where: Callable[[nn.Parameter], object] | None = None,
+    root: nn.Module, patterns: Sequence[str], *, who: str, where: Callable[[nn.Parameter], object] | None = None
 ) -> list[tuple[str, nn.Parameter]]:
     """Parameters whose dotted name, or that of a module that holds them, matches any of ``patterns``.
 

@@ -6,8 +6,6 @@ network is kept in a ledger on the module, so that a second run does not do it t
 they can be told apart.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback

@@ -10,8 +10,6 @@ Gradients are those of the plain network bit by bit: random numbers are drawn ag
 statistics of normalisation layers move once. Compiled blocks are recomputed by the compiler.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -10,8 +10,6 @@ A convolution whose weight is laid out like that returns its output so, and what
 ``reshape`` or an attention layer makes of it begins anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

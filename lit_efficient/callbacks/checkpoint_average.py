@@ -7,8 +7,6 @@ Costs: k copies of the weights in CPU memory; statistics of BatchNorm, where the
 Source: LAWA: Kaddour (2022), https://arxiv.org/abs/2209.14981; SWA: Izmailov et al. (2018), https://arxiv.org/abs/1803.05407
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -115,8 +113,6 @@ class CheckpointAverage(ShadowWeights):
             raise ConfigurationError(f"CheckpointAverage: no parameter of {type(module).__name__} trains")
         return tracked
 
-    # Snapshots
-
     @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count steps from here, with restored snapshots sharded as the parameters are."""
@@ -167,8 +163,6 @@ class CheckpointAverage(ShadowWeights):
     def forget(self) -> None:
         """Start anew."""
         self._snapshots, self._count, self._mean, self._statistics = [], 0, None, None
-
-    # BatchNorm
 
     @outside_autograd
     def swap_in(self, module: Any) -> None:

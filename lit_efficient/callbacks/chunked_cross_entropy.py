@@ -9,8 +9,6 @@ Source: Wijmans et al. (2024), https://arxiv.org/abs/2411.09009; measured by ben
 The formulas are in :mod:`lit_efficient.losses.chunked_cross_entropy`.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import nn

@@ -10,8 +10,6 @@ Source: Ansel et al. (2024), https://doi.org/10.1145/3620665.3640366; regional: 
 twelve blocks that differ in a number it runs four uncompiled, with one line in a log.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -124,8 +122,7 @@ class Compile(Technique):
         kinds = ", ".join(sorted({unmixed(part).__name__ for _, part in found}))
         how = self.backend + (f" in mode {self.mode}" if self.mode != "default" else "")
         return Report(
-            f"{len(found)} modules ({kinds}) are compiled in place by {how}",
-            modules=tuple(name for name, _ in found),
+            f"{len(found)} modules ({kinds}) are compiled in place by {how}", modules=tuple(name for name, _ in found)
         )
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:

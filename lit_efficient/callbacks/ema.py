@@ -7,8 +7,6 @@ Costs: 4 bytes a parameter and one pass over memory each update; nothing in the 
 Source: Polyak and Juditsky (1992); warm-ups of ema-pytorch and diffusers; switch EMA: https://arxiv.org/abs/2402.09240
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -12,8 +12,6 @@ alone writes the checkpoint, for every device, and whatever ran in between (vali
 It is promised for the same machine, versions, thread count and number of processes.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from functools import partial

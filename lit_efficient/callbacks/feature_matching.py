@@ -7,8 +7,6 @@ Costs: the teacher's forward in each step until `stop_at`, its weights, and a he
 Source: Romero et al. (2014), https://arxiv.org/abs/1412.6550; the losses: :mod:`lit_efficient.losses.feature_matching`
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -52,7 +50,7 @@ class FeatureMatching(Alignment):
 
     phase = Phase.FREEZE
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
+        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA"
     }
     heads_name = "feature_matching_heads"
 

@@ -8,8 +8,6 @@ Costs: later groups train for fewer steps; under DDP a broadcast of the weights,
 Source: Howard and Ruder (2018), ULMFiT, https://arxiv.org/abs/1801.06146, sections 3.2 and 3.3
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -113,8 +111,6 @@ class GradualUnfreezing(Technique):
         self._stilled: list[tuple[int, BatchNorm]] = []  # those that were put into eval mode
         self._open = 0  # groups that train now
 
-    # Before training
-
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse strategies that join parameters into larger ones."""
         traits = traits_of(trainer.strategy)
@@ -173,19 +169,13 @@ class GradualUnfreezing(Technique):
             f"({label(self._names[0])}), {when}{rates}{rest}",
             modules=tuple(label(names) for names in self._names),
             parameters=sum(sizes),
-            details={
-                "groups": len(sizes),
-                "trainable_at_start": sizes[0],
-                f"thaw_{unit}s": ", ".join(map(str, times)),
-            },
+            details={"groups": len(sizes), "trainable_at_start": sizes[0], f"thaw_{unit}s": ", ".join(map(str, times))},
         )
 
     def _times(self) -> list[int]:
         """Steps or epochs at which groups 1, 2, ... thaw."""
         every = self.every_n_steps or self.every_n_epochs
         return self.milestones or [(every or 1) * k for k in range(1, len(self._names))]
-
-    # While training
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Freeze what the step, which is restored by now, says."""
@@ -227,8 +217,6 @@ class GradualUnfreezing(Technique):
             if group < groups:
                 norm.train()
         self._stilled = [item for item in self._stilled if item[0] >= groups]
-
-    # After training
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the modes as they would be without this."""

@@ -7,8 +7,6 @@ Costs: three products with a vector a block until merged; far less capacity than
 Source: Liu et al. (2022), https://arxiv.org/abs/2205.05638
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

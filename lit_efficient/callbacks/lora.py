@@ -9,8 +9,6 @@ Source: Hu et al. (2021), https://arxiv.org/abs/2106.09685; LoRA+: Hayou et al. 
 The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.low_rank`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -61,7 +59,7 @@ class LoRA(Technique):
     alters = ("weights",)
     keeps = "adapters"
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
+        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA"
     }
 
     def __init__(

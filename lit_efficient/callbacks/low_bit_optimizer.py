@@ -8,8 +8,6 @@ Costs: quantising and dequantising the states in each step; none of it in the fo
 Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; kernels: bitsandbytes and torchao
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 

@@ -10,8 +10,6 @@ All parameter groups keep their proportions, and the rate that is taken is the s
 scheduler goes back to is scaled with it, so that LambdaLR, one-cycle and plateau schedules hold what was found.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,9 +65,7 @@ class LRFinder(Technique):
     """
 
     phase = Phase.OPTIMIZER
-    conflicts: ClassVar[dict[str, str]] = {
-        "LearningRateFinder": "both set the learning rate; keep LRFinder",
-    }
+    conflicts: ClassVar[dict[str, str]] = {"LearningRateFinder": "both set the learning rate; keep LRFinder"}
 
     def __init__(
         self,

@@ -12,8 +12,6 @@ gradient of one large batch exactly. Where token counts differ, a mean of means 
 The same holds for an epoch's last, short window, which Lightning divides by the full number of micro-batches.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict

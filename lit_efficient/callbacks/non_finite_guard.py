@@ -9,8 +9,6 @@ Source: the check of torch.amp.GradScaler, made usable without loss scaling.
 The maximum is taken, and not the 2-norm, because squares of large but finite gradients overflow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, Literal

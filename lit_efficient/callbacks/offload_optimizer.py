@@ -11,8 +11,6 @@ user made and forbids clipping. Streaming keeps torch's own step on the GPU: any
 numbers, groups, schedulers, clipping and checkpoints as without it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, MutableMapping
 from typing import Any, ClassVar
@@ -43,7 +41,7 @@ class OffloadOptimizer(Technique):
 
     phase = Phase.OPTIMIZER
     conflicts: ClassVar[dict[str, str]] = {
-        "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both",
+        "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both"
     }
 
     def __init__(self, piece_mb: int = 256) -> None:

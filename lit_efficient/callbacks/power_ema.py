@@ -12,8 +12,6 @@ of the distance between average and weights, as close as any combination of them
 the error n^2 times smaller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,7 +57,7 @@ class PowerEMA(Technique):
     leaves_traces = True
     conflicts: ClassVar[dict[str, str]] = {
         # In the same hook, so that the order of the list would decide which weights are averaged.
-        "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out",
+        "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out"
     }
 
     def __init__(

@@ -10,8 +10,6 @@ What the prefix starts from, and the small network that may make it:
 :mod:`lit_efficient.mechanisms.adapters.prefix`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import cycle, islice
 from pathlib import Path

@@ -9,8 +9,6 @@ Costs: dequantising in each forward and backward pass; the rounding of the base
 Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://arxiv.org/abs/2208.07339; bitsandbytes
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 
@@ -53,15 +51,11 @@ class QuantizeBase(Technique):
     phase = Phase.QUANTIZE
     alters = ("weights",)
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it averages the codes of quantised weights as if they were numbers; use EMA",
+        "WeightAveraging": "it averages the codes of quantised weights as if they were numbers; use EMA"
     }
 
     def __init__(
-        self,
-        format: str = "nf4",
-        double_quant: bool = True,
-        skip: tuple[str, ...] = ("lm_head",),
-        group_size: int = 32,
+        self, format: str = "nf4", double_quant: bool = True, skip: tuple[str, ...] = ("lm_head",), group_size: int = 32
     ) -> None:
         super().__init__()
         check_choice("QuantizeBase", "format", format, FORMATS)

@@ -8,8 +8,6 @@ Source: Razavian et al. (2014), https://arxiv.org/abs/1403.6382; head first, the
     https://arxiv.org/abs/1801.06146
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

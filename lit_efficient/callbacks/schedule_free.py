@@ -7,8 +7,6 @@ Costs: 4 bytes a parameter while validating, and in checkpoints
 Source: Defazio et al. (2024), https://arxiv.org/abs/2405.15682
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

@@ -11,8 +11,6 @@ save at the same one. It does not wait for a GPU; Lightning's own broadcast, in 
 Loader workers that are sent SIGTERM die of it, and the step with them: signal the main process, not its group.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

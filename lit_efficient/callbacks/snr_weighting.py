@@ -7,8 +7,6 @@ Costs: a few elementwise operations on [B] a step; with `adapter`, a microsecond
 Source: Hang et al. (2023), https://arxiv.org/abs/2303.09556; the other rules: see :mod:`lit_efficient.losses.snr`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar

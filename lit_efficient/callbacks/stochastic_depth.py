@@ -9,8 +9,6 @@ Source: Huang et al. (2016), https://arxiv.org/abs/1603.09382; on rows: Oquab et
 Multiplying a block's output by a mask, as DropPath layers do, saves no time at all: here a dropped block is not run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -222,7 +220,7 @@ class StochasticDepth(Technique):
     after_sharding = True  # the class of a block changes, no parameter does
     conflicts: ClassVar[dict[str, str]] = {
         "Compile(modules='network')": "each combination of dropped blocks would be a graph of its own: modules must be "
-        "blocks or patterns",
+        "blocks or patterns"
     }
 
     def __init__(

@@ -12,8 +12,6 @@ Each loss is scaled by n_rk / n, where n is the mean over the ranks of the windo
 sum by ranks * micro-batches * n / tokens. Both are exactly 1 where all counts are equal: every bit is Lightning's then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -80,7 +78,7 @@ class TokenWeightedAccumulation(Technique):
 
     phase = Phase.LOSS
     conflicts: ClassVar[dict[str, str]] = {
-        "OptimizerInBackward": "it steps before the tokens of the window are counted; leave one of the two out",
+        "OptimizerInBackward": "it steps before the tokens of the window are counted; leave one of the two out"
     }
 
     def __init__(

@@ -80,11 +80,7 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     lines = []
     for section, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
         ours = config.get(section) or {}
-        given = {
-            CLASS_PATH: ours.get("class_path"),
-            **(ours.get("init_args") or {}),
-            **(ours.get("dict_kwargs") or {}),
-        }
+        given = {CLASS_PATH: ours.get("class_path"), **(ours.get("init_args") or {}), **(ours.get("dict_kwargs") or {})}
         name = str(ours.get("class_path")).rpartition(".")[2]
         now, then = _flat(given), _flat(translate(name, checkpoint.get(key) or {}))
         for name in then:

@@ -1,7 +1,5 @@
 """Validate several checkpoints of one run with the run's own config: module, data and techniques as they were."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 The stock command line builds the optimizer right after the module: before adapters exist, over frozen parameters too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``python -m lit_efficient average CKPT... --output X``: the weighted mean of checkpoints, one file at a time."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

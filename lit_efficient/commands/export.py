@@ -1,7 +1,5 @@
 """``python -m lit_efficient export CKPT --format peft | merged | safetensors | diffusers --output DIR``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

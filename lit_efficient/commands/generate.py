@@ -1,7 +1,5 @@
 """``python -m lit_efficient generate --ckpt FILE --prompt TEXT``: let a trained language model write."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

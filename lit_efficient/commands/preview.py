@@ -4,8 +4,6 @@ Builds the data of a config and nothing else: no model, no trainer. Shows which 
 where packed documents begin, what was truncated, and whether the end of a turn is learned.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

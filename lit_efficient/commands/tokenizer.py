@@ -1,7 +1,5 @@
 """``python -m lit_efficient tokenizer --kind superbpe | bpe --output DIR``: train a tokenizer on your own text."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ One line of JSON a prompt, in the order of the prompts, appended whole. Prompt n
 ``seed + i``, so a run that was interrupted and goes on writes the same file as one that was not.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

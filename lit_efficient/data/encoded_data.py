@@ -15,8 +15,6 @@ row's label is read with its latents, by one number.
 Saves: downloading the images, and encoding them
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, get_args
 

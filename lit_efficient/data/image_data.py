@@ -10,8 +10,6 @@ Costs: reading every image once; later starts list the files, compare their size
     captions (of a folder: metadata, or the files beside the images) anew
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -7,8 +7,6 @@ Saves: padding (packing fills 99 % and more of a batch), and tokenising (once fo
 Costs: reading and hashing the sources at every start; tokenising 1,000 short conversations a CPU-second, once.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

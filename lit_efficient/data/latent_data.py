@@ -11,8 +11,6 @@ Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a v
     shape in float16, 4 kB in int8
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
@@ -113,8 +111,6 @@ class LatentData(LightningDataModule):
         self._store: LatentStore | None = None
         self._bucket = (0, 0)
 
-    # What the task asks for ------------------------------------------------------------------------------------------
-
     @property
     def latent_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of a latent; with several buckets, of the one with the most training images."""
@@ -150,8 +146,6 @@ class LatentData(LightningDataModule):
         """The source's judgement of images [M, C, H, W] in [-1, 1]; nothing of a source without a judge."""
         score = getattr(self.images, "score_samples", None)
         return {} if score is None else dict(score(images, labels))
-
-    # The cache -------------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
         """Check the whole cache, or make it; one process does it."""
@@ -268,8 +262,6 @@ class LatentData(LightningDataModule):
         # Four digits: a device that rounds otherwise gives the same latent space, so a checkpoint still fits.
         mean, std = ([float(f"{value:.4g}") for value in values] for values in Moments.join(parts).mean_and_std())
         return torch.tensor(mean), torch.tensor(std)
-
-    # Batches ---------------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled, one shape a batch, one variant of each image an epoch: a pure function of (seed, epoch)."""

@@ -10,8 +10,6 @@ Costs: a few seconds of one CPU core once, for the network that judges samples; 
 Source: china.jpg by danielbuechele and flower.jpg by vultilion, both CC BY 2.0; scikit-learn ships them.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -7,8 +7,6 @@ Saves: tokenising (once for each content and setting).
 Costs: reading and hashing the sources at every start; padding: pairs are not packed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

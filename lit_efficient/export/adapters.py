@@ -3,8 +3,6 @@
 Everything is written into a temporary folder beside the target and moved there when it is whole.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

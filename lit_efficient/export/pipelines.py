@@ -8,8 +8,6 @@ into the table of labels, adapters into what they adapt (or beside it, in diffus
 Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -205,9 +203,6 @@ def _autoencoder(codec: Any) -> Any:
             "...}); format safetensors exports the network alone"
         )
     return fold_statistics(codec.autoencoder.network.cpu(), codec.mean, codec.std)
-
-
-# LoRA ----------------------------------------------------------------------------------------------------------------
 
 
 def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -6,8 +6,6 @@ The temporary must lie in the same folder: ``os.replace`` is atomic within one f
 machine and process, so that whoever writes there next can remove what killed processes left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

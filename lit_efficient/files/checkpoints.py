@@ -6,8 +6,6 @@
 torch writes a checksum of every record and never compares it: a flipped bit in a tensor loads without a word.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

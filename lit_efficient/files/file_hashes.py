@@ -4,8 +4,6 @@ The rule of make and git, and git's care: a file that was changed so shortly bef
 could bear the same time is hashed again the next time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

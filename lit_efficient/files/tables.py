@@ -6,8 +6,6 @@ set is run, and nothing is unpickled.
 Costs: the copy, in the cache: as much disk as the rows take, and about 1 ms for a sample of a tar
 """
 
-from __future__ import annotations
-
 import glob
 import tarfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Safetensors: files that hold tensors and nothing else, written whole or not at all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

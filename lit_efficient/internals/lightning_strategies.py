@@ -4,8 +4,6 @@ By name, because Lightning's classes exist twice, in lightning.pytorch and in py
 a run does not use. Checked with lightning 2.6.6.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

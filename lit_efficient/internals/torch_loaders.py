@@ -1,7 +1,5 @@
 """How a ``DataLoader`` keeps its workers, plans its batches and reads one. Checked with torch 2.13."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, TypeVar
 

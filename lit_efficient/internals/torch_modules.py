@@ -4,8 +4,6 @@ torch's public hooks would be attributes of each instance, which copies and pick
 Checked with torch 2.13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

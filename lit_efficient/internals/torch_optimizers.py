@@ -1,7 +1,5 @@
 """What torch keeps on optimizers and schedulers beside their public state. Checked with torch 2.13."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.optim import Optimizer

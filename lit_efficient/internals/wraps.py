@@ -5,8 +5,6 @@ deep copy has wraps of its own. It must be a plain function, without ``__wrapped
 follows ``__wrapped__`` to decide whether a hook is overridden, and reads the signature to decide what to pass.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from functools import partial

@@ -11,8 +11,6 @@ Sources: https://arxiv.org/abs/2411.09009 (why logits dominate), https://github.
 (gradients in the forward pass); z-loss https://arxiv.org/abs/2204.02311; softcap https://arxiv.org/abs/2408.00118.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Source: gradients in the forward pass as in https://github.com/mgmalek/efficient
     `lit_efficient.losses.distillation`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

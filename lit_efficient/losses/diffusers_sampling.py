@@ -60,10 +60,7 @@ def native_prediction(process: DiffusionProcess) -> Prediction:
 
 
 def scheduler_for(
-    process: Schedule | DiffusionProcess,
-    sampler: SamplerName,
-    prediction: Prediction | None = None,
-    shift: float = 1.0,
+    process: Schedule | DiffusionProcess, sampler: SamplerName, prediction: Prediction | None = None, shift: float = 1.0
 ) -> Any:
     """A scheduler of diffusers that samples from what was trained on ``process``.
 

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import check_choice, refusal
-from lit_efficient.losses.noise_process import (
-    T_RANGE,
-    DiffusionProcess,
-    Schedule,
-    as_process,
-)
+from lit_efficient.losses.noise_process import T_RANGE, DiffusionProcess, Schedule, as_process
 from lit_efficient.losses.timesteps import TimestepSampling, sample_timesteps
 
 __all__ = [

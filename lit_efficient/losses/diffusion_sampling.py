@@ -22,12 +22,7 @@ from torch import Tensor
 
 from lit_efficient.errors import check_choice, check_number
 from lit_efficient.losses.diffusion import Prediction, alpha_sigma, to_x0_eps
-from lit_efficient.losses.noise_process import (
-    AFTER_ZERO,
-    DiffusionProcess,
-    Schedule,
-    as_process,
-)
+from lit_efficient.losses.noise_process import AFTER_ZERO, DiffusionProcess, Schedule, as_process
 from lit_efficient.losses.timesteps import shift_times
 
 SamplerName = Literal["builtin", "ddim", "euler", "heun", "dpmsolver++"]

@@ -16,8 +16,6 @@ Gradients thus shrink like 1 / T^2 (once more in q - p); ``temperature_squared``
 Sources: https://arxiv.org/abs/1503.02531 (temperature), https://arxiv.org/abs/2306.13649 (the three, and the limits).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

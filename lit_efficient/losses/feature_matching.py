@@ -10,8 +10,6 @@ Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940 (REPA); Yao et al. (2
     (VF); Romero et al. (2014), https://arxiv.org/abs/1412.6550 (squared error through a projection)
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -21,9 +19,6 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError, refusal
 
 LAYOUTS = ("auto", "grid", "sequence")
-
-
-# From features to tokens ---------------------------------------------------------------------------------------------
 
 
 def to_tokens(features: Tensor) -> Tensor:
@@ -92,9 +87,6 @@ def _grid(features: Tensor, whose: str) -> tuple[int, int]:
     return side, side
 
 
-# Losses of tokens ----------------------------------------------------------------------------------------------------
-
-
 def cosine_similarity(student: Tensor, teacher: Tensor) -> Tensor:
     """Cosine of each token [B, N, D] with its teacher's: [B, N], no gradient to the teacher."""
     return F.cosine_similarity(_wide(student), _wide(teacher.detach()), dim=-1)
@@ -130,9 +122,6 @@ def repa_loss(projected: Tensor, teacher: Tensor, mask: Tensor | None = None) ->
 LOSSES = {"cosine": cosine_loss, "l2": l2_loss}
 
 
-# The VF loss ---------------------------------------------------------------------------------------------------------
-
-
 def distance_matrix_loss(latents: Tensor, teacher: Tensor, margin: float = 0.25) -> Tensor:
     """``mean(relu(|cos(z_i, z_j) - cos(f_i, f_j)| - margin))`` over all pairs of positions of each image.
 
@@ -152,11 +141,7 @@ def marginal_cosine_loss(projected: Tensor, teacher: Tensor, margin: float = 0.5
 
 
 def vf_loss(
-    latents: Tensor,
-    projected: Tensor,
-    teacher: Tensor,
-    distance_margin: float = 0.25,
-    cosine_margin: float = 0.5,
+    latents: Tensor, projected: Tensor, teacher: Tensor, distance_margin: float = 0.25, cosine_margin: float = 0.5
 ) -> Tensor:
     """The VF loss: positions of an image relate to each other as the teacher's do, and each looks like the teacher's.
 

@@ -3,8 +3,6 @@
 Both give the logits of a chunk of tokens and take back the logits' gradient, and sum the gradients of their parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

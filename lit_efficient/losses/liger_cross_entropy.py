@@ -4,8 +4,6 @@ Its Triton kernel makes softmax and gradient in one pass over a chunk of logits.
 the tensors are on a GPU; nothing here imports it before. Source: https://arxiv.org/abs/2410.10989.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch

@@ -8,8 +8,6 @@ and to a zero with noise one, at the same timesteps in float64. So any scheduler
 its tables look like.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -22,12 +22,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import check_choice, check_number, refusal
-from lit_efficient.losses.noise_process import (
-    DiffusionProcess,
-    Schedule,
-    as_process,
-    karras_time,
-)
+from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_process, karras_time
 
 Distribution = Literal["uniform", "logit_normal", "mode", "log_normal"]
 

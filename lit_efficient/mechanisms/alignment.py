@@ -8,8 +8,6 @@ devices and data parallelism find them; in checkpoints they stand beside the wei
 had never been.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
@@ -31,9 +29,6 @@ from lit_efficient.technique import Technique
 PROJECTIONS = ("none", "linear", "mlp")
 _ASIDE = "training_only"  # in checkpoints: tensors by the name they have in the module
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, keyword arguments, output
-
-
-# Taps ----------------------------------------------------------------------------------------------------------------
 
 
 class Tapped(nn.Module):
@@ -69,9 +64,6 @@ def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[
         calls.clear()  # they hold the step's graph
 
 
-# Heads ---------------------------------------------------------------------------------------------------------------
-
-
 class Heads(Loads, nn.ModuleDict):
     """Projections by name. Weights that are loaded need not hold them: then they stay as they are."""
 
@@ -100,9 +92,6 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
         head = nn.Sequential(*sizes)
     mix_in(head, NewLayer)  # it trains whole, whatever else is frozen
     return head
-
-
-# The techniques' base ------------------------------------------------------------------------------------------------
 
 
 class Alignment(LossHooks, Technique):

@@ -4,8 +4,6 @@ What a checkpoint records of techniques is enough to change a fresh network as t
 fit it. Of a run with `EMA` or `CheckpointAverage` the average is what evaluation used, so it is what is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -145,9 +145,6 @@ def as_spec(stored: Mapping[str, Any]) -> AutoencoderConfig | DiffusersModelConf
     return AutoencoderConfig(**stored) if "latent_channels" in stored else DiffusersModelConfig(**stored)
 
 
-# Configurations ------------------------------------------------------------------------------------------------------
-
-
 def whole_config(network: nn.Module) -> dict[str, Any]:
     """A diffusers model's configuration with ``_class_name``, as JSON could hold it; `from_fields` builds it again."""
     kind: Any = _kind(network)
@@ -229,9 +226,6 @@ def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
 def _halvings(layers: Sequence[int]) -> int:
     """Of AutoencoderDC: one after each stage but the last; a stage without layers has none, the first one its own."""
     return sum(1 for count in layers[:-1] if count > 0) + (1 if layers[0] == 0 else 0)
-
-
-# Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
 def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], whence: str) -> ImageAutoencoder:

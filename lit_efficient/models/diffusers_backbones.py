@@ -86,9 +86,6 @@ def _fields(spec: DiffusersModelConfig) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty} | fields
 
 
-# UNets ---------------------------------------------------------------------------------------------------------------
-
-
 def _classes(fields: Fields) -> int:
     """Classes of a UNet, whose embedding has a last row for "no label"."""
     name, rows = fields["_class_name"], fields.get("num_class_embeds")
@@ -136,9 +133,6 @@ def _unet_condition(network: Any, x: Tensor, timestep: Tensor, condition: Condit
         ids = torch.tensor([height, width, 0, 0, height, width], dtype=x.dtype, device=x.device)
         arguments["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": ids.expand(len(x), -1)}
     return arguments
-
-
-# Transformers --------------------------------------------------------------------------------------------------------
 
 
 def _patches(fields: Fields) -> dict[str, Any]:

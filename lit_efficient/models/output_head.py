@@ -6,8 +6,6 @@ then called on a few tokens at a time. What networks do to logits after the head
 Cohere) and a soft bound (Gemma); `check_head` finds what is not known here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ t is found from the attention mask: a search for the padding token goes wrong wh
 Source: https://arxiv.org/abs/2009.01325.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A teacher is deliberately no ``nn.Module`` of the run: a LightningModule that us
 saves nor shards it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -114,9 +112,6 @@ class Teacher:
         return width_of(self.network, self.layers[layer])
 
 
-# Finding one ---------------------------------------------------------------------------------------------------------
-
-
 def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data: Any = None, **images: Any) -> Teacher:
     """The teacher that an argument names.
 
@@ -181,9 +176,6 @@ def _statistics(spec: str) -> tuple[list[float], list[float]] | None:
         return None
     kept = json.loads(file.read_text())
     return (kept["image_mean"], kept["image_std"]) if "image_mean" in kept else None
-
-
-# Layers and widths ---------------------------------------------------------------------------------------------------
 
 
 def only_module(root: nn.Module, pattern: str, who: str) -> str:
@@ -257,9 +249,6 @@ def _last_width(layers: Iterable[nn.Module]) -> int | None:
         if (width := _own_width(layer)) is not None:
             return width
     return None
-
-
-# Calls ---------------------------------------------------------------------------------------------------------------
 
 
 def feature_of(output: Any) -> Tensor:

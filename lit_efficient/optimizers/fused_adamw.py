@@ -7,8 +7,6 @@ Costs: nothing; with 16-bit loss scaling one pass over the gradients that the ke
 Source: Loshchilov and Hutter (2019), https://arxiv.org/abs/1711.05101; kernels: torch.optim.AdamW
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

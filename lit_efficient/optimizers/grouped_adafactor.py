@@ -7,8 +7,6 @@ Costs: some quality at equal steps; a learning rate of its own, 1e-2, which each
 Source: Shazeer and Stern (2018), https://arxiv.org/abs/1804.04235; implementation: torch.optim.Adafactor
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

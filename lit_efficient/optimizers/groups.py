@@ -5,8 +5,6 @@
 Source: the rule of GPT-2's and BERT's training codes; Loshchilov and Hutter (2019), https://arxiv.org/abs/1711.05101
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

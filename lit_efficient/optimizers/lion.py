@@ -7,8 +7,6 @@ Costs: a rate of its own, 3 to 10 times below AdamW's, and a weight decay as man
 Source: Chen et al. (2023), https://arxiv.org/abs/2302.06675
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -6,8 +6,6 @@
 Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; Li et al. (2023), https://arxiv.org/abs/2309.01507
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any

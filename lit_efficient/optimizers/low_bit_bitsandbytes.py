@@ -7,8 +7,6 @@ every step, so that schedulers which change them go on working. What bitsandbyte
 Import this module inside functions only: bitsandbytes takes seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any, ClassVar
 

@@ -7,8 +7,6 @@ loads safely, anywhere, without torchao.
 Import this module inside functions only: torchao takes seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any, ClassVar
 

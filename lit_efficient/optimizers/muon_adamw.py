@@ -10,8 +10,6 @@ Costs: five matrix products of a matrix with itself in each step, about 1 % of a
 Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/; Liu et al. (2025), https://arxiv.org/abs/2502.16982
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ factors, momenta) is split along with it. ``eta_min`` of the cosine schedules is
 Source: Howard and Ruder (2018), https://arxiv.org/abs/1801.06146, section 3.2
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every ``step`` of an optimizer begins with: the closure's loss, and the tensors that have a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ Costs: one more read of the file when loading, in pieces of 1 MB; an fsync when 
 Source: torch.serialization's zip format, https://docs.pytorch.org/docs/stable/notes/serialization.html.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

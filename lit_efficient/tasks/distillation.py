@@ -7,8 +7,6 @@ asked live, or once for all, its likeliest tokens then lying on disk. Logits exi
 Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rationales https://arxiv.org/abs/2305.02301.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,8 +128,6 @@ class Distillation(LanguageModeling):
         self._shared: int | None = None  # tokens that both know
         self._checked: set[int] = set()  # networks whose head is known to be understood
 
-    # the teacher
-
     def setup(self, stage: str) -> None:
         """Refuse a teacher of other tokens, and load it unless its answers are cached."""
         super().setup(stage)
@@ -147,8 +143,6 @@ class Distillation(LanguageModeling):
         """Open the cache, made first if it is not there."""
         if self.cache_top_k is not None:
             self._cache = self._cached(self.cache_top_k)
-
-    # steps
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The mixed loss over all tokens of the batch, and over those of each sequence for who reweights them."""
@@ -189,8 +183,6 @@ class Distillation(LanguageModeling):
         self.epoch_metrics.update(parts.cross_entropy, targets, batch.get("num_bytes"))
         if self._live is not None:
             self.epoch_divergence.update(parts.divergence, targets)
-
-    # helpers
 
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         parts, targets, router_loss = self._token_losses(batch, 0.0)

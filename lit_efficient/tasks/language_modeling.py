@@ -89,8 +89,6 @@ class LanguageModeling(LightningModule):
         self.tokenizer_state: dict[str, Any] | None = None
         self.epoch_metrics = TokenMetrics()  # of the validation or test epoch under way
 
-    # building
-
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the datamodule, if it has one; that with a chat template first."""
         data = self._datamodule()
@@ -152,8 +150,6 @@ class LanguageModeling(LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    # steps
-
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits ``[B, T, V]`` for ``[B, T]``."""
         output = self._built()(input_ids)
@@ -202,8 +198,6 @@ class LanguageModeling(LightningModule):
         losses, targets, _ = self._losses(batch)
         return sample_means(losses, targets)[1]
 
-    # text
-
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that the network was trained with, of the kind that the data has."""
@@ -250,8 +244,6 @@ class LanguageModeling(LightningModule):
             device=self.device,
         )
 
-    # checkpoints
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what is needed to build the network and to read its tokens."""
         checkpoint[_CHECKPOINT_KEY] = {
@@ -275,8 +267,6 @@ class LanguageModeling(LightningModule):
         if self.network is None:
             self.network = self._rebuilt(saved["model"], checkpoint["state_dict"])
         _check_same_network(_described(self.network), saved["model"])
-
-    # helpers
 
     def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
         """The network that a checkpoint was written with; its weights follow, unless they are a base's."""

@@ -1,7 +1,5 @@
 """Language models that are ready to use: from a checkpoint of ours, or by a name or folder of Hugging Face."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tasks on pairs of answers have in common: their steps, what they log, and where they start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,8 +44,6 @@ class PairTask(LanguageModeling):
         """Losses and rewards of the pairs of a batch."""
         raise NotImplementedError
 
-    # building
-
     def configure_model(self) -> None:
         """Build the network, once, and give it the weights of ``start_from``."""
         fresh = self.network is None
@@ -78,8 +74,6 @@ class PairTask(LanguageModeling):
         network = super()._rebuilt(described, state)
         self._begin(network)
         return network
-
-    # steps
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Loss over all pairs of the batch, and of each ``[B]`` for who reweights them."""

@@ -1,7 +1,5 @@
 """Batches of pairs: chosen and rejected answers as one batch for the network, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Chosen and rejected answers go through the network in one batch. The formulas ar
 :mod:`lit_efficient.losses.preference`, where the reference comes from in :mod:`lit_efficient.tasks.reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -95,8 +93,6 @@ class Preference(PairTask):
         """Whether the loss compares with the network as it was."""
         return self.loss in _DPO
 
-    # the reference
-
     def on_fit_start(self) -> None:
         """Remember the network as it is, unless it is known already how it was."""
         self.reference()
@@ -128,8 +124,6 @@ class Preference(PairTask):
         rank_zero_info(f"Preference: the reference is {made.describe()}.")
         return made
 
-    # steps
-
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
         """Losses and rewards of the pairs of a batch."""
         rows = joined(batch, "Preference")
@@ -149,8 +143,6 @@ class Preference(PairTask):
         done = self.compare(batch)
         return done.chosen - done.rejected
 
-    # checkpoints
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what proves the reference."""
         super().on_save_checkpoint(checkpoint)
@@ -167,8 +159,6 @@ class Preference(PairTask):
         self._fingerprint = saved["reference"]
         if built and trainer_of(self) is not None:
             self.reference()
-
-    # helpers
 
     def _log_probs(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         losses, targets, router_loss = self._losses(rows)

@@ -7,8 +7,6 @@ The copies belong to no module: no checkpoint, optimizer or technique ever meets
 start as the first one did and takes the copies from there; a fingerprint in the checkpoint proves them to be the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@
 R is one linear layer on the last hidden state of any causal language model; see :mod:`lit_efficient.models.reward`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ Costs: batches of several shapes; a compiled network is compiled for each.
 Source: NovelAI (2022), https://github.com/NovelAI/novelai-aspect-ratio-bucketing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which columns hold images, labels and captions, and what may stand in them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@
 One subfolder alone, over all folders that are used together, is no class.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

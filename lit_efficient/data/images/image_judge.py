@@ -6,8 +6,6 @@ They are the FID and the KID only for one particular Inception network, and are 
 values of the same network and the same real images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What data modules of images share: keyed loaders over three parts of one data set."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The image column is an ``Image``, bytes, or {"bytes", "path"}. No code of a data set is run, and nothing is decoded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ An item is a pure function of its key and of the constructor's arguments. No glo
 computed from it can be cached under its key, by any number of processes, in any order.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol, runtime_checkable
 
 import torch

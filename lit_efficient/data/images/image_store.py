@@ -8,8 +8,6 @@ Whatever is damaged is found here, before training.
 Costs: reading every image once; of parquet files a second copy of the images on disk.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import partial

@@ -3,8 +3,6 @@
 Rows are numbered in an order that depends on names alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How images are looked at: their size, and the crops and flips that are their variants."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

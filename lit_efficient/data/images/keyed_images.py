@@ -1,7 +1,5 @@
 """Images of several stores under one numbering, with their classes and captions put together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Arrays whose first axis is the row, in safetensors, .npy and .npz files, read in place."""
 
-from __future__ import annotations
-
 import re
 import zipfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rows of encoded data sets as items of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 latents = zero + scale * stored;    posterior: mean = zero + scale * stored, std = scale * stored width
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Literal

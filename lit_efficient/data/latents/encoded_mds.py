@@ -7,8 +7,6 @@
 Source: https://github.com/mosaicml/streaming (docs: preparing_datasets/dataset_format).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

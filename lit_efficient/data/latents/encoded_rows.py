@@ -1,7 +1,5 @@
 """What the readers of encoded data share: values of rows, rows of several files, and what is not read."""
 
-from __future__ import annotations
-
 import bisect
 import io
 import itertools

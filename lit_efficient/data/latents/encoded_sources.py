@@ -15,8 +15,6 @@ Source: https://huggingface.co/datasets/fal/cosmos-imagenet, https://github.com/
     https://github.com/webdataset/webdataset.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

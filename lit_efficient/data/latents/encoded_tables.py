@@ -5,8 +5,6 @@ tar       a sample is the files of one name, a field each suffix, "json.label" t
           00017.latents.npy  00017.cls  00017.txt  00017.json  ->  {"latents.npy", "cls", "txt", "json.label"}
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

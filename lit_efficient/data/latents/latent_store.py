@@ -12,8 +12,6 @@ a latent cannot come with another image's label. Workers map the same pages; not
 Costs: opening reads the index (8 bytes a key); a thorough check reads everything, about 1 s a GB.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

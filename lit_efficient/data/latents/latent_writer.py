@@ -10,8 +10,6 @@ interrupted run is byte for byte that of an uninterrupted one.
 Costs: one pass over all images and variants; memory for one shard.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

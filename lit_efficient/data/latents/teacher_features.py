@@ -6,8 +6,6 @@ Cached, the encoder runs once and not in each step, for N x D numbers an image a
 float16 are 393 kB, against 16 kB of SD's posterior.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, get_args
 

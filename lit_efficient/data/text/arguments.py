@@ -1,7 +1,5 @@
 """The groups of arguments of the text data modules: each is a block in YAML, and is checked where it is made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args

@@ -8,8 +8,6 @@ cuts the same cache. Rows are held out by the hash of what must not stand on bot
 it, of a pair its prompt. The two documents of a pair lie in files of their own, under the same number.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ Whatever it was made of, the rest of the package sees a fast tokenizer of transf
 one. No code that comes with a tokenizer is run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -11,8 +11,6 @@ A model that does not learn the end-of-turn token never stops. Templates that le
 so a probe conversation is checked before any data is read.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence
@@ -160,8 +158,6 @@ class ChatTokens:
             found[index] = self._text(documents[index], *tokens)
         return found
 
-    # conversations
-
     def _render(self, document: Document) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
 
@@ -247,8 +243,6 @@ class ChatTokens:
             ended += bool(end is not None and trained[end])
         turns = len(spans)
         return Encoded(ids, trained, self._bytes(text, ids, stops), turns=turns, ended=ended)
-
-    # texts
 
     def _text(self, document: Document, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Encoded:
         num_bytes = self._bytes(document.text, ids, stops)

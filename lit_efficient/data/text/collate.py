@@ -9,8 +9,6 @@ document read the ones before it, silently. :class:`lit_efficient.models.gpt.GPT
 The first label of every document is `IGNORE`, so nothing is predicted across a boundary, wherever the shift is done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ Costs: 1,000,000 lengths take less than a second of one core (``benchmarks/packi
 Source: Johnson (1973), near-optimal bin packing; for training: Ding et al. (2024), https://arxiv.org/abs/2404.10830.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@
 As for other rows, one source has one format, and a row that does not hold what its format promises is counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

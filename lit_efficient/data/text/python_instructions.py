@@ -6,8 +6,6 @@ Made from the modules at the top of the installed library, without a download, i
 answers alike. Good for trying a recipe, not for a model that is to be of use.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -6,8 +6,6 @@ Made from :mod:`lit_efficient.data.text.python_instructions`, the same on every 
 body is preferred once and rejected once, so that no body is right or wrong by itself: only the docstring tells.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

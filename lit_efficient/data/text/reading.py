@@ -1,7 +1,5 @@
 """Documents of sources, with an account of every row that is none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, TypeVar

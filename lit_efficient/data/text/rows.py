@@ -4,8 +4,6 @@ A source is read as often as needed and never whole into memory. What cannot be 
 comes as the reason, so that it can be counted with its line number. No code of a data set is ever run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ Saves: the disk and the time for a cache.
 Costs: tokenising in every run; a resumed run reads and tokenises again what it had seen (this is what makes it exact).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from typing import Any

@@ -52,11 +52,7 @@ def train_superbpe(
     encoded = [encoding.ids for encoding in across.encode_batch_fast(list(lines))]
     spelling = {index: token for token, index in first.get_vocab().items()}
     merges = continue_merges(
-        encoded,
-        list(lines.values()),
-        spelling,
-        vocab_size,
-        lambda token: words_in(token) <= max_words,
+        encoded, list(lines.values()), spelling, vocab_size, lambda token: words_in(token) <= max_words
     )
     return _across_words(first, merges)
 

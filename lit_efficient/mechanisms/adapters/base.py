@@ -5,8 +5,6 @@ rest from the module itself, so that strict loading passes; loading a base check
 those that depend on the weight (DoRA, PiSSA) anew. Digests of the base are in the checkpoint and compared on resume.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any

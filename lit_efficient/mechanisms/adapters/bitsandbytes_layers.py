@@ -4,8 +4,6 @@ nf4, fp4   w = absmax_block * table[code],  blocks of 64;  double_quant stores a
 int8       w = absmax_row * code / 127
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Of PiSSA that is the original weight, too: what it took from the weight is subtracted beside it, not in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

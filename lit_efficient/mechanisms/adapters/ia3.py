@@ -6,8 +6,6 @@
 ``l`` starts at one and stands beside ``weight`` as ``ia3``. Source: https://arxiv.org/abs/2205.05638.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ the weight that is constant over each group, which is what a QA-LoRA adapter mak
 0.5 + 8 / g bytes a weight: 0.75 for groups of 32, 0.5625 for groups of 128. Source: https://arxiv.org/abs/2309.14717
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/231
 https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@
 Costs: nothing at inference any more; the adapter can no longer be taken off
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ plain one beside the dequantised weight: each column of A is repeated for the in
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

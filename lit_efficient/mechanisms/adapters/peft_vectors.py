@@ -7,8 +7,6 @@ Factors also fold into weights, W <- diag(l) W or W diag(l); a prefix does not.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -9,8 +9,6 @@ the network computes for x what it computes for [t; x]: tokens of x stand at the
 Sources: Li & Liang (2021), https://arxiv.org/abs/2101.00190; P-tuning v2 https://arxiv.org/abs/2110.07602.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

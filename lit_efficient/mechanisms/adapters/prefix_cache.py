@@ -7,8 +7,6 @@
 Source: Li & Liang (2021), https://arxiv.org/abs/2101.00190.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The formats and their formulas are in :mod:`lit_efficient.mechanisms.adapters.bi
 :mod:`lit_efficient.mechanisms.adapters.int4`. bitsandbytes is imported only where its layers are made or met.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

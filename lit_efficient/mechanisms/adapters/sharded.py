@@ -5,8 +5,6 @@ a sharded checkpoint for all that the module has. Here it asks for what is there
 must be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which layers get an adapter: all linear ones but the output head, or those that patterns name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

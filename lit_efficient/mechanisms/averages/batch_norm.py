@@ -5,8 +5,6 @@
 The batches are drawn by a generator of their own, and all random states are put back: training never notices.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The second set is copied into the module before each validation, test and predic
 back after it or after an exception anywhere. Only parameters are exchanged: buffers are always those of the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -51,8 +49,6 @@ class ShadowWeights(Technique):
         """Drop the average: other weights are about to be loaded, or another module is met."""
         raise NotImplementedError
 
-    # The exchange
-
     @outside_autograd
     def swap_in(self, module: Any) -> None:
         """Put the average into ``module``; nothing happens while there is none, or if it stands there already."""
@@ -96,8 +92,6 @@ class ShadowWeights(Technique):
             if stood:
                 self.swap_in(module)
 
-    # Checkpoints
-
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
         """Full checkpoints hold raw weights, those of weights alone the average; each says which."""
         alone = "callbacks" not in checkpoint
@@ -110,8 +104,6 @@ class ShadowWeights(Technique):
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
         """An average in memory does not belong to the weights that are about to be loaded."""
         self.forget()
-
-    # Hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Meet a module: the average of another one is dropped."""

@@ -5,8 +5,6 @@
 The c are :func:`lit_efficient.mechanisms.averages.weights.synthesis_weights`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

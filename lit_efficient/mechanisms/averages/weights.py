@@ -9,8 +9,6 @@ moves.
 Source: Karras et al. (2024), https://arxiv.org/abs/2312.02696 (profiles, post-hoc synthesis); ema-pytorch, diffusers
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,9 +23,6 @@ from lit_efficient.mechanisms.blocks.freezing import held
 from lit_efficient.surgery import is_sharded
 
 _CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there
-
-
-# Decays --------------------------------------------------------------------------------------------------------------
 
 
 def decay_at(step: int, decay: float, warmup: str | None = "inverse_gamma", power: float = 2 / 3) -> float:
@@ -60,16 +55,9 @@ def position_weights(count: int, kind: str = "uniform") -> list[float]:
         count: Number of checkpoints, at least 1.
         kind: ``uniform``; ``linear``: in proportion to 1, 2, ..., count; ``exponential``: each half of the next one.
     """
-    raw = {
-        "uniform": lambda i: 1.0,
-        "linear": lambda i: i + 1.0,
-        "exponential": lambda i: 2.0 ** (i + 1 - count),
-    }[kind]
+    raw = {"uniform": lambda i: 1.0, "linear": lambda i: i + 1.0, "exponential": lambda i: 2.0 ** (i + 1 - count)}[kind]
     total = math.fsum(raw(i) for i in range(count))
     return [raw(i) / total for i in range(count)]
-
-
-# The update ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -127,9 +115,6 @@ def weighted_mean(states: Sequence[Sequence[Tensor]], weights: Sequence[float]) 
     return mean
 
 
-# Parameters and where they live --------------------------------------------------------------------------------------
-
-
 def averageable(module: nn.Module, trainable_only: bool = True) -> dict[str, nn.Parameter]:
     """Parameters that an average shadows, by name: tied ones once, quantised ones never.
 
@@ -176,9 +161,6 @@ def placed_like(tensor: Tensor, like: Any, dtype: torch.dtype, device: Any = Non
 
         return distribute_tensor(copied, like.device_mesh, like.placements)
     return copied
-
-
-# Power-function profiles ---------------------------------------------------------------------------------------------
 
 
 def gamma_of(sigma_rel: float) -> float:

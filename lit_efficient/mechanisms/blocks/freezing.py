@@ -6,8 +6,6 @@ Everything here works on plain modules. Parameters are compared by identity: tie
 to the first group that holds it.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +24,6 @@ _HELD = "_lit_efficient_held"
 
 class NewLayer(nn.Module):
     """Mix-in of a layer whose weights are new: it is trained whole, and neither quantised nor adapted."""
-
-
-# What is held back ---------------------------------------------------------------------------------------------------
 
 
 def hold(root: nn.Module, names: Iterable[str]) -> None:
@@ -60,9 +55,6 @@ def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters, under FSDP2 their shards: gathered copies of them take their names between two passes."""
     reshard(root)
     return dict(root.named_parameters())
-
-
-# Order of depth ------------------------------------------------------------------------------------------------------
 
 
 def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups") -> list[list[str]]:

@@ -3,8 +3,6 @@
 Nothing here changes a module; :mod:`lit_efficient.callbacks.activation_checkpointing` does.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

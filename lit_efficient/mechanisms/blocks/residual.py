@@ -4,8 +4,6 @@ A block that is skipped must return what it was given, in the form in which it w
 that is the first argument; a block of two streams (image and text, say) returns a tuple, in an order of its own.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

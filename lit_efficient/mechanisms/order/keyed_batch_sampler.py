@@ -10,8 +10,6 @@ step, what one process with batches of R * B sees. What is cached by key and wha
 the same order.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence

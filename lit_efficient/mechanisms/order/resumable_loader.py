@@ -7,8 +7,6 @@ Its whole state is three integers: the epoch, the round (how often the loader wa
 is forgotten and fetched again, with the same random draws: the seed travels to the worker together with the indices.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref

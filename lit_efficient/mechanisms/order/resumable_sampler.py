@@ -5,8 +5,6 @@
 A hash, because ``seed + epoch`` gives the second epoch of one run the order of the first epoch of the next.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

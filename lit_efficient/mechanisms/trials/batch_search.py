@@ -7,8 +7,6 @@ has the optimizer's states, and up to two micro-batches each, because the second
 micro-batches need no more.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field

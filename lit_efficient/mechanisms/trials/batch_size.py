@@ -6,8 +6,6 @@ Only sizes that divide the effective batch keep every optimizer step what it was
 it has not tried.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@
 A batch at random says nothing about memory where samples differ in length: the step that fails comes hours later.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ All parameter groups are scaled by one factor, so their proportions stay as thei
 Source: Smith (2015), https://arxiv.org/abs/1506.01186.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,13 +83,7 @@ def scale_rates(optimizer: Optimizer, factor: float) -> None:
         factor: What to multiply by.
     """
     for group in optimizer.param_groups:
-        for key in (
-            "lr",
-            "initial_lr",
-            "max_lr",
-            "min_lr",
-            "swa_lr",
-        ):  # of one-cycle and SWA schedules
+        for key in ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr"):  # of one-cycle and SWA schedules
             if key in group:
                 set_rate(group, float(group[key]) * factor, key)
 

@@ -8,8 +8,6 @@ arrays, contents of dicts, lists and sets, attributes of objects, states of gene
 a tensor or a list holds the same one afterwards, with the old contents.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import types
@@ -209,9 +207,6 @@ def _same(now: Iterable[object], then: Iterable[object]) -> bool:
     """Whether two collections hold the same objects in the same order."""
     now, then = list(now), list(then)
     return len(now) == len(then) and all(a is b for a, b in zip(now, then))
-
-
-# Random generators ---------------------------------------------------------------------------------------------------
 
 
 def random_states() -> dict[str, Any]:

@@ -8,8 +8,6 @@ trainer's own loop, so that transforms, rewritten optimizers, precision, clippin
 part. What would leave a trace outside the process does not: loggers, checkpoints, progress bars, writers of files.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,9 +195,6 @@ def _is_machinery(kind: type) -> bool:
     """Whether a type belongs to the machinery of a run, in either of Lightning's namespaces, which trials go around."""
     roots = {"lightning", "pytorch_lightning"}
     return any(base.__name__ in _MACHINERY and base.__module__.partition(".")[0] in roots for base in kind.__mro__)
-
-
-# When ----------------------------------------------------------------------------------------------------------------
 
 
 class _Waiting:
