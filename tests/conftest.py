@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.budget import report
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -47,6 +49,12 @@ def _no_run_left_open() -> Iterator[None]:
     if wandb is not None and wandb.run is not None:
         wandb.finish()
         wandb.teardown()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # the whole suite
+        terminalreporter.section("budget")
+        terminalreporter.write("\n".join([*report(), ""]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
