@@ -1,5 +1,6 @@
 """One thread, no network, no GPU surprises, and a cache that all workers of a run share."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,15 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="run every pair of techniques, not a share of them")
+
+
+def pytest_configure() -> None:
+    gc.disable()  # while all is imported: that stays, and need not be looked at again and again
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
