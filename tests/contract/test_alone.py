@@ -9,7 +9,7 @@ import pytest
 import lit_efficient
 from lit_efficient import Technique
 from lit_efficient.testing import CHECKS, Case, check_cleans_up
-from tests.contract.table import CASES, NAMES, case
+from tests.contract.table import NAMES, case
 
 # All hooks are tried with many techniques at once, in test_together.py.
 HOOKS = ("on_before_backward", "on_validation_start", "on_train_end")
@@ -31,5 +31,4 @@ def test_every_public_technique_has_a_row() -> None:
 @pytest.mark.parametrize("check", [_clean if c is check_cleans_up else c for c in CHECKS], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_keeps_the_contract(name: str, check: Callable[[Case], None]) -> None:
-    assert CASES[name].effect.__doc__ or CASES[name].effect.__name__
     check(case(name))

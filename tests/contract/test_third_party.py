@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,11 @@ def stays_small(run: Run) -> None:
 
 def test_clamp_keeps_the_contract() -> None:
     check_technique(Clamp, stays_small, neutral=lambda: Clamp(limit=1e9))
+
+
+def test_that_takes_at_most_40_lines() -> None:
+    parts = (Clamp, stays_small, test_clamp_keeps_the_contract)
+    assert sum(len(inspect.getsource(part).splitlines()) for part in parts) <= 40
 
 
 # What each check is there for ----------------------------------------------------------------------------------------
