@@ -223,6 +223,8 @@ def _is_excluded(part: object, key: str) -> bool:
 
 
 def _primitive(value: Any) -> Any:
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()  # a number of NumPy's, or a tensor: neither is what a record may hold
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple | set | frozenset):

@@ -10,7 +10,6 @@ The command line prints any of them without a traceback and exits with code 2.
 """
 
 import math
-import numbers
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -75,7 +74,7 @@ def check_number(
     Args:
         owner: Whose argument it is.
         name: The argument.
-        value: What was given; a tensor or an array of one number counts as that number.
+        value: What was given; a tensor of one number, which a rate may be, counts as that number, if not ``whole``.
         least: The smallest value allowed.
         above: What the value must exceed.
         most: The largest value allowed.
@@ -93,12 +92,12 @@ def check_number(
     """
     if value is None and null:
         return
-    number = value.item() if getattr(value, "ndim", None) == 0 else value  # of a tensor or an array
+    number = value.item() if not whole and getattr(value, "ndim", None) == 0 else value
     bounds = {"at least": (least, operator.ge), "above": (above, operator.gt)}
     bounds |= {"at most": (most, operator.le), "below": (below, operator.lt)}
     given = {words: (bound, holds) for words, (bound, holds) in bounds.items() if bound is not None}
-    kind = numbers.Integral if whole else numbers.Real
-    is_number = isinstance(number, kind) and not isinstance(number, bool) and math.isfinite(number)
+    is_integer = isinstance(number, int) and not isinstance(number, bool)
+    is_number = is_integer or (not whole and isinstance(number, float) and math.isfinite(number))
     if is_number and all(holds(number, bound) for bound, holds in given.values()):
         return
     range_ = " and ".join(f"{words} {bound:.10g}" for words, (bound, _) in given.items())

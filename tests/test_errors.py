@@ -43,8 +43,16 @@ def test_the_ends_of_a_range_belong_to_it_or_not() -> None:
     check_number("Owner", "name", 1, least=1, most=1, whole=True)
     check_number("Owner", "name", None, above=0, null=True)
     check_number("Owner", "name", 0.5, above=0, below=1)
-    for number in (torch.tensor(1), np.int64(1), np.array(1)):
-        check_number("Owner", "name", number, least=1, most=1, whole=True)
+    check_number("Owner", "name", 10**400, least=1, whole=True)
+    for number in (torch.tensor(1.0), np.float32(1), np.array(1)):
+        check_number("Owner", "name", number, least=1, most=1)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(1), np.int64(1), np.array(1), 1.0])
+def test_a_whole_number_is_pythons_own(number: Any) -> None:
+    """What is counted with is kept in checkpoints, which hold Python's numbers and tensors only."""
+    with pytest.raises(ConfigurationError, match="Owner: name must be a whole number of at least 1, got "):
+        check_number("Owner", "name", number, least=1, whole=True)
 
 
 def test_a_large_bound_is_said_in_full() -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -13,8 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient import (
+    EMA,
     ConfigurationError,
     ConflictError,
+    LoRA,
     LossHooks,
     LowBitOptimizer,
     Phase,
@@ -24,6 +27,7 @@ from lit_efficient import (
 )
 from lit_efficient.application import apply, compare_techniques, find_optimizers, install, ledger, replay
 from lit_efficient.declaration import check_conflicts
+from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.technique import Technique
 from tests.support import SCHEDULERS, Toy, ToyOnBatch, assert_equal, data, trainer, weights
 
@@ -442,3 +446,15 @@ def test_a_technique_may_change_weights_only_checkpoints_and_learns_of_every_loa
     stamp = Stamp()
     trainer([stamp], max_epochs=2).fit(Toy(), data(), data(), ckpt_path=tmp_path / "False.ckpt")
     assert stamp.loaded == ["Toy"]
+
+
+def test_numbers_of_numpy_are_recorded_as_numbers(tmp_path: Path) -> None:
+    """A record with NumPy's own would not load safely, one with their names would not build the network again."""
+    average = EMA(decay=np.float64(0.5))
+    run = trainer([average, LoRA(rank=2, alpha=np.float32(3))])
+    run.fit(Toy(), data())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    records = load_verified(tmp_path / "run.ckpt")["lit_efficient"]["techniques"]
+    kept = {record["name"]: record["arguments"] for record in records}
+    assert (kept["EMA"]["decay"], kept["LoRA"]["alpha"]) == (0.5, 3.0)
+    assert {type(kept["EMA"]["decay"]), type(kept["LoRA"]["alpha"])} == {float}
