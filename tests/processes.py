@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import runpy
 import socket
 import sys
 import time
@@ -54,10 +53,6 @@ def run_ranks(target, folder, *args, processes=2, timeout=240):
     printed = "".join(log.read_text() for log in logs if log.exists())
     assert all(rank.exitcode == 0 for rank in ranks), printed[-4000:]
     return printed
-
-
-def run_file(path):
-    runpy.run_path(str(path), run_name="__main__")
 
 
 def _run_rank(target, args, folder, environment, done):

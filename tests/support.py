@@ -19,7 +19,6 @@ from lit_efficient import testing
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.testing import QUIET, WIDTH, Block, Net, assert_equal, trainer, weights
-from tests.processes import run_file, run_ranks
 
 __all__ = ["QUIET", "WIDTH", "Block", "Net", "assert_equal", "trainer", "weights"]  # and what is defined below
 
@@ -166,12 +165,10 @@ def data(rows: int = 16, batch_size: int = 4, shuffle: bool = False) -> DataLoad
     return testing.data(rows, batch_size, shuffle)
 
 
-def run_script(source: str, folder: Path, processes: int = 1, timeout: int = 240) -> str:
-    """Run ``source`` in a fresh process, or in ranks as torchrun would start them, and return what they printed."""
+def run_script(source: str, folder: Path, timeout: int = 240) -> str:
+    """Run ``source`` in a fresh process, where what is tested is its start, and return what it printed."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source))
-    if processes > 1:
-        return run_ranks(run_file, folder, script, processes=processes, timeout=timeout)
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):

@@ -27,7 +27,9 @@ from lit_efficient import (
     ScheduleFree,
     Technique,
 )
-from tests.support import SCHEDULERS, Toy, assert_equal, data, run_script, trainer, weights
+from tests.processes import run_ranks
+from tests.ranks.toys import Sharded, sharding, weights_of_all, whole
+from tests.support import SCHEDULERS, Toy, assert_equal, data, trainer, weights
 
 BOUND = 0.02
 ROUNDED = BOUND * (1 + 1e-6)  # averages are computed from bounded weights
@@ -266,41 +268,21 @@ def test_strategies_that_step_other_tensors_are_refused() -> None:
         fit([Clamp()], strategy=FSDPStrategy("cpu"), accelerator="auto", devices="auto")
 
 
-DISTRIBUTED = """
-import torch, torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-from tests.contract.test_after_step import BOUND, Clamp, Watch, EMA, largest
-from tests.support import Toy, assert_equal, data, trainer
-torch.set_num_threads(1)
-
-class Sharded(Toy):
-    def configure_model(self):
-        if self.net is None:
-            super().configure_model()
-            for block in self.net.blocks:
-                fully_shard(block, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-def whole(tensors):
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
-
-for kind, strategy in ((Toy, "ddp"), (Sharded, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))):
-    class Whole(Watch):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            self.largest.append(largest(whole(pl_module.state_dict())))
-    clamp, ema, watch = Clamp(), EMA(decay=0.5), Whole()
-    run = trainer([clamp, ema, watch], devices=2, strategy=strategy)
-    run.fit(module := kind("configure_model"), data(32), data(16))
-    assert clamp.calls == run.global_step == 4, clamp.calls
-    assert 0.99 * BOUND < max(watch.largest) <= BOUND, watch.largest
-    assert largest(whole(ema.average(module))) <= BOUND * (1 + 1e-6)
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, whole(module.state_dict()))
-    assert_equal(*everyone)
-print("bounded")
-"""
-
-
 def test_the_bound_holds_on_two_processes(tmp_path: Path) -> None:
-    assert run_script(DISTRIBUTED, tmp_path, processes=2).count("bounded") == 2
+    run_ranks(_bounded_on_ranks, tmp_path)
+
+
+class _WatchWhole(Watch):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.largest.append(largest(whole(pl_module.state_dict())))
+
+
+def _bounded_on_ranks() -> None:
+    for kind, strategy in ((Toy, "ddp"), (Sharded, sharding())):
+        clamp, ema, watch = Clamp(), EMA(decay=0.5), _WatchWhole()
+        run = trainer([clamp, ema, watch], devices=2, strategy=strategy)
+        run.fit(module := kind("configure_model"), data(32), data(16))
+        assert clamp.calls == run.global_step == 4
+        assert 0.99 * BOUND < max(watch.largest) <= BOUND
+        assert largest(whole(ema.average(module))) <= ROUNDED
+        assert_equal(*weights_of_all(module))

@@ -11,8 +11,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lit_efficient.declaration import in_order
 from lit_efficient.testing import CHECKS, assert_equal, check_arguments, check_neutral, check_resumes, data
+from tests import processes
 from tests.contract.table import COMPILED, TOGETHER, case, make_all
-from tests.support import run_script, trainer
+from tests.support import trainer
 
 CHECKS_OF_MANY = [check for check in CHECKS if check not in (check_arguments, check_neutral)]
 
@@ -49,19 +50,15 @@ def test_a_fresh_process_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     one = case(*TOGETHER)
     whole = one.fit_in(tmp_path, one.make(), max_epochs=2)
     torch.save(whole.state(), tmp_path / "whole.pt")
-    source = f"""
-    import torch
+    log = tmp_path / "log"
+    assert processes.run(_go_on, tmp_path, log=log) == 0, log.read_text()
+
+
+def _go_on(folder: Path) -> None:
     torch.set_num_threads(1)
-    from pathlib import Path
-    from lit_efficient.testing import assert_equal
-    from tests.contract.table import TOGETHER, case
-    folder = Path({str(tmp_path)!r})
     one = case(*TOGETHER)
     run = one.fit(one.make(), ckpt_path=folder / "0.ckpt", max_epochs=2)
     assert_equal(torch.load(folder / "whole.pt", weights_only=True), run.state())
-    print("equal")
-    """
-    assert "equal" in run_script(source, tmp_path)
 
 
 def test_reports_reach_the_loggers_and_are_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
