@@ -452,7 +452,7 @@ def test_numbers_of_numpy_are_recorded_as_numbers(tmp_path: Path) -> None:
     """A record with NumPy's own would not load safely, one with their names would not build the network again."""
     average = EMA(decay=np.float64(0.5))
     run = trainer([average, LoRA(rank=2, alpha=np.float32(3))])
-    run.fit(Toy(), data())
+    run.fit(Toy(), data(), data())
     run.save_checkpoint(tmp_path / "run.ckpt")
     records = load_verified(tmp_path / "run.ckpt")["lit_efficient"]["techniques"]
     kept = {record["name"]: record["arguments"] for record in records}
