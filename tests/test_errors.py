@@ -69,9 +69,6 @@ BY_HAND = {
     "data/latents/encoded_fields.py",
     "data/latents/encoded_mds.py",
     "data/photo_crops.py",
-    "models/dit.py",
-    "models/gpt.py",
-    "models/text_network.py",
 }
 
 

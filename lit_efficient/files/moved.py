@@ -34,6 +34,12 @@ MOVED_KEYS: dict[str, dict[str, str]] = {
         "judge": "scores.judge",
         "judge_images": "scores.images",
     },
+    "GPTConfig": {name: f"constants.{name}" for name in ("rope_theta", "norm_eps")},
+    "TextEncoderConfig": {
+        **{name: f"captions.{name}" for name in ("tokenizer", "padding", "padding_side")},
+        "tokenizer_subfolder": "captions.subfolder",
+    },
+    "DiTConfig": {name: f"variant.{name}" for name in ("positions", "qk_norm", "time_embedding")},
 }
 """Of a class: an argument that is gone, and where its value stands now (with dots: in a group)."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lit_efficient import (
+    CaptionReading,
     ConfigurationError,
     DiTConfig,
     LatentDiffusion,
@@ -317,11 +318,19 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
         ),
         (model({**PIXART, "patch_size": 3}), {}, "must be multiples of 3 for PixArtTransformer2DModel"),
         (DiTConfig(channels=4, size=16, num_classes=3, context_width=16), {}, "backbone.size must be 8, as the data"),
-        (model({**SD3, **POOLED}), {"padding": "hidden"}, "SD3Transformer2DModel cannot leave tokens out"),
+        (
+            model({**SD3, **POOLED}),
+            {"captions": CaptionReading(padding="hidden")},
+            "SD3Transformer2DModel cannot leave tokens out",
+        ),
+            model({**SD3, **POOLED}),
+            {"captions": CaptionReading(padding="hidden")},
+            "SD3Transformer2DModel cannot leave tokens out",
+        ),
     ],
 )
 def test_what_does_not_agree_is_refused_before_training(tmp_path, backbone, data, message):
-    encoder = text_encoder(padding=data["padding"]) if "padding" in data else data.get("encoder", text_encoder())
+    encoder = data["encoder"] if "encoder" in data else text_encoder(**data)
     with pytest.raises(ConfigurationError, match=message):
         trainer(default_root_dir=tmp_path).fit(task(backbone), CaptionedLatents(encoder))
 
