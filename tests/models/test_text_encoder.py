@@ -129,7 +129,10 @@ def test_its_state_rebuilds_it_and_leaves_the_global_generator_alone(fields, tmp
 
 
 def test_the_fingerprint_changes_with_all_that_an_embedding_depends_on():
-    prints = {encoder(CLIP, **a).fingerprint() for a in ({}, {"layer": -2}, {"max_length": 10}, {"padding": "hidden"})}
+    prints = {
+        encoder(CLIP, **a).fingerprint()
+        for a in ({}, {"layer": -2}, {"max_length": 10}, {"captions": CaptionReading(padding="hidden")})
+    }
     assert len(prints) == 4
 
 
