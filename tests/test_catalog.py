@@ -135,7 +135,7 @@ def test_every_class_in_a_slot_has_a_card_that_agrees_with_the_class():
         cls = getattr(import_module(f"lit_efficient.{module}"), name)
         assert dict(getattr(cls, "conflicts", {})) == cards[name].conflicts
         phase = getattr(cls, "phase", None)
-        assert (phase.name if phase is not None else "") == cards[name].phase
+        assert (phase.name if phase is not None else "") == cards[name].facts["phase"]
 
 
 def test_the_command_prints_cards_and_refuses_unknown_names(capsys, monkeypatch, cards):

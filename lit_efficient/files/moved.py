@@ -34,6 +34,11 @@ MOVED_KEYS: dict[str, dict[str, str]] = {
         "judge": "scores.judge",
         "judge_images": "scores.images",
     },
+    "HiddenAlignment": {name: f"head.{name}" for name in ("widths", "seed")},
+    "LatentAlignment": {
+        **{name: f"loss.{name}" for name in ("adaptive", "distance_margin", "cosine_margin")},
+        **{name: f"head.{name}" for name in ("widths", "seed")},
+    },
     "GPTConfig": {name: f"constants.{name}" for name in ("rope_theta", "norm_eps")},
     "TextEncoderConfig": {
         **{name: f"captions.{name}" for name in ("tokenizer", "padding", "padding_side")},

@@ -194,10 +194,8 @@ class DiT(nn.Module):
     def _check_inputs(self, x: Tensor, y: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> None:
         config = self.config
         if x.shape[1] != config.channels or x.shape[2] % config.patch_size or x.shape[3] % config.patch_size:
-            raise ConfigurationError(
-                f"DiT: x must be [B, {config.channels}, H, W] with H and W multiples of patch_size "
-                f"{config.patch_size}, not {list(x.shape)}."
-            )
+            allowed = f"[B, {config.channels}, H, W] with H and W multiples of patch_size {config.patch_size}"
+            raise refusal("DiT", "x", allowed, list(x.shape))
         for name, value, size, argument in (
             ("y (labels)", y, config.num_classes, "num_classes"),
             ("context (text)", context, config.context_width, "context_width"),
@@ -206,13 +204,12 @@ class DiT(nn.Module):
                 wanted = "needs" if value is None else "has no use for"
                 raise ConfigurationError(f"DiT: a network with {argument}={size} {wanted} {name}.")
         if context is not None and (context.dim() != 3 or context.shape[-1] != config.context_width):
-            raise ConfigurationError(f"DiT: context must be [B, L, {config.context_width}], not {list(context.shape)}.")
+            raise refusal("DiT", "context", f"[B, L, {config.context_width}]", list(context.shape))
         if context_mask is not None and (
             context is None or context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]
         ):
             allowed = "None without context" if context is None else f"bool {list(context.shape[:2])}"
-            found = f"{context_mask.dtype} {list(context_mask.shape)}"
-            raise ConfigurationError(f"DiT: context_mask must be {allowed}, not {found}.")
+            raise refusal("DiT", "context_mask", allowed, (context_mask.dtype, list(context_mask.shape)))
 
     def _initialise(self) -> None:
         """Xavier for linear layers, small normals for the embeddings, zero for what must start as the identity."""

@@ -247,7 +247,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ConfigurationError("GPT: config.vocab_size must be a number to build the network, got None.")
+            raise refusal("GPT", "config.vocab_size", "a number to build the network", None)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.depth))

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from lit_efficient import (
+    AlignmentHead,
     AutoencoderConfig,
     ChannelScaling,
     DiffusersModelConfig,
@@ -123,7 +124,7 @@ def test_features_in_the_cache_align_as_those_of_the_teacher(tmp_path):
     images.judge = torch.nn.Sequential(torch.nn.Conv2d(1, 6, 4, 4), torch.nn.Tanh()).requires_grad_(False)
     features = TeacherFeatures("data.judge", dtype="float32")
     cached, live = pair(images, AutoencoderConfig(1, 4, 8), tmp_path / "cache", features=features)
-    arguments = {"projection": "mlp", "hidden": 8, "widths": [16, 6]}
+    arguments = {"projection": "mlp", "hidden": 8, "head": AlignmentHead(widths=[16, 6])}
     ours = fitted(cached, callbacks=[HiddenAlignment(1, None, **arguments)])
     theirs = fitted(live, callbacks=[HiddenAlignment(1, None, **arguments)])
     assert distance(ours, theirs) < 1e-6
