@@ -82,6 +82,7 @@ PUBLIC: dict[str, str] = {
     "Preference": "tasks.preference",
     "RewardModeling": "tasks.reward_modeling",
     "Autoencoding": "tasks.autoencoding",
+    "Samples": "tasks.latent_generator",
     "LatentDiffusion": "tasks.latent_diffusion",
     # slot data
     "DigitImages": "data.digit_images",

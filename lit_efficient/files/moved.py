@@ -34,6 +34,10 @@ MOVED_KEYS: dict[str, dict[str, str]] = {
         "judge": "scores.judge",
         "judge_images": "scores.images",
     },
+    "LatentDiffusion": {
+        "validation_samples": "samples.count",
+        **{name: f"samples.{name}" for name in ("prompts", "preview")},
+    },
     "HiddenAlignment": {name: f"head.{name}" for name in ("widths", "seed")},
     "LatentAlignment": {
         **{name: f"loss.{name}" for name in ("adaptive", "distance_margin", "cosine_margin")},

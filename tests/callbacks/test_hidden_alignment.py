@@ -15,6 +15,7 @@ from lit_efficient import (
     HiddenAlignment,
     LatentDiffusion,
     LatentDigits,
+    Samples,
 )
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.models.autoencoder import Autoencoder
@@ -41,7 +42,7 @@ def encoder() -> nn.Module:
 
 def fit(technique, loader, callbacks=(), **arguments):
     torch.manual_seed(0)
-    module = LatentDiffusion(BACKBONE, validation_samples=0)
+    module = LatentDiffusion(BACKBONE, samples=Samples(0))
     module.codec = arguments.pop("codec", None)
     settings = {**QUIET, "limit_val_batches": 0, "max_epochs": 1, **arguments}
     val = None if isinstance(loader, L.LightningDataModule) else loader

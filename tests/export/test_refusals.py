@@ -19,6 +19,7 @@ from lit_efficient import (
     LatentDiffusion,
     LoRA,
     QuantizeBase,
+    Samples,
     StochasticDepth,
     merge_adapters,
 )
@@ -105,7 +106,7 @@ def test_adapters_beside_a_folder_of_diffusers_are_exported_with_its_weights(kin
     source = made(**V, **arguments, backbone=of(CONDITIONED if of_text else FREE))
     source.network.save_pretrained(tmp_path / "base")
     module = LatentDiffusion(
-        DiffusersModelConfig(str(tmp_path / "base")), **V, validation_samples=0, sampling_steps=5,
+        DiffusersModelConfig(str(tmp_path / "base")), **V, samples=Samples(0), sampling_steps=5,
         guidance_scale=source.guidance_scale,
     )  # fmt: skip
     module.codec, module.text_encoder = source.codec, source.text_encoder

@@ -22,6 +22,7 @@ from lit_efficient import (
     LatentData,
     LatentDiffusion,
     PhotoCrops,
+    Samples,
     TeacherFeatures,
 )
 from tests.data.images.toy_images import ToyImages
@@ -58,7 +59,7 @@ def fitted(
     data, steps: int = 6, callbacks=(), network: DiTConfig | DiffusersModelConfig = NETWORK, ckpt_path=None, **trainer
 ) -> LatentDiffusion:
     L.seed_everything(3, verbose=False)
-    model = LatentDiffusion(network, validation_samples=0)
+    model = LatentDiffusion(network, samples=Samples(0))
     trainer = L.Trainer(
         max_steps=steps,
         accelerator="cpu",
