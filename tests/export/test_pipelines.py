@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import EMA, DiffusersModelConfig, DiTConfig, DiTVariant, LatentDiffusion, LoRA, Samples
+from lit_efficient import EMA, DiffusersModelConfig, DiTConfig, DiTVariant, LatentDiffusion, LoRA
 from lit_efficient.commands.export import run as export
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
@@ -62,7 +62,7 @@ class Latents(L.LightningDataModule):
 
 def made(text: dict[str, Any] | TextEncoderConfig | None = None, **arguments: Any) -> LatentDiffusion:
     """A module with weights of some size, and the encoders that a data module would give it."""
-    module = LatentDiffusion(**{"backbone": DIT, "samples": Samples(0), "sampling_steps": 5, **arguments})
+    module = LatentDiffusion(**{"backbone": DIT, "samples": {"count": 0}, "sampling_steps": 5, **arguments})
     module.codec, module.latent_size = LatentCodec(small(KL), MEAN, STD), (SIDE, SIDE)
     if isinstance(text, dict):
         text = TextEncoderConfig(config_fields=text, max_length=24)
