@@ -157,7 +157,7 @@ def test_what_cannot_work_is_refused_by_name():
     for arguments, message in (
         ({"block": 0, "teacher": "x"}, "block must be at least 1 or a pattern, got 0"),
         ({"block": 1, "teacher": None}, "features are in the batch: give head.widths"),
-        ({"block": 1, "teacher": "x", "hidden": 0}, "hidden must be at least 1"),
+        ({"block": 1, "teacher": "x", "hidden": 0}, "hidden must be a whole number of at least 1"),
         ({"block": 1, "teacher": "x", "projection": "cnn"}, "projection must be one of"),
     ):
         with pytest.raises(ConfigurationError, match=message):

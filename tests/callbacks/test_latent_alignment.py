@@ -155,7 +155,7 @@ def test_without_the_convolution_in_front_the_decoder_itself_is_listened_to():
 def test_what_cannot_work_is_refused_by_name():
     for arguments, message in (
         ({"weight": float("inf")}, "weight must be at least 0, got inf"),
-        ({"image_size": 0}, "image_size must be at least 1"),
+        ({"image_size": 0}, "image_size must be a whole number of at least 1"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             LatentAlignment(encoder(), **arguments)

@@ -194,13 +194,13 @@ def test_conditions_that_are_missing_or_of_no_use_are_errors():
         (lambda: plain(x, t, y, text()), r"context_width=0 has no use for context"),
         (lambda: free(x, t, y), r"num_classes=0 has no use for y"),
         (lambda: DiT(TEXT)(x, t, y), r"context_width=6 needs context"),
-        (lambda: DiT(TEXT)(x, t, y, text()[..., :4]), r"context must be \[B, L, 6\], not \[3, 5, 4\]"),
+        (lambda: DiT(TEXT)(x, t, y, text()[..., :4]), r"context must be \[B, L, 6\], got \[3, 5, 4\]"),
         (
             lambda: DiT(TEXT)(x, t, y, text(), torch.ones(3, 5)),
-            r"context_mask must be bool \[3, 5\], not torch.float32",
+            r"context_mask must be bool \[3, 5\], got \(torch.float32",
         ),
         (lambda: plain(x, t, y, None, torch.ones(3, 5).bool()), r"context_mask must be None without context"),
-        (lambda: plain(x[..., :3], t, y), r"multiples of patch_size 2, not \[3, 2, 4, 3\]"),
+        (lambda: plain(x[..., :3], t, y), r"multiples of patch_size 2, got \[3, 2, 4, 3\]"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             call()

@@ -371,8 +371,8 @@ def test_data_without_an_autoencoder_or_a_text_encoder_leaves_the_modules_own(tm
     module = task(SMALL_DIT, samples=Samples(2))
     trainer(default_root_dir=tmp_path).fit(module, data)  # and no samples are made for a judge that could not see them
     assert not data.__dict__.get("judged")
+    shown = Samples(0, preview=DiffusersModelConfig("madebyollin/taesd"))
     with pytest.raises(ConfigurationError, match="preview must be null for data without an autoencoder"):
-        shown = Samples(0, preview=DiffusersModelConfig("madebyollin/taesd"))
         trainer(default_root_dir=tmp_path).fit(task(SMALL_DIT, samples=shown), data)
     module = task(SMALL_DIT, samples=Samples(2))
     module.codec = codec
