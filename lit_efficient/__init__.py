@@ -39,7 +39,6 @@ PUBLIC: dict[str, str] = {
     "HiddenAlignment": "callbacks.hidden_alignment",
     "IA3": "callbacks.ia3",
     "LRFinder": "callbacks.lr_finder",
-    "VFLoss": "callbacks.latent_alignment",
     "LatentAlignment": "callbacks.latent_alignment",
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
@@ -123,6 +122,7 @@ PUBLIC: dict[str, str] = {
     "cosine_loss": "losses.feature_matching",
     "l2_loss": "losses.feature_matching",
     "repa_loss": "losses.feature_matching",
+    "VFLoss": "losses.feature_matching",
     "vf_loss": "losses.feature_matching",
     # models
     "CausalLMConfig": "models.causal_lm",

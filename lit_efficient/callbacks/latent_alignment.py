@@ -11,14 +11,13 @@ Source: Yao et al. (2025), https://arxiv.org/abs/2501.01423
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.losses.feature_matching import gradient_ratio, match_tokens, vf_loss
+from lit_efficient.losses.feature_matching import VFLoss, gradient_ratio, match_tokens, vf_loss
 from lit_efficient.mechanisms.alignment import (
     Alignment,
     AlignmentHead,
@@ -30,25 +29,6 @@ from lit_efficient.mechanisms.alignment import (
     unknown_width,
 )
 from lit_efficient.models.teachers import Teacher, find_teacher, input_width_of, only_module
-
-
-@dataclass(frozen=True)
-class VFLoss:
-    """The numbers of the VF loss.
-
-    Args:
-        distance_margin: m1, at least 0: what two cosines between positions may differ by for nothing.
-        cosine_margin: m2, at least 0: what the cosine with the features may miss 1 by for nothing.
-        adaptive: Whether the weight is multiplied by w_a, at most 1e4.
-    """
-
-    distance_margin: float = 0.25
-    cosine_margin: float = 0.5
-    adaptive: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("distance_margin", "cosine_margin"):
-            check_number("LatentAlignment", f"loss.{name}", getattr(self, name), least=0, below=2)
 
 
 class LatentAlignment(Alignment):
@@ -91,7 +71,7 @@ class LatentAlignment(Alignment):
         teacher: str | nn.Module,
         teacher_layer: str = "",
         weight: float = 0.1,
-        loss: VFLoss = VFLoss(),
+        loss: VFLoss = VFLoss(),  # noqa: B008 (frozen)
         stop_at: int | None = None,
         encoder: str = "encoder",
         decoder: str = "decoder",
