@@ -60,7 +60,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from lit_efficient import EMA, LatentDiffusion, LatentDigits, SNRWeighting
+from lit_efficient import EMA, LatentDiffusion, LatentDigits, Samples, SNRWeighting
 from lit_efficient.losses.diffusion import Prediction
 
 TARGETS = [name for name in get_args(Prediction) if name != "edm"]
@@ -90,7 +90,7 @@ def train(target: str, min_snr: bool, seed: int, steps: int, rate: str) -> tuple
         prediction=target,  # type: ignore[arg-type]
         schedule=SCHEDULES[target],  # type: ignore[arg-type]
         timestep_sampling="uniform",
-        validation_samples=0,
+        samples=Samples(0),
     )
     data, average = LatentDigits(), EMA()
     trainer = Trainer(

@@ -28,6 +28,7 @@ from lit_efficient.declaration import (
 )
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.files.moved import translate
+from lit_efficient.files.records import rebuild
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -118,7 +119,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"the checkpoint uses the technique {record['name']!r}: import its class first")
         if cls.training_only:
             continue
-        techniques.append(cls(**translate(record["name"], record["arguments"])))
+        techniques.append(rebuild(cls, record["arguments"]))
     apply(module, techniques)
     _check_checkpoint(module, checkpoint)
 

@@ -48,12 +48,10 @@ class Card:
         slot: Where it goes in the YAML, for example ``trainer.callbacks``.
         module: Module that holds it.
         summary: First sentence of the module's docstring.
-        saves: The docstring's ``Saves:`` line, or an empty string.
-        costs: The docstring's ``Costs:`` line, or an empty string.
-        source: The docstring's ``Source:`` line, or an empty string.
+        facts: ``saves``, ``costs`` and ``source``, the lines that the docstring begins so, and ``phase``, in which it
+            is applied; each may be an empty string.
         signature: Arguments of the constructor, as written.
         arguments: The ``Args:`` section of the class docstring.
-        phase: Name of the phase in which it is applied, or an empty string.
         conflicts: Classes that it excludes, each with the reason and the way out.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
         distribution: The package of somebody else's that registers it, with its version; empty for ours.
@@ -63,12 +61,9 @@ class Card:
     slot: str
     module: str
     summary: str
-    saves: str = ""
-    costs: str = ""
-    source: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
     signature: str = ""
     arguments: str = ""
-    phase: str = ""
     conflicts: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
     distribution: str = ""
@@ -108,15 +103,15 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         slot = "optimizer"
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
     attributes = _class_attributes(node)
+    phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else ""
     return Card(
         name=name,
         slot=slot,
         module=module,
         summary=_first_paragraph(docstring),
-        **{label.lower(): _labelled(docstring, label) for label in _LABELS},
+        facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase},
         signature=_signature(node),
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
-        phase=ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else "",
         conflicts=_conflicts(attributes.get("conflicts")),
         is_technique=bool(
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")

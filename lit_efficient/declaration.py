@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -232,4 +232,6 @@ def _primitive(value: Any) -> Any:
         return [_primitive(item) for item in items]
     if isinstance(value, Mapping):
         return {str(key): _primitive(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return _primitive(vars(value))
     return repr(value)

@@ -68,12 +68,14 @@ def test_a_card_holds_what_the_file_says(cards):
         slot="trainer.callbacks",
         module="lit_efficient.callbacks.drop",
         summary="Drop blocks: train a shorter network.",
-        saves="half of the `blocks`' compute on average",
-        costs="nothing",
-        source="Huang et al. (2016), https://arxiv.org/abs/1603.09382",
+        facts={
+            "saves": "half of the `blocks`' compute on average",
+            "costs": "nothing",
+            "source": "Huang et al. (2016), https://arxiv.org/abs/1603.09382",
+            "phase": "ARCHITECTURE",
+        },
         signature="rate: float=0.5, *, rule: str='linear'",
         arguments="rate: Probability in [0, 1).\n    Second line.",
-        phase="ARCHITECTURE",
         conflicts={"Plain": "both change the forward; keep one"},
     )
 
@@ -133,7 +135,7 @@ def test_every_class_in_a_slot_has_a_card_that_agrees_with_the_class():
         cls = getattr(import_module(f"lit_efficient.{module}"), name)
         assert dict(getattr(cls, "conflicts", {})) == cards[name].conflicts
         phase = getattr(cls, "phase", None)
-        assert (phase.name if phase is not None else "") == cards[name].phase
+        assert (phase.name if phase is not None else "") == cards[name].facts["phase"]
 
 
 def test_the_command_prints_cards_and_refuses_unknown_names(capsys, monkeypatch, cards):

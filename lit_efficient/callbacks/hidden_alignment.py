@@ -16,9 +16,18 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.losses.feature_matching import match_tokens, repa_loss
-from lit_efficient.mechanisms.alignment import PROJECTIONS, Alignment, Call, make_head, mean, member, unknown_width
+from lit_efficient.mechanisms.alignment import (
+    PROJECTIONS,
+    Alignment,
+    AlignmentHead,
+    Call,
+    make_head,
+    mean,
+    member,
+    unknown_width,
+)
 from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
 from lit_efficient.surgery import find_blocks
 
@@ -43,8 +52,7 @@ class HiddenAlignment(Alignment):
         hidden: Hidden width of the MLP, at least 1.
         source: ``auto``, or the dotted path of images or features in a batch.
         image_size: Side that images are resized to; ``None``: as the encoder's config says.
-        widths: [width of the block, width of the features], for those that do not say it, as features in a batch.
-        seed: Seed of the head's weights.
+        head: Widths and seed of the projection.
 
     Raises:
         ConfigurationError: For an argument out of range, without such a block, and without a clean image in the batch.
@@ -68,25 +76,17 @@ class HiddenAlignment(Alignment):
         hidden: int = 2048,
         source: str = "auto",
         image_size: int | None = None,
-        widths: list[int] | None = None,
-        seed: int = 0,
+        head: AlignmentHead = AlignmentHead(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
         if isinstance(block, int) and block < 1:
-            raise ConfigurationError(f"HiddenAlignment: block must be at least 1 or a pattern, got {block}")
-        if projection not in PROJECTIONS:
+            raise refusal("HiddenAlignment", "block", "at least 1 or a pattern", block)
+        check_choice("HiddenAlignment", "projection", projection, PROJECTIONS)
+        check_number("HiddenAlignment", "hidden", hidden, least=1, whole=True)
+        check_number("HiddenAlignment", "image_size", image_size, least=1, whole=True, null=True)
+        if teacher is None and head.widths is None:
             raise ConfigurationError(
-                f"HiddenAlignment: projection must be one of {', '.join(PROJECTIONS)}; got {projection!r}"
-            )
-        if hidden < 1:
-            raise ConfigurationError(f"HiddenAlignment: hidden must be at least 1, got {hidden}")
-        if image_size is not None and image_size < 1:
-            raise ConfigurationError(f"HiddenAlignment: image_size must be at least 1 or null, got {image_size}")
-        if widths is not None and (len(widths) != 2 or min(widths) < 1):
-            raise ConfigurationError(f"HiddenAlignment: widths must be two numbers of at least 1, got {widths}")
-        if teacher is None and widths is None:
-            raise ConfigurationError(
-                "HiddenAlignment: without a teacher the features are in the batch: give widths=[block's, features']"
+                "HiddenAlignment: without a teacher the features are in the batch: give head.widths"
             )
         self.block = block
         self.teacher = teacher
@@ -97,8 +97,7 @@ class HiddenAlignment(Alignment):
         self.hidden = hidden
         self.source = source
         self.image_size = image_size
-        self.widths = widths
-        self.seed = seed
+        self.head, self.seed = head, head.seed
         self.check_common()
 
     def find(self, data: Any) -> Teacher | None:
@@ -114,19 +113,18 @@ class HiddenAlignment(Alignment):
             return [only_module(module, self.block, "HiddenAlignment: block")]
         blocks = find_blocks(module, who="HiddenAlignment")
         if self.block > len(blocks):
-            raise ConfigurationError(
-                f"HiddenAlignment: block must be at most {len(blocks)}, the number of blocks, got {self.block}"
-            )
+            allowed = f"at most {len(blocks)}, the number of blocks"
+            raise refusal("HiddenAlignment", "block", allowed, self.block)
         return [blocks[self.block - 1][0]]
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
         """The projection h."""
         (name,) = self.names(module)
         told = None if self._teacher is None else self._teacher.width(self.teacher_layer)
-        ours, theirs = self.widths or (width_of(module, name), told)
+        ours, theirs = self.head.widths or (width_of(module, name), told)
         if ours is None or theirs is None:
             what = f"{name!r}" if ours is None else f"the teacher's {self.teacher_layer!r}"
-            raise unknown_width("HiddenAlignment", what, "give widths=[block's, teacher's]")
+            raise unknown_width("HiddenAlignment", what, "give head.widths: [block's, teacher's]")
         if self.projection == "none" and ours != theirs:
             raise ConfigurationError(
                 f"HiddenAlignment: projection='none' needs equal widths, got {ours} and {theirs}; use mlp or linear"

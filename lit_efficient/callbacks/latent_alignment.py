@@ -16,9 +16,18 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
-from lit_efficient.errors import ConfigurationError
-from lit_efficient.losses.feature_matching import gradient_ratio, match_tokens, vf_loss
-from lit_efficient.mechanisms.alignment import Alignment, Call, feature_of, make_head, mean, member, unknown_width
+from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.losses.feature_matching import VFLoss, gradient_ratio, match_tokens, vf_loss
+from lit_efficient.mechanisms.alignment import (
+    Alignment,
+    AlignmentHead,
+    Call,
+    feature_of,
+    make_head,
+    mean,
+    member,
+    unknown_width,
+)
 from lit_efficient.models.teachers import Teacher, find_teacher, input_width_of, only_module
 
 
@@ -34,17 +43,14 @@ class LatentAlignment(Alignment):
             name or ``config.json`` (random weights) of a transformers vision model.
         teacher_layer: Pattern for the layer of the teacher; ``""`` is its output (``last_hidden_state``).
         weight: Weight of the term, at least 0; 0 measures it and trains as without.
-        adaptive: Whether the weight is multiplied by w_a, at most 1e4.
-        distance_margin: m1, at least 0: what two cosines between positions may differ by for nothing.
-        cosine_margin: m2, at least 0: what the cosine with the features may miss 1 by for nothing.
+        loss: Its margins, and whether the weight is adaptive.
         stop_at: Optimizer step from which on neither term nor encoder is computed; ``None``: never.
         encoder: Pattern for the end of the encoder's name: at its last weight the gradients are compared.
         decoder: Pattern for the end of the name of the module that is called with the latents. A ``post_quant_conv``
             beside it, as in diffusers' AutoencoderKL, is called with them first and takes its place.
         images: Dotted path of the images in a batch.
         image_size: Side that images are resized to for the teacher; ``None``: as its config says.
-        widths: [channels of the latents, width of the features], for those that do not say it.
-        seed: Seed of the linear map.
+        head: Widths and seed of the linear map.
 
     Raises:
         ConfigurationError: For an argument out of range, without such modules, and without images in the batch.
@@ -65,38 +71,26 @@ class LatentAlignment(Alignment):
         teacher: str | nn.Module,
         teacher_layer: str = "",
         weight: float = 0.1,
-        adaptive: bool = True,
-        distance_margin: float = 0.25,
-        cosine_margin: float = 0.5,
+        loss: VFLoss = VFLoss(),  # noqa: B008 (frozen)
         stop_at: int | None = None,
         encoder: str = "encoder",
         decoder: str = "decoder",
         images: str = "images",
         image_size: int | None = None,
-        widths: list[int] | None = None,
-        seed: int = 0,
+        head: AlignmentHead = AlignmentHead(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
-        for name, value in (("distance_margin", distance_margin), ("cosine_margin", cosine_margin)):
-            if not 0 <= value < 2:
-                raise ConfigurationError(f"LatentAlignment: {name} must be at least 0 and below 2, got {value}")
-        if image_size is not None and image_size < 1:
-            raise ConfigurationError(f"LatentAlignment: image_size must be at least 1 or null, got {image_size}")
-        if widths is not None and (len(widths) != 2 or min(widths) < 1):
-            raise ConfigurationError(f"LatentAlignment: widths must be two numbers of at least 1, got {widths}")
+        check_number("LatentAlignment", "image_size", image_size, least=1, whole=True, null=True)
         self.teacher = teacher
         self.teacher_layer = teacher_layer
         self.weight = weight
-        self.adaptive = adaptive
-        self.distance_margin = distance_margin
-        self.cosine_margin = cosine_margin
+        self.loss = loss
         self.stop_at = stop_at
         self.encoder = encoder
         self.decoder = decoder
         self.images = images
         self.image_size = image_size
-        self.widths = widths
-        self.seed = seed
+        self.head, self.seed = head, head.seed
         self.check_common()
 
     def find(self, data: Any) -> Teacher:
@@ -114,10 +108,10 @@ class LatentAlignment(Alignment):
         """The map W."""
         (name,) = self.names(module)
         assert self._teacher is not None
-        ours, theirs = self.widths or (input_width_of(module, name), self._teacher.width(self.teacher_layer))
+        ours, theirs = self.head.widths or (input_width_of(module, name), self._teacher.width(self.teacher_layer))
         if ours is None or theirs is None:
             what = f"what {name!r} is called with" if ours is None else f"the teacher's {self.teacher_layer!r}"
-            raise unknown_width("LatentAlignment", what, "give widths=[latents', teacher's]")
+            raise unknown_width("LatentAlignment", what, "give head.widths: [latents', teacher's]")
         return {"0": make_head("linear", ours, theirs, bias=False)}
 
     def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
@@ -134,12 +128,12 @@ class LatentAlignment(Alignment):
             latents = feature_of(args or kwargs)
             ours, theirs = match_tokens(latents, features, "grid" if features.ndim > 2 else "auto")
             projected = self.project(module, "0", ours, name)
-            terms.append(vf_loss(ours, projected, theirs, self.distance_margin, self.cosine_margin))
+            terms.append(vf_loss(ours, projected, theirs, self.loss.distance_margin, self.loss.cosine_margin))
         return mean(terms)
 
     def scale(self, term: Tensor, output: Any, module: Any) -> Tensor | float:
         """The weight, times the ratio of the gradients."""
-        last = last_weight(module, self.encoder) if self.adaptive else None
+        last = last_weight(module, self.encoder) if self.loss.adaptive else None
         if last is None:
             return self.weight
         loss = output if isinstance(output, Tensor) else output["loss"]

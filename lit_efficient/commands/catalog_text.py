@@ -65,7 +65,7 @@ def table(cards: Sequence[Card], width: int | None) -> str:
     header = ("name", "slot", "saves", "costs", "source")
     rows: list[tuple[str, ...]] = [
         header,
-        *((c.name, c.slot, c.saves or "-", c.costs or "-", c.source or "-") for c in cards if c.is_technique),
+        *((c.name, c.slot, *(text or "-" for text in _labelled(c))) for c in cards if c.is_technique),
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     if width is not None:
@@ -91,8 +91,7 @@ def _wrapped_row(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 def card_text(card: Card) -> str:
     """Render everything that a card knows, with the lines of YAML that use it."""
     lines = [f"{card.name}   (slot {card.slot})", "", card.summary, ""]
-    facts = {"saves": card.saves, "costs": card.costs, "source": card.source, "phase": card.phase, "file": card.module}
-    facts["of"] = card.distribution
+    facts = card.facts | {"file": card.module, "of": card.distribution}
     lines += [f"{label:<8}{text}" for label, text in facts.items() if text]
     lines += [f"{'not with':<8} {name}: {reason}" for name, reason in card.conflicts.items()]
     lines += ["", f"{card.name}({card.signature})"]
@@ -143,5 +142,9 @@ def markdown(cards: Sequence[Card]) -> str:
     for card in cards:
         if card.is_technique and not card.distribution:
             path = card.module.replace(".", "/") + ".py"
-            rows.append((f"[`{card.name}`]({path})", f"`{card.slot}`", card.saves, card.costs, card.source))
+            rows.append((f"[`{card.name}`]({path})", f"`{card.slot}`", *_labelled(card)))
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows)
+
+
+def _labelled(card: Card) -> list[str]:
+    return [card.facts.get(label, "") for label in ("saves", "costs", "source")]

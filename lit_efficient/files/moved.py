@@ -34,6 +34,21 @@ MOVED_KEYS: dict[str, dict[str, str]] = {
         "judge": "scores.judge",
         "judge_images": "scores.images",
     },
+    "LatentDiffusion": {
+        "validation_samples": "samples.count",
+        **{name: f"samples.{name}" for name in ("prompts", "preview")},
+    },
+    "HiddenAlignment": {name: f"head.{name}" for name in ("widths", "seed")},
+    "LatentAlignment": {
+        **{name: f"loss.{name}" for name in ("adaptive", "distance_margin", "cosine_margin")},
+        **{name: f"head.{name}" for name in ("widths", "seed")},
+    },
+    "GPTConfig": {name: f"constants.{name}" for name in ("rope_theta", "norm_eps")},
+    "TextEncoderConfig": {
+        **{name: f"captions.{name}" for name in ("tokenizer", "padding", "padding_side")},
+        "tokenizer_subfolder": "captions.subfolder",
+    },
+    "DiTConfig": {name: f"variant.{name}" for name in ("positions", "qk_norm", "time_embedding")},
 }
 """Of a class: an argument that is gone, and where its value stands now (with dots: in a group)."""
 

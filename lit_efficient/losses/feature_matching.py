@@ -11,12 +11,13 @@ Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940 (REPA); Yao et al. (2
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 LAYOUTS = ("auto", "grid", "sequence")
 
@@ -138,6 +139,25 @@ def distance_matrix_loss(latents: Tensor, teacher: Tensor, margin: float = 0.25)
 def marginal_cosine_loss(projected: Tensor, teacher: Tensor, margin: float = 0.5) -> Tensor:
     """``mean(relu(1 - margin - cos))`` of projected tokens and the teacher's, both [B, N, D]; m2 in the formula."""
     return F.relu(1.0 - margin - cosine_similarity(projected, teacher)).mean()
+
+
+@dataclass(frozen=True)
+class VFLoss:
+    """The numbers of the VF loss.
+
+    Args:
+        distance_margin: m1, at least 0: what two cosines between positions may differ by for nothing.
+        cosine_margin: m2, at least 0: what the cosine with the features may miss 1 by for nothing.
+        adaptive: Whether the weight is multiplied by w_a, at most 1e4.
+    """
+
+    distance_margin: float = 0.25
+    cosine_margin: float = 0.5
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("distance_margin", "cosine_margin"):
+            check_number("LatentAlignment", f"loss.{name}", getattr(self, name), least=0, below=2)
 
 
 def vf_loss(

@@ -10,6 +10,7 @@ had never been.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -92,6 +93,24 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
         head = nn.Sequential(*sizes)
     mix_in(head, NewLayer)  # it trains whole, whatever else is frozen
     return head
+
+
+@dataclass(frozen=True)
+class AlignmentHead:
+    """How the projection of a technique is made.
+
+    Args:
+        widths: [width of the module's features, width of the teacher's], for those that do not say it, as features in
+            a batch.
+        seed: Seed of its weights.
+    """
+
+    widths: list[int] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.widths is not None and (len(self.widths) != 2 or min(self.widths) < 1):
+            raise refusal("AlignmentHead", "widths", "two numbers of at least 1", self.widths)
 
 
 class Alignment(LossHooks, Technique):
@@ -266,7 +285,7 @@ class Alignment(LossHooks, Technique):
         if tokens.shape[-1] != expected:
             raise ConfigurationError(
                 f"{type(self).__name__}: {layer!r} has features of width {tokens.shape[-1]}, and its head was built "
-                f"for {expected}: give widths"
+                f"for {expected}: give the widths"
             )
         return heads[name](tokens)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lit_efficient.application import replay, technique_of
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.moved import translate
+from lit_efficient.files.records import rebuild
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 
 
@@ -63,7 +63,7 @@ def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:
         cls = technique_of(record)
         if cls is None or not issubclass(cls, ShadowWeights):
             continue
-        technique = cls(**translate(record["name"], record["arguments"]))
+        technique = rebuild(cls, record["arguments"])
         state = checkpoint.get("callbacks", {}).get(technique.state_key)
         if state:
             technique.load_state_dict(state)

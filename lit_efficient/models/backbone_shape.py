@@ -6,6 +6,21 @@ from lit_efficient.errors import ConfigurationError, refusal
 
 
 @dataclass(frozen=True)
+class Sides:
+    """What height and width of a network's latents must be.
+
+    Args:
+        multiple: What they are multiples of.
+        largest: The most that they are; None: no limit.
+        square: Whether they are equal.
+    """
+
+    multiple: int = 1
+    largest: int | None = None
+    square: bool = False
+
+
+@dataclass(frozen=True)
 class BackboneShape:
     """A network's inputs.
 
@@ -13,9 +28,7 @@ class BackboneShape:
         name: Its class.
         channels: Of the latents.
         size: Height and width of the latents that its configuration names, if it names any.
-        multiple: What height and width must be multiples of.
-        largest: Above which they must not be; None: no limit.
-        square: Whether they must be equal.
+        sides: What height and width must be.
         num_classes: Classes of the labels, without the one for "no label"; 0: it takes no labels.
         text_width: Features of text tokens; 0: it takes no text.
         pooled_width: Features of a pooled text; 0: it takes none.
@@ -26,9 +39,7 @@ class BackboneShape:
     name: str
     channels: int
     size: tuple[int, int] | None = None
-    multiple: int = 1
-    largest: int | None = None
-    square: bool = False
+    sides: Sides = Sides()
     num_classes: int = 0
     text_width: int = 0
     pooled_width: int = 0
@@ -59,11 +70,12 @@ class BackboneShape:
             raise ConfigurationError(
                 f"{who}: the backbone is for latents {expected}; the data's are {found}: their channels must agree."
             )
-        if height % self.multiple or width % self.multiple:
-            allowed = f"multiples of {self.multiple} for {self.name}"
+        sides = self.sides
+        if height % sides.multiple or width % sides.multiple:
+            allowed = f"multiples of {sides.multiple} for {self.name}"
             raise refusal(who, "height and width of the data's latents", allowed, (height, width))
-        if self.largest is not None and max(height, width) > self.largest:
-            allowed = f"at most {self.largest} for this {self.name}"
+        if sides.largest is not None and max(height, width) > sides.largest:
+            allowed = f"at most {sides.largest} for this {self.name}"
             raise refusal(who, "height and width of the data's latents", allowed, (height, width))
-        if self.square and height != width:
+        if sides.square and height != width:
             raise ConfigurationError(f"{who}: {self.name} takes square latents only; the data's are {found}.")

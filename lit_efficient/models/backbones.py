@@ -20,9 +20,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lit_efficient.files.records import rebuild
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_process
 from lit_efficient.models import diffusers_backbones
-from lit_efficient.models.backbone_shape import BackboneShape
+from lit_efficient.models.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, build
 from lit_efficient.models.dit import DiT, DiTConfig
@@ -78,7 +79,7 @@ def shape_of(spec: BackboneSpec) -> BackboneShape:
             name="DiT",
             channels=spec.channels,
             size=(spec.size, spec.size),
-            multiple=spec.patch_size,
+            sides=Sides(spec.patch_size),
             num_classes=spec.num_classes,
             text_width=spec.context_width,
         )
@@ -87,7 +88,7 @@ def shape_of(spec: BackboneSpec) -> BackboneShape:
 
 def as_spec(stored: Mapping[str, Any]) -> BackboneSpec:
     """The description that a checkpoint holds as a dictionary."""
-    return DiffusersModelConfig(**stored) if "config_fields" in stored else DiTConfig(**stored)
+    return rebuild(DiffusersModelConfig if "config_fields" in stored else DiTConfig, stored)
 
 
 def self_contained(spec: BackboneSpec) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def load_tokenizer(
     except (OSError, ValueError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         allowed = f"bytes, a tokenizer.json, a folder or a hub's name with a fast tokenizer (cannot be read: {reason})"
-        raise refusal("TextEncoderConfig", "tokenizer", allowed, f"{name}/{subfolder}".rstrip("/")) from error
+        raise refusal("TextEncoderConfig", "captions.tokenizer", allowed, f"{name}/{subfolder}".rstrip("/")) from error
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     return CaptionTokens(json, pad if pad is not None else end or 0, end, length, side)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import check_choice, refusal
-from lit_efficient.models.backbone_shape import BackboneShape
+from lit_efficient.models.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, model_class, resolve
 
@@ -98,7 +98,7 @@ def _classes(fields: Fields) -> int:
 
 
 def _unet_2d_shape(fields: Fields) -> dict[str, Any]:
-    return {"num_classes": _classes(fields), "multiple": 2 ** (len(fields["down_block_types"]) - 1)}
+    return {"num_classes": _classes(fields), "sides": Sides(2 ** (len(fields["down_block_types"]) - 1))}
 
 
 def _unet_2d(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
@@ -135,12 +135,12 @@ def _unet_condition(network: Any, x: Tensor, timestep: Tensor, condition: Condit
     return arguments
 
 
-def _patches(fields: Fields) -> dict[str, Any]:
-    return {"multiple": fields["patch_size"]}
+def _patches(fields: Fields, **limits: Any) -> dict[str, Any]:
+    return {"sides": Sides(fields["patch_size"], **limits)}
 
 
 def _dit_shape(fields: Fields) -> dict[str, Any]:
-    return {**_patches(fields), "num_classes": fields["num_embeds_ada_norm"], "square": True}
+    return {**_patches(fields, square=True), "num_classes": fields["num_embeds_ada_norm"]}
 
 
 def _dit(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
@@ -180,8 +180,7 @@ def _sana(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> di
 
 def _sd3_shape(fields: Fields) -> dict[str, Any]:
     return {
-        **_patches(fields),
-        "largest": fields["pos_embed_max_size"] * fields["patch_size"],
+        **_patches(fields, largest=fields["pos_embed_max_size"] * fields["patch_size"]),
         "text_width": fields["joint_attention_dim"],
         "pooled_width": fields["pooled_projection_dim"],
         "masks_text": False,
@@ -202,7 +201,7 @@ def _flux_shape(fields: Fields) -> dict[str, Any]:
     return {
         "channels": fields["in_channels"] // 4,
         "size": None,
-        "multiple": 2,
+        "sides": Sides(2),
         "text_width": fields["joint_attention_dim"],
         "pooled_width": fields["pooled_projection_dim"],
         "masks_text": False,

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.models.dit_layers import DiTBlock, grid_positions, modulate, rotary_table, sinusoids
 
 Positions = Literal["sincos", "rope"]
@@ -28,6 +28,28 @@ TimeEmbedding = Literal["compact", "diffusers"]
 
 _FREQUENCIES = {"compact": 64, "diffusers": 256}  # sines and cosines of the time embedding, in all
 _TIME_SCALE = 1000.0  # t in [0, 1] spans what integer timesteps span in the paper
+
+
+@dataclass(frozen=True)
+class DiTVariant:
+    """What a network of the same size may do in another way.
+
+    Args:
+        positions: sincos adds positions to the tokens; rope turns queries and keys by them, which depends on distances
+            alone and serves other sizes better. width / heads must be a multiple of 4 for it.
+        qk_norm: Normalise queries and keys, which keeps large networks and large learning rates stable in bfloat16.
+        time_embedding: Frequencies that the time is embedded with: compact has 64, diffusers the 256 of its DiT, which
+            an export to its layout needs.
+    """
+
+    positions: Positions = "sincos"
+    qk_norm: bool = False
+    time_embedding: TimeEmbedding = "compact"
+
+    def __post_init__(self) -> None:
+        check_choice("DiTConfig", "variant.positions", self.positions, get_args(Positions))
+        check_choice("DiTConfig", "variant.qk_norm", self.qk_norm, (True, False))
+        check_choice("DiTConfig", "variant.time_embedding", self.time_embedding, get_args(TimeEmbedding))
 
 
 @dataclass(frozen=True)
@@ -43,12 +65,8 @@ class DiTConfig:
         heads: Attention heads.
         mlp_ratio: Hidden features of the MLP, in multiples of width.
         num_classes: Classes of the labels; one more row of the embedding stands for "no label". 0: no labels at all.
-        positions: sincos adds positions to the tokens; rope turns queries and keys by them, which depends on distances
-            alone and serves other sizes better. width / heads must be a multiple of 4 for it.
-        qk_norm: Normalise queries and keys, which keeps large networks and large learning rates stable in bfloat16.
         context_width: Features of the text tokens that each block attends to; 0 for no text.
-        time_embedding: Frequencies that the time is embedded with: compact has 64, diffusers the 256 of its DiT, which
-            an export to its layout needs.
+        variant: Positions, norms of queries and keys, and the time's frequencies.
     """
 
     channels: int = 4
@@ -59,30 +77,26 @@ class DiTConfig:
     heads: int = 4
     mlp_ratio: int = 4
     num_classes: int = 10
-    positions: Positions = "sincos"
-    qk_norm: bool = False
     context_width: int = 0
-    time_embedding: TimeEmbedding = "compact"
+    variant: DiTVariant = DiTVariant()
 
     def __post_init__(self) -> None:
         for name in ("channels", "size", "patch_size", "width", "depth", "heads", "mlp_ratio"):
-            self._check(name, "an integer >= 1", _is_integer(getattr(self, name), 1))
+            check_number("DiTConfig", name, getattr(self, name), least=1, whole=True)
         for name in ("num_classes", "context_width"):
-            self._check(name, "an integer >= 0", _is_integer(getattr(self, name), 0))
-        self._check("qk_norm", "true or false", isinstance(self.qk_norm, bool))
-        for name, kind in (("positions", Positions), ("time_embedding", TimeEmbedding)):
-            self._check(name, f"one of {', '.join(get_args(kind))}", getattr(self, name) in get_args(kind))
-        if self.size % self.patch_size:
-            raise ConfigurationError(f"DiTConfig: patch_size must divide size {self.size}, not {self.patch_size}.")
+            check_number("DiTConfig", name, getattr(self, name), least=0, whole=True)
+        self._check("patch_size", f"a divisor of size {self.size}", self.size % self.patch_size == 0)
         self._check("width", f"a multiple of heads {self.heads}", self.width % self.heads == 0)
         self._check("width", "a multiple of 4 (2-D positions)", self.width % 4 == 0)
-        if self.positions == "rope":
-            allowed = f"a multiple of 4 times heads {self.heads} for positions='rope' (pairs of rows and of columns)"
+        if self.variant.positions == "rope":
+            allowed = (
+                f"a multiple of 4 times heads {self.heads} for variant.positions='rope' (pairs of rows and of columns)"
+            )
             self._check("width", allowed, self.width % (4 * self.heads) == 0)
 
     def _check(self, name: str, allowed: str, holds: bool) -> None:
         if not holds:
-            raise ConfigurationError(f"DiTConfig: {name} must be {allowed}, not {getattr(self, name)!r}.")
+            raise refusal("DiTConfig", name, allowed, getattr(self, name))
 
 
 class DiT(nn.Module):
@@ -103,17 +117,17 @@ class DiT(nn.Module):
         width, patch = config.width, config.patch_size
         self.patch_in = nn.Conv2d(config.channels, width, patch, stride=patch)
         self.time = nn.Sequential(
-            nn.Linear(_FREQUENCIES[config.time_embedding], width), nn.SiLU(), nn.Linear(width, width)
+            nn.Linear(_FREQUENCIES[config.variant.time_embedding], width), nn.SiLU(), nn.Linear(width, width)
         )
         self.label = nn.Embedding(config.num_classes + 1, width) if config.num_classes else None
         self.blocks = nn.ModuleList(
-            DiTBlock(width, config.heads, config.mlp_ratio, config.qk_norm, config.context_width)
+            DiTBlock(width, config.heads, config.mlp_ratio, config.variant.qk_norm, config.context_width)
             for _ in range(config.depth)
         )
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, patch * patch * config.channels)
-        positions = grid_positions(config.size // patch, width) if config.positions == "sincos" else None
+        positions = grid_positions(config.size // patch, width) if config.variant.positions == "sincos" else None
         self.register_buffer("positions", positions, persistent=False)
         self._initialise()
 
@@ -167,7 +181,7 @@ class DiT(nn.Module):
         return F.fold(patches, (x.shape[2], x.shape[3]), patch, stride=patch)
 
     def _embed_time(self, t: Tensor) -> Tensor:
-        kind = self.config.time_embedding
+        kind = self.config.variant.time_embedding
         return sinusoids(t * _TIME_SCALE, _FREQUENCIES[kind], ends=kind == "diffusers")
 
     def _positions(self, grid: tuple[int, int]) -> Tensor:
@@ -180,10 +194,8 @@ class DiT(nn.Module):
     def _check_inputs(self, x: Tensor, y: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> None:
         config = self.config
         if x.shape[1] != config.channels or x.shape[2] % config.patch_size or x.shape[3] % config.patch_size:
-            raise ConfigurationError(
-                f"DiT: x must be [B, {config.channels}, H, W] with H and W multiples of patch_size "
-                f"{config.patch_size}, not {list(x.shape)}."
-            )
+            allowed = f"[B, {config.channels}, H, W] with H and W multiples of patch_size {config.patch_size}"
+            raise refusal("DiT", "x", allowed, list(x.shape))
         for name, value, size, argument in (
             ("y (labels)", y, config.num_classes, "num_classes"),
             ("context (text)", context, config.context_width, "context_width"),
@@ -192,13 +204,12 @@ class DiT(nn.Module):
                 wanted = "needs" if value is None else "has no use for"
                 raise ConfigurationError(f"DiT: a network with {argument}={size} {wanted} {name}.")
         if context is not None and (context.dim() != 3 or context.shape[-1] != config.context_width):
-            raise ConfigurationError(f"DiT: context must be [B, L, {config.context_width}], not {list(context.shape)}.")
+            raise refusal("DiT", "context", f"[B, L, {config.context_width}]", list(context.shape))
         if context_mask is not None and (
             context is None or context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]
         ):
             allowed = "None without context" if context is None else f"bool {list(context.shape[:2])}"
-            found = f"{context_mask.dtype} {list(context_mask.shape)}"
-            raise ConfigurationError(f"DiT: context_mask must be {allowed}, not {found}.")
+            raise refusal("DiT", "context_mask", allowed, (context_mask.dtype, list(context_mask.shape)))
 
     def _initialise(self) -> None:
         """Xavier for linear layers, small normals for the embeddings, zero for what must start as the identity."""
@@ -213,7 +224,3 @@ class DiT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
             elif "modulation" in name or name.startswith("patch_out") or ".cross.out." in name:
                 nn.init.zeros_(parameter)
-
-
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

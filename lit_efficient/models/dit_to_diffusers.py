@@ -13,6 +13,7 @@ Source: the layout of diffusers' ``DiTTransformer2DModel`` and ``DiTPipeline``.
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -69,16 +70,19 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
         ConfigurationError: If it cannot hold one.
     """
     obstacles = {
-        "positions": (config.positions != "sincos", "it adds sine-cosine positions to the tokens and turns nothing"),
-        "qk_norm": (config.qk_norm, "its attention normalises neither queries nor keys"),
+        "variant.positions": (
+            config.variant.positions != "sincos",
+            "it adds sine-cosine positions to the tokens and turns nothing",
+        ),
+        "variant.qk_norm": (config.variant.qk_norm, "its attention normalises neither queries nor keys"),
         "context_width": (
             config.context_width > 0,
             "it has no attention to text, and PixArtTransformer2DModel, which has, shares one modulation among all "
             "blocks where ours has one each",
         ),
-        "time_embedding": (
-            config.time_embedding != "diffusers",
-            "it embeds the time with 256 fixed frequencies: train with time_embedding='diffusers'",
+        "variant.time_embedding": (
+            config.variant.time_embedding != "diffusers",
+            "it embeds the time with 256 fixed frequencies: train with variant.time_embedding='diffusers'",
         ),
         "mlp_ratio": (config.mlp_ratio > _MLP_RATIO, f"its MLP has {_MLP_RATIO} times the width"),
         "num_classes": (config.num_classes > NULL_CLASS, f"DiTPipeline takes class {NULL_CLASS} for no label"),
@@ -86,7 +90,7 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
     for name, (stands, reason) in obstacles.items():
         if stands:
             raise ConfigurationError(
-                f"to_diffusers: DiTTransformer2DModel cannot hold {name}={getattr(config, name)!r}: {reason}."
+                f"to_diffusers: DiTTransformer2DModel cannot hold {name}={attrgetter(name)(config)!r}: {reason}."
             )
     return {
         "num_attention_heads": config.heads,

@@ -14,10 +14,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
+
+
+@dataclass(frozen=True)
+class GPTConstants:
+    """Numbers of a `GPT` that rarely change.
+
+    Args:
+        rope_theta: base of the rotary wavelengths.
+        norm_eps: added to the mean square in RMSNorm.
+    """
+
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_number("GPTConfig", "constants.rope_theta", self.rope_theta, above=0)
+        check_number("GPTConfig", "constants.norm_eps", self.norm_eps, above=0)
 
 
 @dataclass(frozen=True)
@@ -35,9 +52,8 @@ class GPTConfig:
             parameters as the usual two-matrix MLP of width ``4 dim``.
         max_length: longest sequence in tokens.
         dropout: rate on the attention's and the MLP's output, in [0, 1).
-        rope_theta: base of the rotary wavelengths.
         tie_embeddings: share one matrix between the embedding and the head.
-        norm_eps: added to the mean square in RMSNorm.
+        constants: of the rotary positions and of RMSNorm.
     """
 
     vocab_size: int | None = None
@@ -48,29 +64,19 @@ class GPTConfig:
     hidden_dim: int | None = None
     max_length: int = 1024
     dropout: float = 0.0
-    rope_theta: float = 10_000.0
     tie_embeddings: bool = True
-    norm_eps: float = 1e-5
+    constants: GPTConstants = GPTConstants()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"GPTConfig: {name} must be at least 1, got {value}.")
+            null = name in ("vocab_size", "num_kv_heads", "hidden_dim")
+            check_number("GPTConfig", name, getattr(self, name), least=1, whole=True, null=null)
         if self.dim % (2 * self.num_heads):
-            raise ConfigurationError(
-                f"GPTConfig: dim must be a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn "
-                f"pairs within a head), got {self.dim}."
-            )
+            allowed = f"a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn pairs within a head)"
+            raise refusal("GPTConfig", "dim", allowed, self.dim)
         if self.num_heads % self.kv_heads:
-            raise ConfigurationError(
-                f"GPTConfig: num_kv_heads must divide num_heads = {self.num_heads}, got {self.num_kv_heads}."
-            )
-        if not 0 <= self.dropout < 1:
-            raise ConfigurationError(f"GPTConfig: dropout must be in [0, 1), got {self.dropout}.")
-        for name in ("rope_theta", "norm_eps"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"GPTConfig: {name} must be above 0, got {getattr(self, name)}.")
+            raise refusal("GPTConfig", "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
+        check_number("GPTConfig", "dropout", self.dropout, least=0, below=1)
 
     @property
     def head_dim(self) -> int:
@@ -218,9 +224,9 @@ class GPTBlock(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.constants.norm_eps)
         self.attention = GPTAttention(config)
-        self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp_norm = nn.RMSNorm(config.dim, config.constants.norm_eps)
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
@@ -241,11 +247,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ConfigurationError("GPT: config.vocab_size must be a number to build the network, got None.")
+            raise refusal("GPT", "config.vocab_size", "a number to build the network", None)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.depth))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.norm = nn.RMSNorm(config.dim, config.constants.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -291,11 +297,11 @@ class GPT(nn.Module):
             raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")
         x = self.embedding(input_ids)
         if position_ids is not None:
-            rotary, mask = packed_layout(position_ids, self.config.head_dim, self.config.rope_theta)
+            rotary, mask = packed_layout(position_ids, self.config.head_dim, self.config.constants.rope_theta)
             for block in self.blocks:
                 x = block(x, rotary, None, mask)
             return self.norm(x)
-        rotary = rotary_table(start, stop, self.config.head_dim, self.config.rope_theta, input_ids.device)
+        rotary = rotary_table(start, stop, self.config.head_dim, self.config.constants.rope_theta, input_ids.device)
         for index, block in enumerate(self.blocks):
             x = block(x, rotary) if cache is None else block(x, rotary, cache[index])
         return self.norm(x)

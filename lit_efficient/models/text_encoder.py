@@ -26,12 +26,13 @@ import torch
 from torch import nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.records import rebuild
 from lit_efficient.models.caption_tokens import CaptionTokens
 from lit_efficient.models.latent_codec import EMBEDDED_BYTES
 from lit_efficient.models.text_joins import join, members
-from lit_efficient.models.text_network import TextEmbedding, TextEncoderConfig, TextNetwork
+from lit_efficient.models.text_network import CaptionReading, TextEmbedding, TextEncoderConfig, TextNetwork
 
-__all__ = ["TextEmbedding", "TextEncoder", "TextEncoderConfig"]
+__all__ = ["CaptionReading", "TextEmbedding", "TextEncoder", "TextEncoderConfig"]
 
 _REMEMBERED_BYTES = 2**30
 
@@ -123,7 +124,7 @@ class TextEncoder:
         Raises:
             CheckpointError: If its weights are to be found by name and are others now, or gone.
         """
-        spec = TextEncoderConfig(**state["spec"])
+        spec = rebuild(TextEncoderConfig, state["spec"])
         if state["parts"] is None:
             try:
                 encoder = cls.load(spec)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.models.text_network import TextEmbedding, TextEncoderConfig
+from lit_efficient.models.text_network import CaptionReading, TextEmbedding, TextEncoderConfig
 
 _CLIP_LENGTH = 77
 _KINDS = {"sdxl": ("clip", "clip"), "sd3": ("clip", "clip", "t5"), "flux": ("clip", "t5")}
@@ -33,10 +33,9 @@ def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
                 spec,
                 pipeline=None,
                 subfolder=f"text_encoder{suffix}",
-                tokenizer_subfolder=f"tokenizer{suffix}",
                 max_length=_CLIP_LENGTH if kind == "clip" and spec.pipeline != "sdxl" else spec.max_length,
                 layer=-2 if kind == "clip" and spec.pipeline != "flux" else -1,
-                padding="seen",
+                captions=CaptionReading(subfolder=f"tokenizer{suffix}", padding="seen"),
             )
         )
     return found

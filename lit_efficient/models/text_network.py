@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive
@@ -21,6 +21,29 @@ _FINAL_NORMS = ("text_model.final_layer_norm", "final_layer_norm", "encoder.fina
 
 
 @dataclass(frozen=True)
+class CaptionReading:
+    """How captions become tokens.
+
+    Args:
+        tokenizer: a hub's name, a folder or a ``tokenizer.json``; ``bytes`` for one token a byte. None is the model's
+            own, or bytes without ``name_or_path``.
+        subfolder: where in a pipeline the tokenizer is: ``tokenizer``.
+        padding: whether the network sees the padding: ``hidden`` or ``seen``; ``auto`` is what the encoder was trained
+            with, ``seen`` for CLIP and ``hidden`` for the others.
+        padding_side: where it is.
+    """
+
+    tokenizer: str | None = None
+    subfolder: str = ""
+    padding: Literal["auto", "hidden", "seen"] = "auto"
+    padding_side: Literal["right", "left"] = "right"
+
+    def __post_init__(self) -> None:
+        check_choice(_OWNER, "captions.padding", self.padding, ("auto", "hidden", "seen"))
+        check_choice(_OWNER, "captions.padding_side", self.padding_side, ("right", "left"))
+
+
+@dataclass(frozen=True)
 class TextEncoderConfig:
     """A text encoder of Hugging Face, by name or by configuration.
 
@@ -30,16 +53,11 @@ class TextEncoderConfig:
         config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
             whole configuration, with ``model_type`` (``clip_text_model``, ``t5``, ...). ``architectures`` chooses the
             class: ``[CLIPTextModelWithProjection]``.
-        tokenizer: a hub's name, a folder or a ``tokenizer.json``; ``bytes`` for one token a byte. None is the model's
-            own, or bytes without ``name_or_path``.
         subfolder: where in a pipeline the encoder is: ``text_encoder``.
-        tokenizer_subfolder: where in it the tokenizer is: ``tokenizer``.
         max_length: tokens of a caption, special ones included; longer ones are cut, shorter ones padded.
         layer: whose output: -1 is the last, after the final norm; -2 the one before it, and so on.
         final_norm: apply the final norm to an earlier layer.
-        padding: whether the network sees the padding: ``hidden`` or ``seen``; ``auto`` is what the encoder was trained
-            with, ``seen`` for CLIP and ``hidden`` for the others.
-        padding_side: where it is.
+        captions: the tokenizer and its padding.
         pipeline: all encoders of a pipeline's folder, joined as it joins them: ``sdxl``, ``sd3`` or ``flux``. What it
             fixes is left unset then: tokenizers, subfolders, layers, padding; ``max_length`` is T5's, if it has one.
         revision: branch, tag or commit of a hub's repository; a commit is what never changes.
@@ -48,14 +66,11 @@ class TextEncoderConfig:
 
     name_or_path: str | None = None
     config_fields: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
-    tokenizer: str | None = None
     subfolder: str = ""
-    tokenizer_subfolder: str = ""
     max_length: int = 77
     layer: int = -1
     final_norm: bool = False
-    padding: Literal["auto", "hidden", "seen"] = "auto"
-    padding_side: Literal["right", "left"] = "right"
+    captions: CaptionReading = CaptionReading()
     pipeline: Literal["sdxl", "sd3", "flux"] | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -64,22 +79,17 @@ class TextEncoderConfig:
         if self.pipeline is not None:
             self._check_pipeline()
         elif self.name_or_path is None and "model_type" not in (self.config_fields or {}):
-            raise ConfigurationError(
-                f"{_OWNER}: name_or_path must be a hub's name or a folder, or config_fields must have a model_type; "
-                f"got name_or_path=None and config_fields={self.config_fields!r}."
-            )
-        _check("max_length", self.max_length, "an integer >= 2", self.max_length >= 2)
-        _check("layer", self.layer, "-1 (the last) or less", self.layer <= -1)
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} has no model_type"
+            raise refusal(_OWNER, "name_or_path", allowed, None)
+        check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
+        check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         _check(
             "final_norm", self.final_norm, "false for layer -1, which has it", not self.final_norm or self.layer < -1
         )
-        _check("padding", self.padding, "auto, hidden or seen", self.padding in ("auto", "hidden", "seen"))
-        _check("padding_side", self.padding_side, "right or left", self.padding_side in ("right", "left"))
-        allowed = ("float32", "bfloat16", "float16")
-        _check("dtype", self.dtype, f"one of {', '.join(allowed)}", self.dtype in allowed)
+        check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
     def _check_pipeline(self) -> None:
-        _check("pipeline", self.pipeline, "sdxl, sd3, flux or null", self.pipeline in ("sdxl", "sd3", "flux"))
+        check_choice(_OWNER, "pipeline", self.pipeline, ("sdxl", "sd3", "flux"), null=True)
         free = {"name_or_path", "max_length", "pipeline", "revision", "dtype"}
         fixed = [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]
         _check("pipeline", self.pipeline, f"null with {', '.join(fixed)}, which a pipeline fixes", not fixed)
@@ -121,9 +131,10 @@ class TextNetwork:
         Raises:
             ConfigurationError: If it or its tokenizer cannot be built or loaded.
         """
-        name = spec.tokenizer or spec.name_or_path or "bytes"
-        subfolder = spec.tokenizer_subfolder if spec.tokenizer != "bytes" else ""
-        tokens = load_tokenizer(name, subfolder, spec.revision, spec.max_length, spec.padding_side)
+        reading = spec.captions
+        name = reading.tokenizer or spec.name_or_path or "bytes"
+        subfolder = reading.subfolder if reading.tokenizer != "bytes" else ""
+        tokens = load_tokenizer(name, subfolder, spec.revision, spec.max_length, reading.padding_side)
         config = _configuration(spec, tokens)
         try:
             network = _drawn(config, spec.dtype) if spec.name_or_path is None else _loaded(spec, config)
@@ -161,9 +172,9 @@ class TextNetwork:
     def hides_padding(self) -> bool:
         """Whether masks leave the padding out; otherwise they are all true."""
         config = self.network.config
-        if self.spec.padding == "auto":
+        if self.spec.captions.padding == "auto":
             return config.model_type != "clip_text_model" or bool(getattr(config, "use_attention_mask", False))
-        return self.spec.padding == "hidden"
+        return self.spec.captions.padding == "hidden"
 
     def digest(self) -> str:
         """SHA-256 of all that an embedding depends on: the weights, the tokenizer and how they are read."""
@@ -219,9 +230,7 @@ class TextNetwork:
                     self.network(input_ids=torch.full((1, self.spec.max_length), real))
             except (IndexError, RuntimeError) as error:
                 allowed = f"less than {positions}: {type(self.network).__name__} keeps some of its positions"
-                raise ConfigurationError(
-                    f"{_OWNER}: max_length must be {allowed}, got {self.spec.max_length}."
-                ) from error
+                raise refusal(_OWNER, "max_length", allowed, self.spec.max_length) from error
         layers = getattr(text, "num_hidden_layers", None)
         if layers is not None:
             allowed = f"-1 to {-1 - layers}, as {type(self.network).__name__} has {layers} layers"
@@ -306,4 +315,4 @@ def _reader(architecture: Any, model: Any) -> nn.Module:
 
 def _check(name: str, value: object, allowed: str, holds: bool) -> None:
     if not holds:
-        raise ConfigurationError(f"{_OWNER}: {name} must be {allowed}, got {value!r}.")
+        raise refusal(_OWNER, name, allowed, value)

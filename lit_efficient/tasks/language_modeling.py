@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.files.records import rebuild
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.models import causal_lm
@@ -69,7 +70,7 @@ class LanguageModeling(LightningModule):
     ) -> None:
         super().__init__()
         if isinstance(model, Mapping):  # as hyper-parameters are stored: a safe load gives primitives only
-            model = GPTConfig(**model) if model.keys() <= asdict(_DEFAULT_MODEL).keys() else CausalLMConfig(**model)
+            model = rebuild(CausalLMConfig if "config_fields" in model else GPTConfig, model)
         check_number("LanguageModeling", "learning_rate", learning_rate, above=0)
         check_number("LanguageModeling", "weight_decay", weight_decay, least=0)
         check_number("LanguageModeling", "warmup_steps", warmup_steps, least=0, whole=True)
@@ -271,7 +272,7 @@ class LanguageModeling(LightningModule):
     def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
         """The network that a checkpoint was written with; its weights follow, unless they are a base's."""
         if "hugging_face" not in described:
-            model = self.model if isinstance(self.model, GPTConfig) else GPTConfig(**described)
+            model = self.model if isinstance(self.model, GPTConfig) else rebuild(GPTConfig, described)
             return GPT(replace(model, vocab_size=described["vocab_size"]))
         config = json.loads(described["hugging_face"])
         with torch.device("meta"):
@@ -355,7 +356,7 @@ def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[
     if kinds[0] != kinds[1]:
         return [("model", kinds[1], kinds[0])]
     if kinds[0] == "GPT":
-        configs = [GPTConfig(**one) for one in (ours, theirs)]
+        configs = [rebuild(GPTConfig, one) for one in (ours, theirs)]
         now, then = (asdict(c) | {"num_kv_heads": c.kv_heads, "hidden_dim": c.mlp_dim} for c in configs)
     else:
         now, then = (json.loads(one["hugging_face"]) for one in (ours, theirs))

@@ -57,7 +57,7 @@ class Conditioning:
         if encoder.hides_padding and not shape.masks_text:
             raise ConfigurationError(
                 f"LatentDiffusion: {shape.name} cannot leave tokens out, as the text encoder's padding asks for: set "
-                "padding: seen in its TextEncoderConfig."
+                "captions.padding: seen in its TextEncoderConfig."
             )
 
     def of_batch(self, batch: dict[str, Any], device: torch.device) -> Condition:

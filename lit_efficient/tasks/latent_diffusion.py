@@ -10,7 +10,7 @@ The parts: the model without its training, :mod:`lit_efficient.tasks.latent_gene
 may hold, :mod:`lit_efficient.tasks.latent_source`; what the network is told of labels and captions,
 :mod:`lit_efficient.tasks.latent_conditions`; the networks, :mod:`lit_efficient.models.backbones`.
 
-Costs: with validation, one sampling of ``validation_samples`` images, two network evaluations a step; with averaged
+Costs: with validation, one sampling of ``samples.count`` images, two network evaluations a step; with averaged
 weights each batch of it is evaluated twice.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie (2022), https://arxiv.org/abs/2212.09748.
 """
@@ -35,11 +35,11 @@ from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiTConfig
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.tasks import latent_source
-from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, check, described, to_uint8
+from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, described, to_uint8
 from lit_efficient.tasks.latent_source import LatentSource
 from lit_efficient.tasks.loss_by_noise import LossByNoise
 
-__all__ = ["LatentDiffusion", "LatentSource", "to_uint8"]
+__all__ = ["LatentDiffusion", "LatentSource", "Samples", "to_uint8"]
 
 _WARMUP_STEPS = 100
 
@@ -66,10 +66,7 @@ class LatentDiffusion(LatentGenerator):
         sampler: The sampler by name (builtin, and diffusers' ddim, euler, heun, dpmsolver++), or with its shift and the
             rescaling of guidance.
         learning_rate: AdamW's peak rate; 100 steps of warm-up (a tenth of short runs), then a cosine to zero.
-        validation_samples: Images sampled and judged at each validation; 0 for none.
-        preview: An AutoencoderTiny (TAESD) that imitates the data's autoencoder: while fitting, `SampleImages` decodes
-            by it. What is measured, and all else, goes through the autoencoder itself.
-        prompts: Captions that samples are made for; null: the first 64 of the validation data.
+        samples: How many images are sampled at each validation, of which captions, and how they are shown.
     """
 
     def __init__(
@@ -83,29 +80,24 @@ class LatentDiffusion(LatentGenerator):
         sampling_steps: int = 20,
         sampler: SamplerName | Sampler = "builtin",
         learning_rate: float = 3e-3,
-        validation_samples: int = 200,
-        preview: DiffusersModelConfig | None = None,
-        prompts: list[str] | None = None,
+        samples: Samples = Samples(),  # noqa: B008 (frozen)
     ) -> None:
-        super().__init__(backbone, prediction, schedule, guidance_scale, sampling_steps, sampler, preview, prompts)
+        super().__init__(backbone, prediction, schedule, guidance_scale, sampling_steps, sampler, samples)
         self.timestep_sampling = described(TimestepSampling, "timestep_sampling", timestep_sampling, Distribution)
         check_sampling("LatentDiffusion", self.timestep_sampling, self.process)
         check("label_dropout", label_dropout, "in [0, 1)", 0.0 <= label_dropout < 1.0)
         check("learning_rate", learning_rate, "a finite number > 0", 0.0 < learning_rate < math.inf)
-        samples = validation_samples
-        check("validation_samples", samples, "0 or >= 2", samples == 0 or samples >= 2)
         if label_dropout == 0.0:
             allowed = "1 when label_dropout is 0 (untrained null)"
             check("guidance_scale", guidance_scale, allowed, guidance_scale == 1.0)
         self.label_dropout = label_dropout
         self.learning_rate = learning_rate
-        self.validation_samples = validation_samples
         # Primitives only, so that checkpoints load with weights_only=True.
-        names = "prediction label_dropout guidance_scale sampling_steps learning_rate validation_samples prompts"
+        names = "prediction label_dropout guidance_scale sampling_steps learning_rate"
         values = {name: getattr(self, name) for name in names.split()}
         values |= {"backbone": asdict(self.backbone), "schedule": asdict(self.process)}
         values |= {"timestep_sampling": asdict(self.timestep_sampling), "sampler": asdict(self.sampler)}
-        values |= {"preview": None if self.preview is None else asdict(self.preview)}
+        values |= {"samples": asdict(self.samples)}
         self.save_hyperparameters(values)
         self._by_noise = LossByNoise()
         self._judged = True
@@ -211,7 +203,7 @@ class LatentDiffusion(LatentGenerator):
     def _judge(self, stage: str) -> None:
         """Every process samples and judges the same images: a sharded network needs all of them in step."""
         data = self._source()
-        if data is None or self.validation_samples == 0 or not self._judged:
+        if data is None or self.samples.count == 0 or not self._judged:
             return
         score = getattr(data, "score_samples", None)
         if self.codec is None or score is None or not getattr(data, "judges_samples", True):
@@ -221,7 +213,7 @@ class LatentDiffusion(LatentGenerator):
                 "there will be no scores."
             )
             return
-        count = self.validation_samples
+        count = self.samples.count
         if self.trainer.sanity_checking:
             count = min(count, max(2, self.shape.num_classes or 2))
         told = self._in_turn(count)

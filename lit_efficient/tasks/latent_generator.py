@@ -9,6 +9,7 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar, get_args
 
@@ -18,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.files.moved import translate
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
@@ -50,6 +52,29 @@ def check(name: str, value: object, allowed: str, holds: bool) -> None:
         raise refusal("LatentDiffusion", name, allowed, value)
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The images that a task shows and judges.
+
+    Args:
+        count: Images sampled and judged at each validation; 0 for none.
+        prompts: Captions that samples are made for; null: the first 64 of the validation data.
+        preview: An AutoencoderTiny (TAESD) that imitates the data's autoencoder: while fitting, `SampleImages` decodes
+            by it. What is measured, and all else, goes through the autoencoder itself.
+    """
+
+    count: int = 200
+    prompts: list[str] | None = None
+    preview: DiffusersModelConfig | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.preview, dict):  # as checkpoints store it
+            object.__setattr__(self, "preview", DiffusersModelConfig(**self.preview))
+        check("samples.count", self.count, "0 or >= 2", self.count == 0 or self.count >= 2)
+        allowed = "null or a list of at least one caption"
+        check("samples.prompts", self.prompts, allowed, self.prompts is None or len(self.prompts) > 0)
+
+
 class LatentGenerator(LightningModule):
     """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them.
 
@@ -60,8 +85,7 @@ class LatentGenerator(LightningModule):
         guidance_scale: Strength of classifier-free guidance; 1 is none.
         sampling_steps: Steps of the sampler.
         sampler: The sampler.
-        preview: An AutoencoderTiny for the pictures that are made while fitting.
-        prompts: Captions that samples are made for; None: those of the validation data.
+        samples: What is sampled for whom to see.
     """
 
     def __init__(
@@ -72,12 +96,11 @@ class LatentGenerator(LightningModule):
         guidance_scale: float,
         sampling_steps: int,
         sampler: SamplerName | Sampler,
-        preview: DiffusersModelConfig | None,
-        prompts: list[str] | None,
+        samples: Samples,
     ) -> None:
         super().__init__()
         self.backbone = backbones.as_spec(backbone) if isinstance(backbone, dict) else backbone  # as checkpoints store
-        self.preview = DiffusersModelConfig(**preview) if isinstance(preview, dict) else preview
+        self.samples = Samples(**samples) if isinstance(samples, dict) else samples
         self.process = described(DiffusionProcess, "schedule", schedule, Schedule)
         self.sampler = described(Sampler, "sampler", sampler, SamplerName)
         diffusion.check_prediction("LatentDiffusion", prediction, self.process)
@@ -85,12 +108,10 @@ class LatentGenerator(LightningModule):
         check_number("LatentDiffusion", "sampling_steps", sampling_steps, least=1, whole=True)
         check_sampler(self.process, self.sampler, prediction)
         check_steps(self.process, self.sampler, sampling_steps)
-        check("prompts", prompts, "null or a list of at least one caption", prompts is None or len(prompts) > 0)
         self.prediction: Prediction = prediction
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps
-        self.prompts = None if prompts is None else list(prompts)
-        self._prompts = Prompts(self.prompts)
+        self._prompts = Prompts(self.samples.prompts)
         self._preview: PreviewDecoder | None = None
         self._described: dict[str, Any] | None = None
         self.network: nn.Module | None = None
@@ -123,10 +144,10 @@ class LatentGenerator(LightningModule):
         self.latent_size = (height, width)
         self.conditioning.check(data.num_classes)
         self._check_nothing()
-        if self.preview is not None and stage == "fit":
+        if self.samples.preview is not None and stage == "fit":
             allowed = "null for data without an autoencoder (codec), which it would imitate"
-            check("preview", self.preview, allowed, self.codec is not None)
-            self._preview = PreviewDecoder(self._decoder(), self.preview)
+            check("samples.preview", self.samples.preview, allowed, self.codec is not None)
+            self._preview = PreviewDecoder(self._decoder(), self.samples.preview)
 
     def configure_model(self) -> None:
         """Build the network, once."""
@@ -208,7 +229,7 @@ class LatentGenerator(LightningModule):
     def sample_images(self, num: int, seed: int) -> Tensor:
         """``num`` images: uint8 [num, C, H, W]. Touches no global generator.
 
-        Classes and prompts in turn; by ``preview`` while fitting.
+        Classes and prompts in turn; by ``samples.preview`` while fitting.
         """
         latents = self.sample(**self._in_turn(num), generator=torch.Generator().manual_seed(seed))
         trainer = trainer_of(self)
@@ -242,6 +263,11 @@ class LatentGenerator(LightningModule):
             what, way_out = "texts of another encoder", "Give the data the encoder of the original run, or start anew."
             saved = checkpoint[_TEXT_KEY]
             self.text_encoder = latent_source.restored(TextEncoder, saved, self.text_encoder, must_agree, what, way_out)
+        moved = translate("LatentDiffusion", checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})).get("samples")
+        if trainer is None and moved:  # Lightning drops the keys of the release before
+            self.samples = Samples(**moved)
+            self._prompts = Prompts(self.samples.prompts)
+            self.hparams["samples"] = asdict(self.samples)
         own = checkpoint.get(_OWN_KEY)
         if own is not None:
             self._prompts.load(own["prompts"])

@@ -8,12 +8,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lit_efficient import (
+    AlignmentHead,
     AutoencoderConfig,
     ConfigurationError,
     DiTConfig,
     HiddenAlignment,
     LatentDiffusion,
     LatentDigits,
+    Samples,
 )
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.models.autoencoder import Autoencoder
@@ -40,7 +42,7 @@ def encoder() -> nn.Module:
 
 def fit(technique, loader, callbacks=(), **arguments):
     torch.manual_seed(0)
-    module = LatentDiffusion(BACKBONE, validation_samples=0)
+    module = LatentDiffusion(BACKBONE, samples=Samples(0))
     module.codec = arguments.pop("codec", None)
     settings = {**QUIET, "limit_val_batches": 0, "max_epochs": 1, **arguments}
     val = None if isinstance(loader, L.LightningDataModule) else loader
@@ -102,7 +104,7 @@ def test_the_clean_image_comes_from_the_batch_or_the_codec_or_its_features_are_c
     teacher = encoder().eval()
     features = Teacher(teacher, [r"body\.5"], who="test").of_images(IMAGES)[r"body\.5"]
     fit(HiddenAlignment(1, teacher, r"body\.5", hidden=8), batches(images=IMAGES), [live])
-    no_encoder = HiddenAlignment(1, None, widths=[32, 32], hidden=8)
+    no_encoder = HiddenAlignment(1, None, head=AlignmentHead(widths=[32, 32]), hidden=8)
     fit(no_encoder, batches(features=features.flatten(2).transpose(1, 2)), [cached])
     assert live.value == pytest.approx(cached.value, abs=1e-6)
     with pytest.raises(ConfigurationError, match=r"no clean image: .* it holds \['labels', 'latents'\]"):
@@ -154,12 +156,13 @@ def test_transformers_encoders_get_their_size_channels_and_statistics_and_lose_t
 def test_what_cannot_work_is_refused_by_name():
     for arguments, message in (
         ({"block": 0, "teacher": "x"}, "block must be at least 1 or a pattern, got 0"),
-        ({"block": 1, "teacher": None}, "features are in the batch: give widths"),
-        ({"block": 1, "teacher": "x", "hidden": 0}, "hidden must be at least 1"),
+        ({"block": 1, "teacher": None}, "features are in the batch: give head.widths"),
+        ({"block": 1, "teacher": "x", "hidden": 0}, "hidden must be a whole number of at least 1"),
         ({"block": 1, "teacher": "x", "projection": "cnn"}, "projection must be one of"),
-        ({"block": 1, "teacher": "x", "widths": [3]}, "widths must be two numbers"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             HiddenAlignment(**arguments)
+    with pytest.raises(ConfigurationError, match=r"widths must be two numbers of at least 1, got \[3\]"):
+        AlignmentHead(widths=[3])
     with pytest.raises(ConfigurationError, match="block must be at most 3, the number of blocks, got 4"):
         fit(HiddenAlignment(4, encoder(), r"body\.5"), batches(images=IMAGES))

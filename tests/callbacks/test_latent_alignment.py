@@ -7,7 +7,14 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import AutoencoderConfig, Autoencoding, ConfigurationError, DiffusersModelConfig, LatentAlignment
+from lit_efficient import (
+    AutoencoderConfig,
+    Autoencoding,
+    ConfigurationError,
+    DiffusersModelConfig,
+    LatentAlignment,
+    VFLoss,
+)
 from lit_efficient.callbacks.latent_alignment import last_weight
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.losses.feature_matching import match_tokens, vf_loss
@@ -64,13 +71,13 @@ def test_the_adaptive_weight_makes_both_gradients_alike_at_the_encoders_last_lay
     _, aligned, _ = fit(LatentAlignment(encoder(), weight=0.5), max_steps=1)
     main, both = plain.steps[0][name], aligned.steps[0][name]
     assert float((both - main).norm() / main.norm()) == pytest.approx(0.5, rel=1e-3)
-    _, fixed, _ = fit(LatentAlignment(encoder(), weight=0.5, adaptive=False), max_steps=1)
+    _, fixed, _ = fit(LatentAlignment(encoder(), weight=0.5, loss=VFLoss(adaptive=False)), max_steps=1)
     ratio = aligned.values[0]["train/latent_alignment_ratio"]
     torch.testing.assert_close(both - main, (fixed.steps[0][name] - main) * ratio, rtol=1e-3, atol=1e-6)
 
 
 def test_the_term_falls_while_reconstruction_goes_on_and_checkpoints_are_plain(tmp_path):
-    technique = LatentAlignment(encoder(), weight=1.0, distance_margin=0.0, cosine_margin=0.0)
+    technique = LatentAlignment(encoder(), weight=1.0, loss=VFLoss(distance_margin=0.0, cosine_margin=0.0))
     module, seen, run = fit(technique, max_epochs=20)
     first, last = seen.values[0], seen.values[-1]
     assert last["train/latent_alignment"] < 0.8 * first["train/latent_alignment"]
@@ -82,7 +89,7 @@ def test_the_term_falls_while_reconstruction_goes_on_and_checkpoints_are_plain(t
 
 def test_margins_wide_enough_leave_training_as_it_is():
     plain, _, _ = fit(None)
-    wide, _, _ = fit(LatentAlignment(encoder(), distance_margin=1.99, cosine_margin=1.99, adaptive=False))
+    wide, _, _ = fit(LatentAlignment(encoder(), loss=VFLoss(distance_margin=1.99, cosine_margin=1.99, adaptive=False)))
     state = {k: t for k, t in wide.state_dict().items() if "alignment" not in k}
     assert_equal(dict(plain.state_dict()), state)
 
@@ -148,12 +155,13 @@ def test_without_the_convolution_in_front_the_decoder_itself_is_listened_to():
 def test_what_cannot_work_is_refused_by_name():
     for arguments, message in (
         ({"weight": float("inf")}, "weight must be at least 0, got inf"),
-        ({"distance_margin": -0.1}, "distance_margin must be at least 0 and below 2, got -0.1"),
-        ({"cosine_margin": 2.0}, "cosine_margin must be at least 0 and below 2"),
-        ({"image_size": 0}, "image_size must be at least 1"),
+        ({"image_size": 0}, "image_size must be a whole number of at least 1"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             LatentAlignment(encoder(), **arguments)
+    for name, value in (("distance_margin", -0.1), ("cosine_margin", 2.0)):
+        with pytest.raises(ConfigurationError, match=f"loss.{name} must be at least 0 and below 2, got {value}"):
+            VFLoss(**{name: value})
     with pytest.raises(ConfigurationError, match=r"the batch has no 'pixels'; it has \['images'\]"):
         fit(LatentAlignment(encoder(), images="pixels"))
     with pytest.raises(ConfigurationError, match="pattern 'vae' matches none"):

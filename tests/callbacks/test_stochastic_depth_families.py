@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import GPT, ConfigurationError, DiT, DiTConfig, GPTConfig, StochasticDepth
+from lit_efficient import GPT, ConfigurationError, DiT, DiTConfig, DiTVariant, GPTConfig, StochasticDepth
 from lit_efficient.application import apply
 from tests.timm_models import import_timm
 
@@ -77,7 +77,9 @@ FAMILIES: dict[str, Family] = {
         ["blocks.0", "blocks.1"],
     ),
     "DiT with text": Family(  # its table of turns, of as many places as there are rows, belongs to every row
-        lambda: DiT(DiTConfig(size=4, width=16, depth=2, heads=2, context_width=16, positions="rope", qk_norm=True)),
+        lambda: DiT(
+            DiTConfig(size=4, width=16, depth=2, heads=2, context_width=16, variant=DiTVariant("rope", qk_norm=True))
+        ),
         lambda net: net(
             torch.ones(4, 4, 4, 4),
             torch.linspace(0.1, 0.9, 4),

@@ -21,7 +21,7 @@ def config(folder: Path, **arguments) -> str:
             "class_path": "LatentDiffusion",
             "init_args": {
                 "backbone": {"channels": 4, "size": 4, "width": 16, "depth": 1, "heads": 2, "num_classes": 10},
-                "validation_samples": 0,
+                "samples": {"count": 0},
             },
         },
         "data": {

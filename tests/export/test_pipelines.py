@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import EMA, DiffusersModelConfig, DiTConfig, LatentDiffusion, LoRA
+from lit_efficient import EMA, DiffusersModelConfig, DiTConfig, DiTVariant, LatentDiffusion, LoRA
 from lit_efficient.commands.export import run as export
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
@@ -27,7 +27,13 @@ from tests.support import QUIET
 
 CHANNELS, SIDE, CLASSES, SEED = 3, 4, 4, 7
 DIT = DiTConfig(
-    channels=CHANNELS, size=SIDE, width=24, depth=1, heads=2, num_classes=CLASSES, time_embedding="diffusers"
+    channels=CHANNELS,
+    size=SIDE,
+    width=24,
+    depth=1,
+    heads=2,
+    num_classes=CLASSES,
+    variant=DiTVariant(time_embedding="diffusers"),
 )
 MEAN, STD = torch.tensor([0.5, -1.0, 0.2]), torch.tensor([1.5, 0.7, 2.0])
 
@@ -56,7 +62,7 @@ class Latents(L.LightningDataModule):
 
 def made(text: dict[str, Any] | TextEncoderConfig | None = None, **arguments: Any) -> LatentDiffusion:
     """A module with weights of some size, and the encoders that a data module would give it."""
-    module = LatentDiffusion(**{"backbone": DIT, "validation_samples": 0, "sampling_steps": 5, **arguments})
+    module = LatentDiffusion(**{"backbone": DIT, "samples": {"count": 0}, "sampling_steps": 5, **arguments})
     module.codec, module.latent_size = LatentCodec(small(KL), MEAN, STD), (SIDE, SIDE)
     if isinstance(text, dict):
         text = TextEncoderConfig(config_fields=text, max_length=24)

@@ -15,9 +15,11 @@ from lit_efficient import (
     EMA,
     AutoencoderConfig,
     DiffusersModelConfig,
+    DiTVariant,
     LatentDiffusion,
     LoRA,
     QuantizeBase,
+    Samples,
     StochasticDepth,
     merge_adapters,
 )
@@ -104,7 +106,7 @@ def test_adapters_beside_a_folder_of_diffusers_are_exported_with_its_weights(kin
     source = made(**V, **arguments, backbone=of(CONDITIONED if of_text else FREE))
     source.network.save_pretrained(tmp_path / "base")
     module = LatentDiffusion(
-        DiffusersModelConfig(str(tmp_path / "base")), **V, validation_samples=0, sampling_steps=5,
+        DiffusersModelConfig(str(tmp_path / "base")), **V, samples=Samples(0), sampling_steps=5,
         guidance_scale=source.guidance_scale,
     )  # fmt: skip
     module.codec, module.text_encoder = source.codec, source.text_encoder
@@ -212,8 +214,8 @@ RESCALED = Sampler(guidance_rescale=0.7)
         (V, _own_autoencoder, r"autoencoder is this package's own.*AutoencoderKL"),
         (V, _no_codec, r"has no autoencoder"),
         (V, _tiny, r"AutoencoderTiny have a mean and a scale for each channel"),
-        ({**V, "backbone": replace(DIT, positions="rope")}, None, r"cannot hold positions='rope'"),
-        ({**V, "backbone": replace(DIT, time_embedding="compact")}, None, r"train with time_embedding='diffusers'"),
+        ({**V, "backbone": replace(DIT, variant=DiTVariant("rope"))}, None, r"cannot hold variant.positions='rope'"),
+        ({**V, "backbone": replace(DIT, variant=DiTVariant())}, None, r"train with variant.time_embedding='diffusers'"),
         ({"schedule": "edm", "prediction": "edm", "timestep_sampling": "log_normal"}, None, r"DiTPipeline does not sc"),
         ({"schedule": "cosine", "prediction": "eps"}, None, r"no scheduler of diffusers .* eps does not say"),
         ({"schedule": "flow", "prediction": "v"}, None, r"no scheduler of diffusers .* 'flow'"),

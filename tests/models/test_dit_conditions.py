@@ -9,12 +9,12 @@ from torch import nn
 
 from lit_efficient.callbacks.stochastic_depth import drop_rows
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.models.dit import DiT, DiTConfig
+from lit_efficient.models.dit import DiT, DiTConfig, DiTVariant
 from lit_efficient.models.dit_layers import Attention, CrossAttention, grid_positions, rotary_table, rotate
 
 SHAPE = {"channels": 2, "size": 4, "patch_size": 2, "width": 16, "depth": 2, "heads": 2, "num_classes": 3}
 TEXT = DiTConfig(**SHAPE, context_width=6)
-EVERYTHING = DiTConfig(**SHAPE, context_width=6, positions="rope", qk_norm=True, time_embedding="diffusers")
+EVERYTHING = DiTConfig(**SHAPE, context_width=6, variant=DiTVariant("rope", qk_norm=True, time_embedding="diffusers"))
 
 
 def randomised(config: DiTConfig) -> DiT:
@@ -50,13 +50,19 @@ def test_an_old_config_builds_the_very_network_it_built_before():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"positions": "learned"}, {"qk_norm": 1}, {"context_width": -1}, {"num_classes": -1},
-        {"time_embedding": "long"}, {"width": 12, "heads": 2, "positions": "rope"},
+        {"context_width": -1}, {"num_classes": -1}, {"width": 12, "heads": 2, "variant": DiTVariant("rope")},
     ],
 )  # fmt: skip
 def test_config_names_the_argument_and_the_value(wrong):
-    with pytest.raises(ConfigurationError, match=rf"DiTConfig: {next(iter(wrong))} must be .*, not "):
+    with pytest.raises(ConfigurationError, match=rf"DiTConfig: {next(iter(wrong))} must be .*, got "):
         DiTConfig(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"positions": "learned"}, {"qk_norm": 1}, {"time_embedding": "long"}])
+def test_a_variant_names_the_argument_and_the_value(wrong):
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ConfigurationError, match=rf"DiTConfig: variant.{name} must be .*, got {value!r}"):
+        DiTVariant(**wrong)
 
 
 def test_turns_are_those_of_diffusers():
@@ -165,7 +171,7 @@ def test_text_steers_each_sample_by_itself():
 @pytest.mark.parametrize("positions", ["sincos", "rope"])
 def test_other_sizes_than_the_trained_one(positions, patch_size):
     """A network built for a size and one used at it agree: weights know no size."""
-    shape = {**SHAPE, "patch_size": patch_size, "positions": positions}
+    shape = {**SHAPE, "patch_size": patch_size, "variant": DiTVariant(positions)}
     used, built = (randomised(DiTConfig(**{**shape, "size": size})) for size in (4, 8))
     x, t, y = inputs(3, 8, 8)
     torch.testing.assert_close(used(x, t, y), built(x, t, y))
@@ -188,13 +194,13 @@ def test_conditions_that_are_missing_or_of_no_use_are_errors():
         (lambda: plain(x, t, y, text()), r"context_width=0 has no use for context"),
         (lambda: free(x, t, y), r"num_classes=0 has no use for y"),
         (lambda: DiT(TEXT)(x, t, y), r"context_width=6 needs context"),
-        (lambda: DiT(TEXT)(x, t, y, text()[..., :4]), r"context must be \[B, L, 6\], not \[3, 5, 4\]"),
+        (lambda: DiT(TEXT)(x, t, y, text()[..., :4]), r"context must be \[B, L, 6\], got \[3, 5, 4\]"),
         (
             lambda: DiT(TEXT)(x, t, y, text(), torch.ones(3, 5)),
-            r"context_mask must be bool \[3, 5\], not torch.float32",
+            r"context_mask must be bool \[3, 5\], got \(torch.float32",
         ),
         (lambda: plain(x, t, y, None, torch.ones(3, 5).bool()), r"context_mask must be None without context"),
-        (lambda: plain(x[..., :3], t, y), r"multiples of patch_size 2, not \[3, 2, 4, 3\]"),
+        (lambda: plain(x[..., :3], t, y), r"multiples of patch_size 2, got \[3, 2, 4, 3\]"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             call()

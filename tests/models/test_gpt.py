@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.models.gpt import GPT, GPTConfig, KVCache
+from lit_efficient.models.gpt import GPT, GPTConfig, GPTConstants, KVCache
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 
@@ -26,7 +26,12 @@ def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_kv_heads": None}, {"num_kv_heads": 1, "tie_embeddings": False, "rope_theta": 500.0}]
+    "changes",
+    [
+        {},
+        {"num_kv_heads": None},
+        {"num_kv_heads": 1, "tie_embeddings": False, "constants": GPTConstants(rope_theta=500.0)},
+    ],
 )
 def test_is_the_function_of_an_independent_llama(changes: dict) -> None:
     transformers = pytest.importorskip("transformers")
@@ -41,8 +46,8 @@ def test_is_the_function_of_an_independent_llama(changes: dict) -> None:
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.kv_heads,
             max_position_embeddings=config.max_length,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rms_norm_eps=config.constants.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.constants.rope_theta},
             tie_word_embeddings=config.tie_embeddings,
             attn_implementation="eager",
         )
@@ -212,7 +217,6 @@ def test_blocks_are_residual_and_keep_the_shape() -> None:
         ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"depth": 0}, "depth"),
         ({"dropout": 1.0}, "dropout"),
-        ({"rope_theta": 0.0}, "rope_theta"),
         ({"vocab_size": 0}, "vocab_size"),
     ],
 )

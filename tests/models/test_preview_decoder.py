@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_efficient import ConfigurationError, DiffusersModelConfig, DiTConfig, LatentCodec, LatentDiffusion
+from lit_efficient import ConfigurationError, DiffusersModelConfig, DiTConfig, LatentCodec, LatentDiffusion, Samples
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.models.preview_decoder import PreviewDecoder
 from tests.models.diffusers_autoencoders import DC, KL, TINY, small
@@ -97,7 +97,7 @@ def test_grids_of_a_fit_are_previews_and_everything_else_is_real(preview: Diffus
 
     backbone = DiTConfig(channels=3, size=4, patch_size=2, width=32, depth=1, heads=2)
     data, grids = Latents(), Grids()
-    module = LatentDiffusion(backbone=backbone, sampling_steps=2, validation_samples=2, preview=preview)
+    module = LatentDiffusion(backbone=backbone, sampling_steps=2, samples=Samples(2, preview=preview))
     L.Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [grids]}).fit(module, data)
     decoder = PreviewDecoder(data.codec, preview)
     assert torch.equal(grids.seen, to_uint8(decoder.decode(grids.latents)))
@@ -106,5 +106,5 @@ def test_grids_of_a_fit_are_previews_and_everything_else_is_real(preview: Diffus
     assert torch.equal(data.judged[-1], data.codec.decode(judged))
     L.Trainer(**{**QUIET, "callbacks": [grids]}).validate(module, data, verbose=False)
     assert torch.equal(grids.seen, to_uint8(data.codec.decode(grids.latents)))
-    assert module.hparams["preview"]["name_or_path"] == preview.name_or_path
-    assert LatentDiffusion(**module.hparams).preview == preview
+    assert module.hparams["samples"]["preview"]["name_or_path"] == preview.name_or_path
+    assert LatentDiffusion(**module.hparams).samples.preview == preview

@@ -6,7 +6,7 @@ import torch
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.models import text_encoder
-from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.text_encoder import CaptionReading, TextEncoder, TextEncoderConfig
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CLIP = {"model_type": "clip_text_model", "max_position_embeddings": 16, "projection_dim": 8, **SMALL}
@@ -68,10 +68,10 @@ def test_earlier_layers_with_and_without_the_final_norm():
 def test_padding_that_is_hidden_does_not_change_the_real_tokens():
     short, long = (encoder(T5, max_length=length).encode(["a cat"]) for length in (8, 12))
     torch.testing.assert_close(short.hidden[0, :6], long.hidden[0, :6])
-    seen = encoder(T5, padding="seen").encode(["a cat"])
+    seen = encoder(T5, captions=CaptionReading(padding="seen")).encode(["a cat"])
     assert seen.mask.all()
     assert not torch.allclose(seen.hidden[0, :6], long.hidden[0, :6])
-    left = encoder(T5, padding_side="left").encode(["a cat"])
+    left = encoder(T5, captions=CaptionReading(padding_side="left")).encode(["a cat"])
     assert left.mask[0].tolist() == [False] * 6 + [True] * 6
 
 
@@ -129,7 +129,10 @@ def test_its_state_rebuilds_it_and_leaves_the_global_generator_alone(fields, tmp
 
 
 def test_the_fingerprint_changes_with_all_that_an_embedding_depends_on():
-    prints = {encoder(CLIP, **a).fingerprint() for a in ({}, {"layer": -2}, {"max_length": 10}, {"padding": "hidden"})}
+    prints = {
+        encoder(CLIP, **a).fingerprint()
+        for a in ({}, {"layer": -2}, {"max_length": 10}, {"captions": CaptionReading(padding="hidden")})
+    }
     assert len(prints) == 4
 
 
@@ -141,7 +144,7 @@ def saved(tmp_path, seed):
     ours.network.save_pretrained(folder / "text_encoder")
     (folder / "tokenizer.json").write_text(ours.tokens.json)
     return TextEncoderConfig(
-        str(folder), tokenizer=str(folder / "tokenizer.json"), subfolder="text_encoder", max_length=12
+        str(folder), captions=CaptionReading(str(folder / "tokenizer.json")), subfolder="text_encoder", max_length=12
     ), ours
 
 
@@ -168,7 +171,9 @@ def test_the_part_that_reads_is_taken_out_of_a_larger_model(tmp_path, kind, fiel
         fields = {key: value for key, value in {**fields, **special}.items() if key != "model_type"}
     model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**fields)).eval()
     model.save_pretrained(tmp_path)
-    ours = TextEncoder.load(TextEncoderConfig(str(tmp_path), tokenizer="bytes", max_length=12, padding="seen"))
+    ours = TextEncoder.load(
+        TextEncoderConfig(str(tmp_path), captions=CaptionReading("bytes", padding="seen"), max_length=12)
+    )
     wanted = getattr(model, inner)(input_ids=ids_of("a cat")[0])
     torch.testing.assert_close(ours.encode(["a cat"]).hidden, wanted.last_hidden_state)
 
@@ -187,7 +192,7 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config_fields": {}}, "config_fields must have a model_type"),
+        ({"config_fields": {}}, "name_or_path must be .* has no model_type"),
         ({"config_fields": {"model_type": "clap2"}}, "no configuration that can be read"),
         ({"name_or_path": "./nothing"}, "no configuration that can be read|cannot be read"),
         ({"config_fields": CLIP, "max_length": 17}, "max_length must be at most 16, the positions of CLIPTextModel"),
@@ -199,7 +204,7 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
             {"config_fields": {**ROBERTA, "max_position_embeddings": 16}, "max_length": 16},
             "max_length must be less than 16: RobertaModel keeps some",
         ),
-        ({"config_fields": CLIP, "layer": 0}, "layer must be -1 .* or less, got 0"),
+        ({"config_fields": CLIP, "layer": 0}, "layer must be .* at most -1, got 0"),
         (
             {"config_fields": CLIP, "pipeline": "sdxl"},
             "pipeline must be null with config_fields, which a pipeline fixes",
@@ -207,7 +212,10 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
         ({"pipeline": "flux"}, "name_or_path must be the pipeline's folder or name"),
         ({"config_fields": CLIP, "final_norm": True}, "final_norm must be false for layer -1"),
         ({"config_fields": CLIP | {"vocab_size": 99}, "max_length": 9}, "258 token ids and the encoder 99"),
-        ({"config_fields": CLIP, "tokenizer": "./nothing"}, "tokenizer must be bytes, a tokenizer.json, a folder"),
+        (
+            {"config_fields": CLIP, "captions": CaptionReading("./nothing")},
+            "captions.tokenizer must be bytes, a tokenizer.json, a folder",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(arguments, message):

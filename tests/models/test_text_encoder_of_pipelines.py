@@ -17,7 +17,7 @@ from diffusers import (
 from tokenizers import Tokenizer
 
 from lit_efficient.models.caption_tokens import load_tokenizer
-from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.text_encoder import CaptionReading, TextEncoder, TextEncoderConfig
 
 CAPTIONS = ["a cat", "dogs in a row", ""]
 SPECIAL = {"vocab_size": 258, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
@@ -72,7 +72,7 @@ def test_stable_diffusion_with_and_without_clip_skip(tmp_path: Path, kind: str, 
 
 
 def encoder(folder: Path, **arguments: Any) -> TextEncoder:
-    folders = {"subfolder": "text_encoder", "tokenizer_subfolder": "tokenizer"}
+    folders = {"subfolder": "text_encoder", "captions": CaptionReading(subfolder="tokenizer")}
     return TextEncoder.load(TextEncoderConfig(str(folder), **folders, **arguments))
 
 

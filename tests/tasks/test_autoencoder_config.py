@@ -63,5 +63,5 @@ def test_a_model_of_diffusers_and_a_network_by_class_path(tmp_path: Path) -> Non
 
 def test_a_preview_is_named_in_the_diffusion_task(tmp_path: Path) -> None:
     preview = {"name_or_path": "madebyollin/taesd"}
-    model = parts(tmp_path, {"class_path": "LatentDiffusion", "init_args": {"preview": preview}})
-    assert model.preview == DiffusersModelConfig("madebyollin/taesd")
+    model = parts(tmp_path, {"class_path": "LatentDiffusion", "init_args": {"samples": {"preview": preview}}})
+    assert model.samples.preview == DiffusersModelConfig("madebyollin/taesd")

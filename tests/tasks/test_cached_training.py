@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from lit_efficient import (
+    AlignmentHead,
     AutoencoderConfig,
     ChannelScaling,
     DiffusersModelConfig,
@@ -21,6 +22,7 @@ from lit_efficient import (
     LatentData,
     LatentDiffusion,
     PhotoCrops,
+    Samples,
     TeacherFeatures,
 )
 from tests.data.images.toy_images import ToyImages
@@ -57,7 +59,7 @@ def fitted(
     data, steps: int = 6, callbacks=(), network: DiTConfig | DiffusersModelConfig = NETWORK, ckpt_path=None, **trainer
 ) -> LatentDiffusion:
     L.seed_everything(3, verbose=False)
-    model = LatentDiffusion(network, validation_samples=0)
+    model = LatentDiffusion(network, samples=Samples(0))
     trainer = L.Trainer(
         max_steps=steps,
         accelerator="cpu",
@@ -123,7 +125,7 @@ def test_features_in_the_cache_align_as_those_of_the_teacher(tmp_path):
     images.judge = torch.nn.Sequential(torch.nn.Conv2d(1, 6, 4, 4), torch.nn.Tanh()).requires_grad_(False)
     features = TeacherFeatures("data.judge", dtype="float32")
     cached, live = pair(images, AutoencoderConfig(1, 4, 8), tmp_path / "cache", features=features)
-    arguments = {"projection": "mlp", "hidden": 8, "widths": [16, 6]}
+    arguments = {"projection": "mlp", "hidden": 8, "head": AlignmentHead(widths=[16, 6])}
     ours = fitted(cached, callbacks=[HiddenAlignment(1, None, **arguments)])
     theirs = fitted(live, callbacks=[HiddenAlignment(1, None, **arguments)])
     assert distance(ours, theirs) < 1e-6

@@ -33,6 +33,7 @@ from lit_efficient import (
     Perceptual,
     PythonCorpus,
     SafeCheckpointIO,
+    Samples,
     SNRWeighting,
     StochasticDepth,
 )
@@ -84,7 +85,7 @@ def latent_diffusion(folder: Path) -> tuple[Any, Any, list[Any]]:
         batch_size=16,
         cache_dir=str(folder),
     )
-    module = LatentDiffusion(backbone=backbone, sampling_steps=2, validation_samples=10, label_dropout=0.3)
+    module = LatentDiffusion(backbone=backbone, sampling_steps=2, samples=Samples(10), label_dropout=0.3)
     return module, data, [StochasticDepth(0.5, skip="sample"), SNRWeighting(gamma=1.0)]
 
 

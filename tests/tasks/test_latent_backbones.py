@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from lit_efficient import (
+    CaptionReading,
     ConfigurationError,
     DiTConfig,
     LatentDiffusion,
     LoRA,
     SampleImages,
+    Samples,
     SNRWeighting,
     StochasticDepth,
 )
@@ -36,7 +38,7 @@ def model(fields, **changed):
 
 
 def task(backbone=TEXT_DIT, **arguments) -> LatentDiffusion:
-    return LatentDiffusion(backbone, **{"sampling_steps": 2, "validation_samples": 0, **arguments})
+    return LatentDiffusion(backbone, **{"sampling_steps": 2, "samples": Samples(0), **arguments})
 
 
 trainer = partial(support.trainer, max_epochs=-1, max_steps=3, num_sanity_val_steps=2, limit_val_batches=1.0)
@@ -83,7 +85,7 @@ def test_every_backbone_trains_and_samples_under_guidance_with_rescale(tmp_path,
     takes_text = fields["_class_name"] not in ("UNet2DModel", "DiTTransformer2DModel")
     data = JudgedLatents(text_encoder() if takes_text else None)
     module = task(
-        model(fields), sampler=Sampler(sampler, guidance_rescale=0.7), sampling_steps=4, validation_samples=2, **process
+        model(fields), sampler=Sampler(sampler, guidance_rescale=0.7), sampling_steps=4, samples=Samples(2), **process
     )
     before = None
     runner = trainer(default_root_dir=tmp_path, num_sanity_val_steps=1)
@@ -145,7 +147,7 @@ def test_training_on_caches_is_training_on_images_and_captions(tmp_path, determi
 def test_interrupted_training_on_images_and_captions_resumes_exactly(tmp_path):
     def make(folder):
         backbone = DiTConfig(channels=4, size=8, width=16, depth=2, heads=2, num_classes=3, context_width=16)
-        module = task(backbone, label_dropout=0.3, validation_samples=3)
+        module = task(backbone, label_dropout=0.3, samples=Samples(3))
         return (
             module,
             JudgedLatents(text_encoder(), count=20),
@@ -169,7 +171,7 @@ def test_unconditional_models_need_guidance_of_one(tmp_path):
     plain = DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=0)
     with pytest.raises(ConfigurationError, match="guidance_scale must be 1 for a backbone that takes no conditions"):
         trainer(default_root_dir=tmp_path).fit(task(plain), CaptionedLatents())
-    module = task(plain, guidance_scale=1.0, validation_samples=2)
+    module = task(plain, guidance_scale=1.0, samples=Samples(2))
     data = JudgedLatents()  # its labels are no business of this network, nor of its judgement
     trainer(default_root_dir=tmp_path).fit(module, data)
     assert data.judged[-1] == (2, None)
@@ -198,7 +200,7 @@ def test_latents_of_other_sides_and_of_several_sizes(tmp_path):
 
 def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_path):
     data = JudgedLatents(text_encoder())
-    module = task(validation_samples=5)
+    module = task(samples=Samples(5))
     runner = trainer(default_root_dir=tmp_path, callbacks=[SampleImages(rows=1, columns=4)])
     runner.fit(module, data)
     assert data.judged == [(3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])]
@@ -208,7 +210,7 @@ def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_pat
     module.eval().sample_images(3, seed=0)
     assert asked[0] == ["one 0", "two 1", "three 2"]
     assert (tmp_path / "samples" / "step_000003.png").is_file()
-    fixed = task(model(CONDITIONED), prompts=["a", "b"])
+    fixed = task(model(CONDITIONED), samples=Samples(0, prompts=["a", "b"]))
     fixed.text_encoder, asked[:] = module.text_encoder, []
     fixed.configure_model()
     fixed.codec = module.codec
@@ -217,7 +219,7 @@ def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_pat
 
 
 def test_without_a_judge_there_are_no_scores_and_it_is_said_once(tmp_path, caplog):
-    module = task(validation_samples=5)
+    module = task(samples=Samples(5))
     with caplog.at_level(logging.INFO):
         runner = trainer(default_root_dir=tmp_path, max_steps=6)
         runner.fit(module, CaptionedLatents(text_encoder()))
@@ -317,11 +319,15 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
         ),
         (model({**PIXART, "patch_size": 3}), {}, "must be multiples of 3 for PixArtTransformer2DModel"),
         (DiTConfig(channels=4, size=16, num_classes=3, context_width=16), {}, "backbone.size must be 8, as the data"),
-        (model({**SD3, **POOLED}), {"padding": "hidden"}, "SD3Transformer2DModel cannot leave tokens out"),
+        (
+            model({**SD3, **POOLED}),
+            {"captions": CaptionReading(padding="hidden")},
+            "SD3Transformer2DModel cannot leave tokens out",
+        ),
     ],
 )
 def test_what_does_not_agree_is_refused_before_training(tmp_path, backbone, data, message):
-    encoder = text_encoder(padding=data["padding"]) if "padding" in data else data.get("encoder", text_encoder())
+    encoder = data["encoder"] if "encoder" in data else text_encoder(**data)
     with pytest.raises(ConfigurationError, match=message):
         trainer(default_root_dir=tmp_path).fit(task(backbone), CaptionedLatents(encoder))
 
@@ -362,12 +368,13 @@ SMALL_DIT = DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classe
 def test_data_without_an_autoencoder_or_a_text_encoder_leaves_the_modules_own(tmp_path):
     data = JudgedLatents(cached=("latents",))
     codec, data.codec = data.codec, None
-    module = task(SMALL_DIT, validation_samples=2)
+    module = task(SMALL_DIT, samples=Samples(2))
     trainer(default_root_dir=tmp_path).fit(module, data)  # and no samples are made for a judge that could not see them
     assert not data.__dict__.get("judged")
+    shown = Samples(0, preview=DiffusersModelConfig("madebyollin/taesd"))
     with pytest.raises(ConfigurationError, match="preview must be null for data without an autoencoder"):
-        trainer(default_root_dir=tmp_path).fit(task(SMALL_DIT, preview=DiffusersModelConfig("madebyollin/taesd")), data)
-    module = task(SMALL_DIT, validation_samples=2)
+        trainer(default_root_dir=tmp_path).fit(task(SMALL_DIT, samples=shown), data)
+    module = task(SMALL_DIT, samples=Samples(2))
     module.codec = codec
     trainer(default_root_dir=tmp_path).fit(module, data)
     assert module.codec is codec

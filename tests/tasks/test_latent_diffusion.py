@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lit_efficient import EMA, AutoencoderConfig, DiTConfig, LatentDiffusion, LatentDigits, SNRWeighting
+from lit_efficient import EMA, AutoencoderConfig, DiTConfig, LatentDiffusion, LatentDigits, Samples, SNRWeighting
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.losses.diffusion import alpha_sigma
@@ -26,7 +26,7 @@ def digits(**arguments) -> LatentDigits:
 
 
 def task(**arguments) -> LatentDiffusion:
-    return LatentDiffusion(**{"backbone": BACKBONE, "sampling_steps": 3, "validation_samples": 20, **arguments})
+    return LatentDiffusion(**{"backbone": BACKBONE, "sampling_steps": 3, "samples": Samples(20), **arguments})
 
 
 trainer = partial(support.trainer, max_epochs=-1, max_steps=4, num_sanity_val_steps=2, limit_val_batches=1.0)
@@ -40,7 +40,7 @@ def built(**arguments) -> LatentDiffusion:
 
 def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
     L.seed_everything(0, verbose=False)
-    module = task(learning_rate=1e-2, validation_samples=0)
+    module = task(learning_rate=1e-2, samples=Samples(0))
     run = trainer(default_root_dir=tmp_path, max_steps=150, num_sanity_val_steps=0, check_val_every_n_epoch=100)
     data = digits()
     run.fit(module, data)
@@ -169,7 +169,7 @@ def test_resumed_at_an_epochs_end_equals_uninterrupted(tmp_path):
 
     def weights_after(ckpt=None):
         L.seed_everything(0 if ckpt is None else 1, verbose=False)
-        module = task(validation_samples=0, label_dropout=0.3)
+        module = task(samples=Samples(0), label_dropout=0.3)
         callbacks = [Reseed(), ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)]
         settings = {"max_steps": 6, "limit_train_batches": 3, "num_sanity_val_steps": 0}
         run = trainer(default_root_dir=tmp_path, callbacks=callbacks, enable_checkpointing=True, **settings)
@@ -222,7 +222,7 @@ def test_shapes_and_classes_must_be_the_datas(tmp_path):
         ({"guidance_scale": float("nan")}, "guidance_scale must be at least 0, got nan"),
         ({"sampling_steps": 0}, "sampling_steps must be a whole number of at least 1, got 0"),
         ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
-        ({"validation_samples": 1}, "validation_samples must be 0 or >= 2, got 1"),
+        ({"samples": {"count": 1}}, "samples.count must be 0 or >= 2, got 1"),
     ],
 )
 def test_arguments_are_checked_when_built(wrong, message):

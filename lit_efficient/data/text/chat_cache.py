@@ -24,12 +24,21 @@ from lit_efficient.data.text.document_store import FORMAT, DocumentWriter
 from lit_efficient.data.text.reading import Example, Reader, in_chunks
 from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.text_files import unit_hash
-from lit_efficient.data.text.truncation import Counts
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import MANIFEST, broken_seal, cache_folder, prepared_folder, read_manifest, seal
 
 SPLITS = ("train", "val")
 _CHUNK = 256  # rows tokenised together
+
+
+@dataclass
+class Rows:
+    """How many rows a split has, before any is cut: all, those left out, and the turns of the others."""
+
+    rows: int = 0
+    malformed: int = 0
+    turns: int = 0
+    ended: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,8 @@ class Recipe:
         reader: reads sources.
         settings: what the reader depends on, JSON-able.
         parts: what the names of the files of a row's documents end with, one for each.
-        tokenizer: what :func:`~lit_efficient.data.text.chat_tokenizer.load_chat_tokenizer` gave; None trains one.
-        vocab_size: of the tokenizer that is trained.
+        tokenizer: what :func:`~lit_efficient.data.text.chat_tokenizer.load_chat_tokenizer` gave; a number trains one
+            of so many ids.
         train_on: as for :class:`~lit_efficient.data.text.chat_tokens.ChatTokens`.
         untrained_end: as for it.
         val_fraction: share of the rows that is held out if there are no sources for validation.
@@ -55,21 +64,25 @@ class Recipe:
     reader: Callable[[list[Source]], Reader]
     settings: dict[str, Any]
     parts: tuple[str, ...]
-    tokenizer: Any | None
-    vocab_size: int
+    tokenizer: Any
     train_on: TrainOn
     untrained_end: OnUntrainedEnd
     val_fraction: float
     seed: int
 
+    @property
+    def trains(self) -> bool:
+        """Whether the tokenizer is trained."""
+        return isinstance(self.tokenizer, int)
+
     def made_from(self) -> dict[str, Any]:
         """All of it as JSON has it."""
         settings = {**self.settings, "train_on": self.train_on, "untrained_end": self.untrained_end, "seed": self.seed}
         settings["val_fraction"] = None if "val" in self.sources else self.val_fraction
-        settings["vocab_size"] = self.vocab_size if self.tokenizer is None else None
+        settings["vocab_size"] = self.tokenizer if self.trains else None
         about = {
             "sources": {split: [[s.name, s.digest] for s in listed] for split, listed in self.sources.items()},
-            "tokenizer": "trained on these rows" if self.tokenizer is None else fingerprint(self.tokenizer),
+            "tokenizer": "trained on these rows" if self.trains else fingerprint(self.tokenizer),
             "settings": settings,
             "format": FORMAT,
         }
@@ -125,12 +138,12 @@ def _build(recipe: Recipe, target: Path) -> None:
             yield "val" if held_out else "train", place, row
 
     tokenizer = recipe.tokenizer
-    if tokenizer is None:
+    if recipe.trains:
         read = rows("train", recipe.reader(recipe.sources["train"]))
         texts = (text for split, _, row in read if split == "train" for text in row.texts())
-        tokenizer = train_chat_tokenizer(texts, recipe.vocab_size)
+        tokenizer = train_chat_tokenizer(texts, tokenizer)
     encoder = ChatTokens(tokenizer, recipe.train_on, recipe.untrained_end)
-    counts = {split: Counts() for split in SPLITS}
+    counts = {split: Rows() for split in SPLITS}
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
     with ExitStack() as stack:
         writers = {

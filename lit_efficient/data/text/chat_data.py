@@ -158,16 +158,16 @@ class ChatDataModule(LightningDataModule):
 
     def _open(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         report = read_manifest(folder)
-        counts = {split: Counts(**report["counts"][split]) for split in SPLITS}
+        counts = {split: Counts() for split in SPLITS}
         rows = {split: self._cut(folder, split, counts[split]) for split in SPLITS}
-        return rows, report | {"counts": {split: asdict(found) for split, found in counts.items()}}
+        return rows, report | {"counts": {split: report["counts"][split] | asdict(counts[split]) for split in SPLITS}}
 
     def _prepare(self, thorough: bool) -> Path:
         wanted = {"train": (self.train, self.rows.split), "val": (self.val or [], self.rows.val_split)}
         rows = asdict(self.rows)
         for name in ("max_malformed", "split", "val_split", "subset"):  # no row depends on it but by its content
             del rows[name]
-        tokenizer = None
+        tokenizer = self.chat.vocab_size
         if self.tokenizer_name is not None:
             tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
         recipe = Recipe(
@@ -181,7 +181,6 @@ class ChatDataModule(LightningDataModule):
             settings=rows,
             parts=self.parts,
             tokenizer=tokenizer,
-            vocab_size=self.chat.vocab_size,
             train_on=self.train_on,
             untrained_end=self.chat.untrained_end,
             val_fraction=self.val_fraction,

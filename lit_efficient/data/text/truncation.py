@@ -20,10 +20,8 @@ TooLong = Literal["drop", "left"]
 
 @dataclass
 class Counts:
-    """What a split holds and what it lost. All are numbers of what they are called."""
+    """What is left of a split's rows and what is lost. All are numbers of what they are called."""
 
-    rows: int = 0
-    malformed: int = 0
     truncated: int = 0
     dropped: int = 0
     tokens_lost: int = 0
@@ -31,8 +29,6 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     trained: int = 0
-    turns: int = 0
-    ended: int = 0
 
 
 def facts(document: Encoded) -> tuple[int, int, int, int, int]:

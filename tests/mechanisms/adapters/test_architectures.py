@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import DiT, DiTConfig, LoRA, QuantizeBase, merge_adapters
+from lit_efficient import DiT, DiTConfig, DiTVariant, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.application import apply
 from tests.timm_models import import_timm
 
@@ -63,7 +63,7 @@ def _dit() -> nn.Module:
 
 
 def _own_dit() -> nn.Module:
-    config = DiTConfig(width=16, depth=2, heads=2, context_width=8, positions="rope", qk_norm=True)
+    config = DiTConfig(width=16, depth=2, heads=2, context_width=8, variant=DiTVariant("rope", qk_norm=True))
     model = DiT(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
