@@ -1,6 +1,6 @@
 """How techniques are applied: the wraps on a module's instance, the ledger of what was done, what checkpoints keep.
 
-What stood on the instance before (the Lightning CLI and ``torch.compile`` set such attributes, too) is called inside
+What was on the instance before (the Lightning CLI and ``torch.compile`` set such attributes, too) is called inside
 and put back (:mod:`lit_efficient.internals.wraps`).
 """
 
@@ -98,7 +98,7 @@ def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Rep
             changes = _differences(earlier["arguments"], record["arguments"])
             raise ConfigurationError(
                 f"{record['name']} was applied to this module by an earlier run with other arguments ({changes}); "
-                "use the same ones, or build the module anew"
+                "use the same ones, or build the module again"
             )
     if done:
         _keep_saving(module)
@@ -153,7 +153,7 @@ def _check_order(record: Mapping[str, Any], done: list[Entry]) -> None:
     if late is not None:
         raise ConfigurationError(
             f"{record['name']} must act before {late}, which an earlier run applied to this module; "
-            "give both to the first Trainer, or build the module anew"
+            "give both to the first Trainer, or build the module again"
         )
 
 
@@ -202,7 +202,7 @@ def _keep_saving(module: Any) -> None:
 
 
 def uninstall(module: Any) -> None:
-    """Take the wraps off and put back what stood there before."""
+    """Take the wraps off and put back what was there before."""
     session = module.__dict__.pop("_lit_efficient_session", None)
     for name, function in session.wraps.items() if session else ():
         unwrap_method(module, name, function)

@@ -25,7 +25,7 @@ _NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, 
 
 
 def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: float = 0.02, seed: int = 0) -> str:
-    """Give the last layer of ``module`` new weights for ``num_outputs`` outputs, in place.
+    """Give the last layer of ``module`` new weights for ``num_outputs`` outputs, in place; return its dotted name.
 
     The layer stays the same object under the same name, with its device, its format, and a bias if it had one; a weight
     that was tied to an embedding no longer is. ``num_labels`` and ``num_classes`` of the modules around it follow.
@@ -36,9 +36,6 @@ def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: 
         at: ``auto`` (see :func:`find_head`), or a regular expression for the end of the layer's dotted name.
         std: Standard deviation of the new weights, at least 0; biases are 0.
         seed: Seed of the new weights; no global generator is used.
-
-    Returns:
-        The layer's dotted name.
 
     Raises:
         ConfigurationError: For an argument out of range, and if there is no such layer, or more than one.
@@ -181,11 +178,6 @@ class ReplaceHead(Technique):
         """Leave ``requires_grad`` as it was."""
         release(pl_module)
         super().teardown(trainer, pl_module, stage)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
-        release(pl_module)
-        super().on_exception(trainer, pl_module, exception)
 
 
 def _check(num_outputs: int, std: float) -> None:

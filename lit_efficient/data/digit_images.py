@@ -22,13 +22,10 @@ TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
 
 
 def load_digit_images(size: int) -> tuple[Tensor, Tensor]:
-    """All digits, enlarged bicubically.
+    """All digits, enlarged bicubically, [1797, 1, size, size] float32 in [-1, 1], and their labels [1797] int64.
 
     Args:
         size: Height and width in pixels.
-
-    Returns:
-        Images [1797, 1, size, size] float32 in [-1, 1], and labels [1797] int64.
     """
     from PIL import Image
     from sklearn.datasets import load_digits

@@ -112,7 +112,7 @@ def chunked_cross_entropy(
     Softmax and losses are in float32 (float64 for float64). The gradient of a 16-bit weight is summed in float32 and
     rounded once, at the price of 4 bytes an element until the backward pass. No gradient is made for what needs none:
     a frozen head, or anything under ``torch.no_grad()``. Under autocast the products are in its dtype. Gradients are
-    handed out, not copied: a second backward pass (``retain_graph=True``) computes them anew. Second derivatives are
+    handed out, not copied: a second backward pass (``retain_graph=True``) computes them again. Second derivatives are
     refused.
 
     Args:

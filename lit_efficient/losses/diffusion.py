@@ -112,7 +112,7 @@ def target(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProc
 def to_x0_eps(
     output: Tensor, x_t: Tensor, t: Tensor, process: Schedule | DiffusionProcess, prediction: Prediction
 ) -> tuple[Tensor, Tensor]:
-    """Data and noise that a prediction stands for.
+    """Data x0 and noise eps that a prediction stands for, [B, ...] each.
 
     Each is the solution of two linear equations in (x0, eps): the process and the target's definition.
 
@@ -123,9 +123,6 @@ def to_x0_eps(
             not determine the rest.
         process: The process.
         prediction: What ``output`` is.
-
-    Returns:
-        x0 and eps, [B, ...] each.
     """
     process = as_process(process)
     alpha, sigma = (per_sample(a, x_t) for a in process.alpha_sigma(t))

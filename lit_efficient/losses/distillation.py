@@ -153,34 +153,6 @@ def top_k_of(teacher_logits: Tensor, k: int, temperature: float = 1.0) -> tuple[
     return ids, values if k == size else torch.cat((values, _rest(log_p, ids)), dim=-1)
 
 
-def top_k_divergence(
-    student_logits: Tensor,
-    ids: Tensor,
-    log_probs: Tensor,
-    divergence: Divergence | None = None,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """The divergence between the teacher's `top_k_of` and the student, who is seen through the same k + 1 categories.
-
-    Never above the divergence of the whole distributions (merging categories loses information), and equal to it where
-    k is V. How the student spreads the rest's mass among the rest is free.
-
-    Args:
-        student_logits: ``[N, V_s]``.
-        ids: ``[N, k]``.
-        log_probs: ``[N, k + 1]`` or ``[N, k]``.
-        divergence: which one; its temperature must be the one of `top_k_of`.
-        vocab_size: of the teacher; None takes all V_s.
-
-    Returns:
-        ``[N]``.
-    """
-    divergence = divergence or Divergence()
-    size = vocab_size or student_logits.shape[-1]
-    log_q = log_probabilities(student_logits, size, divergence.temperature)
-    return divergence.measure(log_probs.to(log_q.dtype), coarse(log_q, ids, log_probs))[0] * divergence.factor
-
-
 def coarse(log_q: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
     """The student's log-probabilities ``[N, V]`` in the categories of ``log_probs``: the same shape."""
     chosen = log_q.gather(-1, ids)

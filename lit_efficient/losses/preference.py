@@ -57,7 +57,7 @@ def dpo_loss(
         policy_chosen: log-probability of each chosen answer ``[B]``: summed over tokens, for ``ipo`` averaged.
         policy_rejected: that of each rejected one ``[B]``.
         ref_chosen: the reference's ``[B]``, without a gradient.
-        ref_rejected: likewise.
+        ref_rejected: the same of the rejected answers.
         beta: above 0; the larger, the nearer the policy stays to the reference.
         kind: which loss, see above.
         label_smoothing: the probability e, in [0, 0.5), that a pair is labelled the wrong way round; for ``sigmoid``.

@@ -45,16 +45,13 @@ class AutoencoderConfig:
 
 
 def sample_posterior(mean: Tensor, logvar: Tensor | None, generator: torch.Generator | None = None) -> Tensor:
-    """Draw ``z = mean + exp(logvar / 2) * noise``.
+    """Draw ``z = mean + exp(logvar / 2) * noise``, of the same shape.
 
     Args:
         mean: Means, any shape.
         logvar: Logarithms of the variances, the same shape. None is a deterministic encoder's: the mean is returned
             as it is, and nothing is drawn.
         generator: Where the noise comes from; None is torch's global generator. A CPU generator serves every device.
-
-    Returns:
-        A sample of the same shape.
     """
     if logvar is None:
         return mean

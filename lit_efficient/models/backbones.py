@@ -50,9 +50,9 @@ def call_backbone(
     Args:
         network: What `build_backbone` has built.
         x: Noisy latents, [B, C, H, W], scaled as the network is to see them.
-        t: Times, [B] in [0, 1]; the network is told what it expects: ours the process's ``network_time``, those of
+        t: Times, [B] in [0, 1]; the network gets what it expects: ours the process's ``network_time``, those of
             diffusers the ``timestep`` of its pipelines.
-        condition: What it is told besides; just what its `shape_of` asks for.
+        condition: What it gets besides; just what its `shape_of` asks for.
         process: The process that it is trained on.
 
     Returns:

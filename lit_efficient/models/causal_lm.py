@@ -33,7 +33,7 @@ class CausalLMConfig:
         name_or_path: a hub's name or a local folder; None builds from ``config_fields`` alone.
         config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
             whole configuration, with ``model_type`` (``llama``, ``qwen3``, ...). ``vocab_size`` left out is the data's.
-        random_weights: draw the weights anew although ``name_or_path`` has some.
+        random_weights: draw new weights although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; a commit is what never changes.
         dtype: number format of the weights; ``auto`` is that of the files.
         quantize: load the linear layers in 4 bits (NF4, double quantisation) or 8, without the float weights ever being
@@ -103,7 +103,7 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
             f"CausalLMConfig: config_fields has {unknown[0]!r}, which is no field of the model type {kind}"
             f"{'; near ones: ' + ', '.join(near) if near else ''}."
         )
-    if "num_hidden_layers" in changed:  # derived from it anew
+    if "num_hidden_layers" in changed:  # derived from it again
         stored.pop("layer_types", None)
     try:
         return CONFIG_MAPPING[kind](**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})

@@ -1,4 +1,4 @@
-"""What a diffusion network is told besides the noisy latent and its time, and how it is hidden for guidance.
+"""What a diffusion network gets besides the noisy latent and its time, and how it is hidden for guidance.
 
     condition_i = null with probability p, else what belongs to sample i;   one draw a sample, for all its parts
 

@@ -98,7 +98,7 @@ def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
 
     Args:
         network: as for `hidden_states`; run once in eval mode.
-        inputs: likewise.
+        inputs: as for `hidden_states`.
 
     Raises:
         ConfigurationError: if they differ: the network does something to its logits that is not known here.

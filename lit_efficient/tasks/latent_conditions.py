@@ -1,4 +1,4 @@
-"""What a diffusion network is told of labels and captions; and the captions that samples are made for."""
+"""What a diffusion network gets of labels and captions, and the captions that samples are made for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ class Encoders:
         text: The encoder of captions, or None; embeddings are kept in the format that it gives.
         teacher: A network whose features are kept beside the latents, or None; of one layer.
         format: As in `encode_rows`.
-        dtype: Likewise.
+        dtype: As in `encode_rows`.
         feature_dtype: Number format of the teacher's features.
     """
 
@@ -113,7 +113,7 @@ def build_latents(
     about: Mapping[str, str] | None = None,
     progress: Any = None,
 ) -> dict[str, Any]:
-    """Write a latent cache, or go on with one; nothing is done if it is there already.
+    """Write a latent cache, or go on with one, or do nothing if it is there; return its manifest.
 
     Args:
         folder: Where it shall lie.
@@ -127,9 +127,6 @@ def build_latents(
         overwrite: Replace a cache that is there, of whatever identity, and a half-built one of another.
         about: Names for people to read, that are kept and not compared.
         progress: A bar with ``update(count)``; made by ``progress(total, done)``. None shows none.
-
-    Returns:
-        The manifest.
 
     Raises:
         ConfigurationError: If the folder holds something else, or encoding gives numbers that are not finite.

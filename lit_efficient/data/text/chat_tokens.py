@@ -130,16 +130,13 @@ class ChatTokens:
         return wrong
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded | MalformedRow]:
-        """Tokenise documents together.
+        """The tokens of each document, or why there are none.
 
         Args:
             documents: any number; a few hundred at a time are fast.
 
-        Returns:
-            For each the tokens, or why there are none.
-
         Raises:
-            ConfigurationError: If the template is one whose turns cannot be told apart.
+            ConfigurationError: If the template is one whose turns cannot be separated.
         """
         found: list[Encoded | MalformedRow] = [MalformedRow("")] * len(documents)
         chats: list[tuple[int, str, list[Span]]] = []
@@ -212,7 +209,7 @@ class ChatTokens:
             if not text.startswith(before):
                 raise ConfigurationError(
                     "tokenizer: the chat template writes the beginning of a conversation differently when more follows "
-                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be told apart. "
+                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be separated. "
                     "Give a chat_template with {% generation %} marks, or set train_on to 'completion'."
                 )
             until = self._rendered(messages[: index + 1], document.tools)

@@ -49,7 +49,7 @@ class PrefixVectors(nn.Module):
 
     Args:
         keys: What the keys start from, [layers, heads, n, head_dim]; copied.
-        values: Likewise.
+        values: As ``keys``.
         embedding: For a projection: the input [n, dim] of the small network; copied.
         projection: For a projection: the width inside it.
         seed: Of the projection's first matrix.
@@ -90,7 +90,7 @@ class PrefixedDecoder(FollowsBase, Switchable):
     prefix_length: int
 
     def follow_base(self) -> None:
-        """Start anew from the same tokens, in other weights."""
+        """Start again from the same tokens, in other weights."""
         if not self.prefix_tokens:
             return
         keys, values = computed(self, self.prefix_tokens)

@@ -58,7 +58,7 @@ def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups") -> list[list[str]]:
-    """The parameters of ``module`` that require a gradient, in groups from the head to the stem.
+    """Dotted names of the parameters that require a gradient, each once, in groups from the head to the stem.
 
     With ``"auto"`` the repeated blocks make a group each, the last one first (see
     :func:`lit_efficient.surgery.find_blocks`). What is defined after them comes before them; what is defined before
@@ -69,9 +69,6 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
         groups: ``"auto"``, or one entry a group from the head to the stem, each a regular expression or several, for
             the ends of dotted names of parameters or of modules that hold them. The first group that matches takes it.
         who: Name of the technique that asks, for the error.
-
-    Returns:
-        Dotted names, each once and no group empty.
 
     Raises:
         ConfigurationError: If there are no blocks, if a pattern matches nothing that trains or nothing that an earlier
