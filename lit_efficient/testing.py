@@ -27,6 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient.application import ledger, reports_of
 from lit_efficient.declaration import Report, techniques_of
+from lit_efficient.errors import CheckpointError
+from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.technique import Technique
 
 WIDTH = 16
@@ -241,19 +243,23 @@ class Watch(L.Callback):
         self.gradients: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note what training starts from."""
         self.run.start = weights(pl_module)
         self.run.reports = reports_of(pl_module, techniques_of(trainer))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Note the gradients."""
         named = pl_module.named_parameters()
         self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note the batch."""
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
         seen, now = dict(pl_module.seen), weights(pl_module)
         self.run.steps.append(Step(trainer.global_step, outputs["loss"], seen, now, self.gradients, rates))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save."""
         if not self.saves:
             return
         try:
@@ -270,12 +276,11 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 def load(path: Path) -> dict[str, Any]:
     """A checkpoint, read without running code that lies in it."""
     try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+        return dict(load_verified(path))
+    except CheckpointError as error:
         raise AssertionError(
             f"state must be primitives and tensors, which load with weights_only=True: {error}"
         ) from error
-    return checkpoint
 
 
 def assert_equal(a: Any, b: Any, what: str = "") -> None:

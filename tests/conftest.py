@@ -1,11 +1,14 @@
 """One thread, no network, no GPU surprises, and a cache that all workers of a run share."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.budget import report
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,6 +18,15 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="run every pair of techniques, not a share of them")
+
+
+def pytest_configure() -> None:
+    gc.disable()  # while all is imported: that stays, and need not be looked at again and again
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,6 +59,12 @@ def _no_run_left_open() -> Iterator[None]:
     if wandb is not None and wandb.run is not None:
         wandb.finish()
         wandb.teardown()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # the whole suite
+        terminalreporter.section("budget")
+        terminalreporter.write("\n".join([*report(), ""]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

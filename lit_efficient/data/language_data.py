@@ -28,7 +28,7 @@ from lit_efficient.data.text.reading import Reader
 from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source, open_sources
 from lit_efficient.data.text.streamed import StreamedRows, StreamLoader
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 
 
 class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
@@ -178,10 +178,8 @@ class LanguageData(ChatDataModule):
                     f"{self.max_length})."
                 )
         if not self.stream.enabled and len(found["train"]) < self.batch_size:
-            raise ConfigurationError(
-                f"LanguageData: batch_size must be at most the number of rows to train on, {len(found['train'])}, got "
-                f"{self.batch_size}."
-            )
+            allowed = f"at most the number of rows to train on, {len(found['train'])}"
+            raise refusal("LanguageData", "batch_size", allowed, self.batch_size)
         self.train_rows, self.val_rows = (self._stream() if self.stream.enabled else found["train"]), found["val"]
 
     def _stream(self) -> StreamedRows:

@@ -137,10 +137,8 @@ class PythonCorpus(LightningDataModule):
         self.train_windows = TokenWindows(tokens["train"], self.sequence_length)
         if len(self.train_windows) < self.batch_size:
             windows, self.train_windows = len(self.train_windows), None
-            raise ConfigurationError(
-                f"PythonCorpus: batch_size must be at most the number of training windows, {windows}, got "
-                f"{self.batch_size}."
-            )
+            allowed = f"at most the number of training windows, {windows}"
+            raise refusal("PythonCorpus", "batch_size", allowed, self.batch_size)
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled windows of the training files; an incomplete last batch is dropped."""

@@ -1,16 +1,17 @@
 """A small network with everything that can go out of step, and a way to interrupt and resume it anywhere."""
 
 import random
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lit_efficient.callbacks.exact_resume import ExactResume
+from tests import support
 
 
 class Augmented(Dataset):
@@ -70,17 +71,9 @@ class SaveEveryBatch(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batch_idx:03d}.ckpt")
 
 
-def trainer(callbacks, max_epochs=3, **arguments):
-    arguments = {"accumulate_grad_batches": 2, "accelerator": "cpu", "devices": 1} | arguments
-    return pl.Trainer(
-        max_epochs=max_epochs,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **arguments,
-    )
+trainer = partial(
+    support.trainer, max_epochs=3, accumulate_grad_batches=2, num_sanity_val_steps=2, limit_val_batches=1.0
+)
 
 
 def fit(module, callbacks, ckpt_path=None, seed=0, loaders=None, datamodule=None, **arguments):

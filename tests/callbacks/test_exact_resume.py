@@ -220,12 +220,13 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
     def saver(**when):
         return ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}-{step}", **when)
 
-    expected = final_state(fit(Tiny(), [ExactResume(), saver()], max_epochs=3, val_check_interval=4))
+    settings = {"max_epochs": 3, "val_check_interval": 4, "enable_checkpointing": True}
+    expected = final_state(fit(Tiny(), [ExactResume(), saver()], **settings))
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) >= 3
     for path in paths:
         with pytest.warns(UserWarning, match="exists and is not empty"):
-            run = fit(Tiny(), [ExactResume(), saver()], path, seed=8, max_epochs=3, val_check_interval=4)
+            run = fit(Tiny(), [ExactResume(), saver()], path, seed=8, **settings)
         assert equal(expected[:3], final_state(run)[:3]), path.name
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch._dynamo.utils import counters
 
 from lit_efficient import ConfigurationError, ConflictError, LowBitOptimizer
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
@@ -196,20 +197,24 @@ def test_the_loss_curve_is_within_the_noise_of_the_32_bit_one(
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_the_compiled_step_of_torchao_equals_the_plain_one() -> None:
-    """About 20 s of a C++ compiler where its cache is cold."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_the_compiled_step_of_torchao_equals_the_plain_one(backend: str) -> None:
+    """Inductor keeps a C++ compiler busy for about 20 s where its cache is cold."""
     results = []
-    for stance in ("force_eager", "default"):
-        torch.compiler.set_stance(stance)
-        layer = nn.Linear(64, 64, bias=False)
-        nn.init.constant_(layer.weight, 1.0)
-        optimizer, _ = rewritten(layer, LowBitOptimizer(backend="torchao"))
-        generator = torch.Generator().manual_seed(0)
-        for lr in (1e-3, 5e-4, 2.5e-4):  # a rate that changes must not compile anew
-            optimizer.param_groups[0]["lr"] = lr
-            layer.weight.grad = torch.randn(64, 64, generator=generator)
-            optimizer.step()
-        results.append(layer.weight.detach().clone())
+    torch._dynamo.reset()  # a step that was compiled with another backend would be used again
+    first = counters["stats"]["unique_graphs"]
+    for stance in ({"stance": "force_eager"}, {"stance": "default", "force_backend": backend}):
+        with torch.compiler.set_stance(**stance):
+            layer = nn.Linear(64, 64, bias=False)
+            nn.init.constant_(layer.weight, 1.0)
+            optimizer, _ = rewritten(layer, LowBitOptimizer(backend="torchao"))
+            generator = torch.Generator().manual_seed(0)
+            for lr in (1e-3, 5e-4, 2.5e-4):  # a rate that changes must not compile anew
+                optimizer.param_groups[0]["lr"] = lr
+                layer.weight.grad = torch.randn(64, 64, generator=generator)
+                optimizer.step()
+            results.append(layer.weight.detach().clone())
+    assert counters["stats"]["unique_graphs"] == first + 1
     torch.testing.assert_close(*results, rtol=0, atol=2e-5)
 
 

@@ -176,7 +176,7 @@ def _everything(run: Any, module: Any) -> dict[str, Any]:
         "logged": dict(run.logged_metrics),
         "callbacks": {cb.state_key: cb.state_dict() for cb in run.callbacks if not isinstance(cb, MaxBatchSize)},
         "stage": (run.training, run.should_stop, run.sanity_checking),
-        "attributes": (module.steps, list(module.seen)),
+        "attributes": (module.steps, list(module.draws)),
     }
 
 
@@ -185,13 +185,13 @@ class Noisy(Toy):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.steps, self.seen = 0, []
+        self.steps, self.draws = 0, []
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
-        self.seen.append(random.random() + np.random.rand())
-        noise = torch.rand(()) * self.seen[-1]
+        self.draws.append(random.random() + np.random.rand())
+        noise = torch.rand(()) * self.draws[-1]
         return super().training_step([self.norm(batch[0]) + noise], batch_idx)
 
 
@@ -238,7 +238,7 @@ def test_everything_is_bit_equal_to_before_and_callbacks_took_part(tmp_path: Pat
     assert spy.before["empty"] == [0]
     assert trials == [2] * 4 + [2] * 4  # two windows of two micro-batches; then two real ones: the samples asked for
     assert spy.batches == [2] * 4  # the notes of a callback were put back
-    assert module.steps == len(module.seen) == 4
+    assert module.steps == len(module.draws) == 4
     before, after = ({**state, "loops": None} for state in (spy.before, spy.after))
     assert_equal(before, after)
     saved = sorted(path.name for path in (tmp_path / "ckpt").iterdir())

@@ -116,7 +116,9 @@ def test_it_lies_beside_the_other_checkpoints_and_handlers_of_the_user_are_calle
     try:
         sender, saver = Signal(), ModelCheckpoint(tmp_path / "mine")
         with pytest.raises(SystemExit) as exit_:
-            trainer([SignalCheckpoint(), sender, saver], accumulate_grad_batches=1).fit(Tiny())
+            trainer([SignalCheckpoint(), sender, saver], accumulate_grad_batches=1, enable_checkpointing=True).fit(
+                Tiny()
+            )
         assert exit_.value.code == 138
         assert (tmp_path / "mine" / "interrupted-step=4.ckpt").exists()
         assert called == [signal.SIGUSR1]

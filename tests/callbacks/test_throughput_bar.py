@@ -1,15 +1,17 @@
 import io
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.callbacks.throughput_bar import ThroughputBar, count_batch, short_number
 from lit_efficient.errors import ConfigurationError
+from tests import support
 
 
 class Model(LightningModule):
@@ -47,18 +49,17 @@ def loader(count: int = 20) -> DataLoader:
     return DataLoader([{"input_ids": torch.ones(4)}] * count, batch_size=2)
 
 
-def trainer(tmp_path: Path, bar: ThroughputBar, **changes) -> Trainer:
-    settings = {"accelerator": "cpu", "logger": False, "callbacks": [bar], "enable_checkpointing": False}
-    settings |= {"enable_model_summary": False, "default_root_dir": tmp_path}
-    return Trainer(**(settings | changes))
+trainer = partial(
+    support.trainer, max_epochs=-1, num_sanity_val_steps=2, limit_val_batches=1.0, enable_progress_bar=True
+)
 
 
 def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.match(r"\d+(/\d+)?  ", line)]
 
 
-def test_plain_output_has_few_lines_that_say_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(tmp_path, ThroughputBar(lines=4), max_epochs=4).fit(Model(), loader(), loader(4))
+def test_plain_output_has_few_lines_that_say_all(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer([ThroughputBar(lines=4)], max_epochs=4).fit(Model(), loader(), loader(4))
     printed = capsys.readouterr().out
     lines = lines_of(printed)
     assert [line.split()[0] for line in lines if "left" in line][:1] == ["10/40"]
@@ -69,12 +70,10 @@ def test_plain_output_has_few_lines_that_say_all(tmp_path: Path, capsys: pytest.
     assert "v_num" not in printed
 
 
-def test_terminal_shows_one_bar_over_all_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_one_bar_over_all_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    trainer(tmp_path, ThroughputBar(refresh_rate=5), max_epochs=3, num_sanity_val_steps=0).fit(
-        Model(), loader(), loader(4)
-    )
+    trainer([ThroughputBar(refresh_rate=5)], max_epochs=3, num_sanity_val_steps=0).fit(Model(), loader(), loader(4))
     shown = terminal.getvalue()
     positions = [int(n) for n, total in re.findall(r"(\d+)/(\d+) \[", shown) if total == "30"]
     assert positions == sorted(positions)  # it never starts anew
@@ -86,29 +85,27 @@ def test_terminal_shows_one_bar_over_all_epochs(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_max_steps_ends_the_bar_and_a_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = trainer(tmp_path, ThroughputBar(lines=2), max_steps=6, limit_val_batches=0)
+    first = trainer([ThroughputBar(lines=2)], max_steps=6, limit_val_batches=0)
     first.fit(Model(), loader(), loader())
     assert lines_of(capsys.readouterr().out)[-1].startswith("6/6")
     first.save_checkpoint(tmp_path / "six.ckpt")
     bar = ThroughputBar(lines=4)
-    second = trainer(tmp_path, bar, max_steps=16, limit_val_batches=0)
+    second = trainer([bar], max_steps=16, limit_val_batches=0)
     second.fit(Model(), loader(), loader(), ckpt_path=tmp_path / "six.ckpt", weights_only=True)
     assert [line.split()[0] for line in lines_of(capsys.readouterr().out)] == ["8/16", "12/16", "16/16"]
     assert bar._start == 6
 
 
-def test_counts_optimizer_steps_under_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_optimizer_steps_under_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     for limit, end in (({"max_steps": 3}, "3/3"), ({"max_epochs": 1}, "10/10")):
-        run = trainer(tmp_path, ThroughputBar(lines=1), accumulate_grad_batches=2, limit_val_batches=0, **limit)
+        run = trainer([ThroughputBar(lines=1)], accumulate_grad_batches=2, limit_val_batches=0, **limit)
         run.fit(Model(), loader(), loader())
         assert lines_of(capsys.readouterr().out)[-1].startswith(end)
 
 
-def test_endless_data_without_an_end_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_data_without_an_end_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_efficient.callbacks.throughput_bar._SECONDS_A_LINE", 0.0)
-    run = trainer(tmp_path, ThroughputBar(), max_epochs=1, limit_val_batches=0)
+    run = trainer([ThroughputBar()], max_epochs=1, limit_val_batches=0)
 
     class Stopping(Model):
         def on_train_batch_end(self, *_) -> None:
@@ -118,7 +115,7 @@ def test_endless_data_without_an_end_works(
     assert [line.split()[0] for line in lines_of(capsys.readouterr().out)] == ["1", "2", "3"]
 
 
-def test_the_rate_counts_all_tokens_and_no_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_counts_all_tokens_and_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("lit_efficient.callbacks.throughput_bar.time.monotonic", lambda: clock[0])
 
@@ -131,33 +128,33 @@ def test_the_rate_counts_all_tokens_and_no_validation(tmp_path: Path, monkeypatc
             clock[0] += 100.0
 
     bar = ThroughputBar(lines=2)
-    trainer(tmp_path, bar, max_steps=8, val_check_interval=3).fit(Slow(), loader(), loader(4))
+    trainer([bar], max_steps=8, val_check_interval=3).fit(Slow(), loader(), loader(4))
     assert bar._rate == pytest.approx(8 / 2.0)  # 2 windows of 4 tokens in 2 seconds
 
 
-def test_the_device_is_asked_at_refreshes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_asked_at_refreshes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     original = ThroughputBar.get_metrics
     monkeypatch.setattr(ThroughputBar, "get_metrics", lambda *args: asked.append(1) or original(*args))
-    trainer(tmp_path, ThroughputBar(lines=2), max_steps=10, limit_val_batches=0).fit(Model(), loader(), loader())
+    trainer([ThroughputBar(lines=2)], max_steps=10, limit_val_batches=0).fit(Model(), loader(), loader())
     assert len(asked) == 2
 
 
-def test_a_loss_that_was_not_logged_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_was_not_logged_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     class Quiet(Model):
         def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
             return {"loss": self._loss(batch)}
 
-    trainer(tmp_path, ThroughputBar(lines=1), max_steps=2, limit_val_batches=0).fit(Quiet(), loader(), loader())
+    trainer([ThroughputBar(lines=1)], max_steps=2, limit_val_batches=0).fit(Quiet(), loader(), loader())
     assert re.search(r"2/2  loss [\d.]+", capsys.readouterr().out)
 
 
-def test_validate_alone_and_prints_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_alone_and_prints_work(capsys: pytest.CaptureFixture[str]) -> None:
     class Printing(Model):
         def on_validation_epoch_end(self) -> None:
             self.print("said by the module")
 
-    trainer(tmp_path, ThroughputBar()).validate(Printing(), loader(4), verbose=False)
+    trainer([ThroughputBar()]).validate(Printing(), loader(4), verbose=False)
     assert "said by the module" in capsys.readouterr().out
 
 

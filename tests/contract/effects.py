@@ -397,11 +397,12 @@ def blocks_are_skipped(run: Run) -> None:
             earlier = step.gradients
             trained |= bool(has_part)
             skipped |= len(set(has_part.values())) == 2
-    assert skipped or (not trained and _skips_when_called(run)), "no block was ever skipped"
+    few = not trained or run.technique("GradualUnfreezing") is not None  # blocks that train: too few to see it
+    assert skipped or (few and _skips_when_called(run)), "no block was ever skipped"
 
 
 def _skips_when_called(run: Run) -> bool:
-    """For a run in which no block trains: whether the inside of each block runs in some forwards and not in others."""
+    """Whether the inside of the blocks runs in some forwards of the trained network and not in others."""
     calls: list[int] = []
     inside = [part for name, part in run.module.named_modules() if re.search(r"blocks\.\d+\.(norm|mlp_norm)$", name)]
     hooks = [part.register_forward_hook(lambda *_: calls.append(1)) for part in inside]

@@ -247,5 +247,5 @@ def _together() -> tuple[str, ...]:
 
 
 TOGETHER = _together()
-# Compiling takes seconds in each run of many techniques; beside these it traces what the others do to the blocks.
-COMPILED = ("ActivationCheckpointing", "Compile", "LoRA", "MaxBatchSize", "StochasticDepth")
+# Compiling takes seconds in each run of many techniques.
+COMPILED = ("Compile", "LoRA", "MaxBatchSize", "StochasticDepth")

@@ -134,8 +134,8 @@ class Learner(Tiny):
 
 def test_a_run_with_buckets_is_resumed_exactly_from_every_batch(tmp_path, folder):
     data = opened(folder, BUCKETED)
-    number, wrong = count_exact(tmp_path, lambda: Learner(data), max_epochs=2, limit_train_batches=5)
-    assert number == 10
+    number, wrong = count_exact(tmp_path, lambda: Learner(data), max_epochs=2, limit_train_batches=3)
+    assert number == 6
     assert not wrong
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient import CausalLMConfig
 from lit_efficient.models.causal_lm import build
+from tests import support
 from tests.models.test_causal_lm import FAMILIES
 
 IGNORE = -100
@@ -54,10 +56,7 @@ def loader(count: int = 8, batch_size: int = 4) -> DataLoader[Any]:
     return DataLoader(Rows(count), batch_size)
 
 
-def trainer(folder: Path, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {"max_steps": 4, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    settings |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "default_root_dir": folder}
-    return Trainer(**(settings | {"enable_checkpointing": False} | changes))
+trainer = partial(support.trainer, max_epochs=-1, max_steps=4, limit_val_batches=1.0)
 
 
 def saved(folder: Path, family: str = "llama") -> CausalLMConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lit_efficient import (
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import CheckpointError
 from lit_efficient.models.autoencoder import autoencoder_loss, kl_divergence, sample_posterior
+from tests import support
 from tests.models.diffusers_autoencoders import DC, KINDS, KL, TINY, images, small
 from tests.support import QUIET, assert_equal
 
@@ -35,16 +37,7 @@ OURS = AutoencoderConfig(latent_channels=2, width=8)
 SMOOTH = F.interpolate(images(8, 2, 2), (16, 16), mode="bilinear")  # noise could not be compressed
 
 
-def trainer(tmp_path, **arguments) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        **arguments,
-    )
+trainer = partial(support.trainer, max_epochs=-1, num_sanity_val_steps=2, limit_val_batches=1.0)
 
 
 def fit(module: Autoencoding, callbacks: list[Any] | None = None, data: Any = None, **arguments: Any) -> Any:
@@ -63,10 +56,10 @@ def test_it_learns_to_reconstruct_and_loads_from_its_checkpoint(tmp_path):
     L.seed_everything(0, verbose=False)
     module, data = Autoencoding(AutoencoderConfig(latent_channels=2, width=8)), DigitImages(image_size=16)
     module.configure_model()
-    (before,) = trainer(tmp_path).validate(module, data, verbose=False)
-    run = trainer(tmp_path, max_steps=150, limit_val_batches=0)
+    (before,) = trainer(default_root_dir=tmp_path).validate(module, data, verbose=False)
+    run = trainer(default_root_dir=tmp_path, max_steps=150, limit_val_batches=0)
     run.fit(module, data)
-    (after,) = trainer(tmp_path).validate(module, data, verbose=False)
+    (after,) = trainer(default_root_dir=tmp_path).validate(module, data, verbose=False)
     assert after["val/loss"] < 0.3 * before["val/loss"]
     assert after["val/psnr_db"] > before["val/psnr_db"] + 5
     assert run.optimizers[0].param_groups[0]["lr"] < 1e-9

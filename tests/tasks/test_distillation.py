@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.models.causal_lm import build
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource
+from tests import support
 from tests.models.test_causal_lm import FAMILIES, SMALL
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones
@@ -62,10 +64,7 @@ def corpus(folder: Path, **changes: Any) -> PythonCorpus:
     return PythonCorpus(**(settings | {"cache_dir": str(folder / "cache")} | changes))
 
 
-def trainer(folder: Path, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {"max_steps": 3, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    settings |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "default_root_dir": folder}
-    return Trainer(**(settings | {"enable_checkpointing": False, "limit_val_batches": 1} | changes))
+trainer = partial(support.trainer, max_epochs=-1, max_steps=3, limit_val_batches=1)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
     tokenizer.save_pretrained(folder / "teacher")
     teacher = LanguageModeling(STUDENT)
-    run = trainer(folder, max_steps=1, limit_val_batches=0)
+    run = trainer(default_root_dir=folder, max_steps=1, limit_val_batches=0)
     run.fit(teacher, datamodule=data)
     run.save_checkpoint(folder / "teacher.ckpt")
     return folder
@@ -197,7 +196,7 @@ def test_the_student_comes_nearer_to_a_teacher_with_padded_rows(home: Path, kind
     torch.manual_seed(0)
     objective = DistillationLoss(Divergence(kind, temperature=2.0), weight=1.0, chunk_size=24)
     task, seen = Distillation(str(home / "teacher"), STUDENT, objective, learning_rate=0.03, warmup_steps=1), Learned()
-    run = trainer(home, max_steps=12, callbacks=[seen], num_sanity_val_steps=1, val_check_interval=12)
+    run = trainer(default_root_dir=home, max_steps=12, callbacks=[seen], num_sanity_val_steps=1, val_check_interval=12)
     run.fit(task, datamodule=corpus(home))
     assert seen.divergence[-1] < 0.7 * seen.divergence[0]
     assert {"train/loss", "train/divergence", "train/cross_entropy", "val/loss"} <= run.callback_metrics.keys()
@@ -209,7 +208,7 @@ def test_nothing_touches_the_teacher(home: Path) -> None:
     torch.manual_seed(0)
     student = CausalLMConfig(config_fields={"model_type": "llama", **SMALL, "vocab_size": 300})
     task = Distillation(str(home / "teacher"), student, JSD, warmup_steps=1)
-    run = trainer(home, callbacks=[QuantizeBase(), LoRA(rank=2), EMA(decay=0.5, warmup=None)])
+    run = trainer(default_root_dir=home, callbacks=[QuantizeBase(), LoRA(rank=2), EMA(decay=0.5, warmup=None)])
     run.fit(task, datamodule=corpus(home))
     run.save_checkpoint(home / "student.ckpt")
     assert task._live is not None
@@ -229,7 +228,7 @@ def test_nothing_touches_the_teacher(home: Path) -> None:
 def test_a_checkpoint_alone_writes_and_can_teach(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     task = Distillation(str(home / "teacher.ckpt"), STUDENT, JSD, warmup_steps=1)
-    run = trainer(home)
+    run = trainer(default_root_dir=home)
     run.fit(task, datamodule=corpus(home))
     run.save_checkpoint(home / "second.ckpt")
     assert main(["generate", "--ckpt", str(home / "second.ckpt"), "--prompt", "def", "--max_new_tokens", "8"]) == 0
@@ -238,7 +237,7 @@ def test_a_checkpoint_alone_writes_and_can_teach(home: Path, capsys: pytest.Capt
     assert (again.teacher, again.objective) == (task.teacher, JSD)
     assert again._live is None
     third = Distillation(str(home / "second.ckpt"), STUDENT, JSD)
-    trainer(home, max_steps=1).fit(third, datamodule=corpus(home))
+    trainer(default_root_dir=home, max_steps=1).fit(third, datamodule=corpus(home))
     assert third._live is not None
     assert_equal(weights(third._live.on(third.device)), weights(task.network))
 
@@ -259,7 +258,13 @@ def fitted(home: Path, seed: int, *callbacks: Callback, ckpt_path: Path | None =
     torch.manual_seed(0 if ckpt_path is None else seed)
     student = GPTConfig(dim=16, depth=1, num_heads=2, dropout=0.2)
     task = Distillation(str(home / "teacher"), student, JSD, warmup_steps=1, **arguments)
-    run = trainer(home, max_steps=8, accumulate_grad_batches=2, max_epochs=9, callbacks=[ExactResume(), *callbacks])
+    run = trainer(
+        default_root_dir=home,
+        max_steps=8,
+        accumulate_grad_batches=2,
+        max_epochs=9,
+        callbacks=[ExactResume(), *callbacks],
+    )
     run.fit(task, datamodule=corpus(home, batch_size=8), ckpt_path=ckpt_path)
     assert run.current_epoch > 0
     return {"weights": weights(task), "optimizer": run.optimizers[0].state_dict()}
@@ -312,7 +317,9 @@ def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_p
         )
         torch.manual_seed(0)
         task = Distillation(str(home / "teacher"), student, JSD, warmup_steps=1, **more)
-        trainer(home, max_steps=4, limit_val_batches=0, callbacks=[ExactResume()]).fit(task, datamodule=data)
+        trainer(default_root_dir=home, max_steps=4, limit_val_batches=0, callbacks=[ExactResume()]).fit(
+            task, datamodule=data
+        )
         found.append(weights(task))
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-5)
@@ -328,7 +335,7 @@ def _train_live_and_from_one_cache(home: Path) -> None:
     for more in ({}, {"cache_top_k": 298, "cache_dir": "."}):
         torch.manual_seed(0)
         task = Distillation(str(home / "teacher"), STUDENT, JSD, warmup_steps=1, **more)
-        run = trainer(home, devices=2, strategy="ddp", max_steps=2, limit_val_batches=0)
+        run = trainer(default_root_dir=home, devices=2, strategy="ddp", max_steps=2, limit_val_batches=0)
         run.fit(task, datamodule=corpus(home))
         first, second = everyones({name: parameter.detach() for name, parameter in task.named_parameters()})
         assert_equal(first, second)
@@ -344,10 +351,10 @@ def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> N
     task = Distillation(str(home / "teacher"), STUDENT, cache_top_k=4, cache_dir=str(tmp_path))
     task.model = GPTConfig(vocab_size=97, dim=16, depth=1, num_heads=2)
     with pytest.raises(ConfigurationError, match="needs one DataLoader over a data set with an index"):
-        trainer(home).fit(task, *(DataLoader(Stream(), batch_size=None) for _ in range(2)))
+        trainer(default_root_dir=home).fit(task, *(DataLoader(Stream(), batch_size=None) for _ in range(2)))
     task = Distillation(str(home / "teacher"), STUDENT, cache_top_k=299, cache_dir=str(tmp_path))
     with pytest.raises(ConfigurationError, match="cache_top_k must be at most 298, the tokens there are, got 299"):
-        trainer(home).fit(task, datamodule=corpus(home))
+        trainer(default_root_dir=home).fit(task, datamodule=corpus(home))
     assert not list(tmp_path.iterdir())
 
 
@@ -382,13 +389,13 @@ def test_a_teacher_of_other_tokens_is_refused(home: Path, tmp_path: Path) -> Non
     build(CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": 300})).save_pretrained(tmp_path)
     task = Distillation(str(tmp_path), STUDENT)
     with pytest.raises(ConfigurationError, match="has no tokenizer that could be compared"):
-        trainer(home).fit(task, datamodule=corpus(home))
+        trainer(default_root_dir=home).fit(task, datamodule=corpus(home))
     words = Tokenizer(WordLevel({"def": 1, "return": 2}))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=r"tokens have another id there or none .*write-data"):
-        trainer(home).fit(task, datamodule=corpus(home))
+        trainer(default_root_dir=home).fit(task, datamodule=corpus(home))
     with pytest.raises(ConfigurationError, match="tokenizer of no/such cannot be read"):
-        trainer(home).fit(Distillation("no/such", STUDENT), datamodule=corpus(home))
+        trainer(default_root_dir=home).fit(Distillation("no/such", STUDENT), datamodule=corpus(home))
 
 
 def test_without_a_tokenizer_the_number_of_ids_must_be_the_same(home: Path, tmp_path: Path) -> None:
@@ -397,7 +404,7 @@ def test_without_a_tokenizer_the_number_of_ids_must_be_the_same(home: Path, tmp_
         str(home / "teacher"), GPTConfig(vocab_size=97, dim=16), cache_top_k=4, cache_dir=str(tmp_path)
     )
     with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 310"):
-        trainer(home).fit(cached, *(DataLoader(rows, batch_size=2) for _ in range(2)))
+        trainer(default_root_dir=home).fit(cached, *(DataLoader(rows, batch_size=2) for _ in range(2)))
     task, _ = ready(FAMILIES["llama"], {**FAMILIES["llama"], "vocab_size": 104}, JSD)
     with pytest.raises(ConfigurationError, match="same number of token ids, got 97 and 104"):
         task.training_step(batch(), 0)

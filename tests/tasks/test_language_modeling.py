@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch.callbacks
@@ -18,6 +19,7 @@ from lit_efficient.losses.next_token import IGNORE, sample_means, token_losses
 from lit_efficient.models.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.token_metrics import TokenMetrics
+from tests import support
 
 SMALL = GPTConfig(dim=16, depth=2, num_heads=2, max_length=64)
 
@@ -37,17 +39,13 @@ def corpus(source: Path, **changes) -> PythonCorpus:
     return PythonCorpus(**(settings | {"files": CorpusFiles([str(source)]), "prompts": ["def", "class"]} | changes))
 
 
-def trainer(tmp_path: Path, **changes) -> Trainer:
-    settings = {"max_steps": 4, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    settings |= {"enable_model_summary": False, "num_sanity_val_steps": 1, "default_root_dir": tmp_path}
-    settings |= {"enable_checkpointing": False}
-    return Trainer(**(settings | changes))
+trainer = partial(support.trainer, max_epochs=-1, max_steps=4, num_sanity_val_steps=1, limit_val_batches=1.0)
 
 
 def fitted(tmp_path: Path, source: Path, **changes) -> tuple[LanguageModeling, Trainer]:
     torch.manual_seed(0)
     model = LanguageModeling(SMALL, learning_rate=1e-2, warmup_steps=2)
-    run = trainer(tmp_path, **changes)
+    run = trainer(default_root_dir=tmp_path, **changes)
     run.fit(model, datamodule=corpus(source))
     return model, run
 
@@ -152,7 +150,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, source: Path) -> None:
         data = Ordered(
             vocab_size=300, sequence_length=16, batch_size=8, val_fraction=0.2, files=CorpusFiles([str(source)])
         )
-        one = trainer(tmp_path, max_steps=8, limit_train_batches=4, callbacks=[SaveEpoch()])
+        one = trainer(default_root_dir=tmp_path, max_steps=8, limit_train_batches=4, callbacks=[SaveEpoch()])
         one.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return model, one
 
@@ -171,7 +169,7 @@ def test_a_checkpoint_of_another_network_is_refused_by_name(tmp_path: Path, sour
     with pytest.raises(
         ConfigurationError, match="another network: dim is 16 in the checkpoint and 32 here; hidden_dim"
     ):
-        trainer(tmp_path).fit(other, datamodule=corpus(source), ckpt_path=path, weights_only=True)
+        trainer(default_root_dir=tmp_path).fit(other, datamodule=corpus(source), ckpt_path=path, weights_only=True)
     longer = LanguageModeling.load_from_checkpoint(path, model=GPTConfig(dim=16, depth=2, num_heads=2, max_length=128))
     assert longer.network.config.max_length == 128
 
@@ -184,11 +182,11 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, source: Path) -
         (source / f"file{index}.py").write_text(f"class Other{index}:\n    other_{index} = None\n" * 8)
     new = LanguageModeling(SMALL)
     with pytest.raises(ConfigurationError, match="tokenizer of the checkpoint is not the one"):
-        trainer(tmp_path).fit(new, datamodule=corpus(source), ckpt_path=path, weights_only=True)
+        trainer(default_root_dir=tmp_path).fit(new, datamodule=corpus(source), ckpt_path=path, weights_only=True)
     with pytest.raises(ConfigurationError, match="tokenizer of the data is not the one"):
-        trainer(tmp_path).fit(model, datamodule=corpus(source))
+        trainer(default_root_dir=tmp_path).fit(model, datamodule=corpus(source))
     model.tokenizer.save(str(tmp_path / "tokenizer.json"))
-    more = trainer(tmp_path, max_steps=6)
+    more = trainer(default_root_dir=tmp_path, max_steps=6)
     more.fit(model, datamodule=corpus(source, tokenizer_file=str(tmp_path / "tokenizer.json")))
     assert more.global_step == 6
 
@@ -196,18 +194,18 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, source: Path) -
 def test_the_vocabulary_must_be_that_of_the_data(tmp_path: Path, source: Path) -> None:
     wrong = LanguageModeling(GPTConfig(vocab_size=999, dim=16, depth=1, num_heads=2))
     with pytest.raises(ConfigurationError, match=r"model.vocab_size must be that of the data, \d+ .* got 999"):
-        trainer(tmp_path).fit(wrong, datamodule=corpus(source))
+        trainer(default_root_dir=tmp_path).fit(wrong, datamodule=corpus(source))
     ids = torch.zeros(8, dtype=torch.long)
     loader = DataLoader([{"input_ids": ids, "shift_labels": ids}] * 4, batch_size=2)
     with pytest.raises(ConfigurationError, match="vocab_size must be a number for data without vocab_size, got None"):
-        trainer(tmp_path).fit(LanguageModeling(SMALL), loader, loader)
+        trainer(default_root_dir=tmp_path).fit(LanguageModeling(SMALL), loader, loader)
 
 
 def test_plain_loaders_work_with_a_given_vocabulary(tmp_path: Path) -> None:
     ids = torch.arange(8)
     loader = DataLoader([{"input_ids": ids, "shift_labels": ids}] * 4, batch_size=2)
     model = LanguageModeling(GPTConfig(vocab_size=9, dim=16, depth=1, num_heads=2))
-    run = trainer(tmp_path)
+    run = trainer(default_root_dir=tmp_path)
     run.fit(model, loader, loader)
     assert "val/perplexity" in run.callback_metrics
     assert "val/bits_per_byte" not in run.callback_metrics
@@ -226,7 +224,7 @@ def test_fit_validate_predict_fit_builds_the_network_once(tmp_path: Path, source
     run.validate(model, datamodule=data, verbose=False)
     model.generate_text = lambda prompts: [f"{prompt}!" for prompt in prompts]
     assert run.predict(model, datamodule=data) == [["def!"], ["class!"]]
-    trainer(tmp_path).fit(model, datamodule=data)
+    trainer(default_root_dir=tmp_path).fit(model, datamodule=data)
     assert model.network is network
 
 

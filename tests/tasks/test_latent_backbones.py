@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from functools import partial
 
 import lightning.pytorch as L
 import pytest
@@ -20,6 +21,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
+from tests import support
 from tests.models.test_backbones import CONDITIONED, DIT, FLUX, PIXART, SANA, SD3, SDXL, UNET
 from tests.support import assert_equal
 from tests.tasks.captioned_latents import T5, CaptionedLatents, JudgedLatents, text_encoder
@@ -37,10 +39,7 @@ def task(backbone=TEXT_DIT, **arguments) -> LatentDiffusion:
     return LatentDiffusion(backbone, **{"sampling_steps": 2, "validation_samples": 0, **arguments})
 
 
-def trainer(tmp_path, **arguments) -> L.Trainer:
-    settings = {"accelerator": "cpu", "max_steps": 3, "logger": False, "enable_progress_bar": False}
-    settings |= {"enable_model_summary": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
-    return L.Trainer(**{**settings, **arguments})
+trainer = partial(support.trainer, max_epochs=-1, max_steps=3, num_sanity_val_steps=2, limit_val_batches=1.0)
 
 
 def built(backbone=TEXT_DIT, encoder=None, **arguments) -> LatentDiffusion:
@@ -61,7 +60,7 @@ def weights(module):
 def fitted(tmp_path, data, backbone=TEXT_DIT, **arguments):
     L.seed_everything(0, verbose=False)
     module = task(backbone, learning_rate=1e-2, label_dropout=0.3, **arguments)
-    trainer(tmp_path, num_sanity_val_steps=0).fit(module, data)
+    trainer(default_root_dir=tmp_path, num_sanity_val_steps=0).fit(module, data)
     return module
 
 
@@ -87,7 +86,7 @@ def test_every_backbone_trains_and_samples_under_guidance_with_rescale(tmp_path,
         model(fields), sampler=Sampler(sampler, guidance_rescale=0.7), sampling_steps=4, validation_samples=2, **process
     )
     before = None
-    runner = trainer(tmp_path, num_sanity_val_steps=1)
+    runner = trainer(default_root_dir=tmp_path, num_sanity_val_steps=1)
     runner.fit(module, data)
     assert runner.callback_metrics["val/brightness"].isfinite()
     assert runner.callback_metrics["val/loss"] < 4
@@ -169,13 +168,13 @@ def test_gradients_reach_no_encoder(tmp_path):
 def test_unconditional_models_need_guidance_of_one(tmp_path):
     plain = DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=0)
     with pytest.raises(ConfigurationError, match="guidance_scale must be 1 for a backbone that takes no conditions"):
-        trainer(tmp_path).fit(task(plain), CaptionedLatents())
+        trainer(default_root_dir=tmp_path).fit(task(plain), CaptionedLatents())
     module = task(plain, guidance_scale=1.0, validation_samples=2)
     data = JudgedLatents()  # its labels are no business of this network, nor of its judgement
-    trainer(tmp_path).fit(module, data)
+    trainer(default_root_dir=tmp_path).fit(module, data)
     assert data.judged[-1] == (2, None)
     assert module.eval().sample_images(3, seed=0).shape == (3, 1, 32, 32)
-    predicted = trainer(tmp_path).predict(module, data)
+    predicted = trainer(default_root_dir=tmp_path).predict(module, data)
     assert sum(len(part) for part in predicted) == 12
     with pytest.raises(
         ConfigurationError, match=r"the number of samples must be one, given by labels, captions or count, got \[\]"
@@ -185,7 +184,7 @@ def test_unconditional_models_need_guidance_of_one(tmp_path):
 
 def test_latents_of_other_sides_and_of_several_sizes(tmp_path):
     module = task(model(CONDITIONED))
-    trainer(tmp_path, num_sanity_val_steps=0).fit(
+    trainer(default_root_dir=tmp_path, num_sanity_val_steps=0).fit(
         module, CaptionedLatents(text_encoder(), size=(32, 16), labelled=False)
     )
     assert module.latent_size == (8, 4)
@@ -200,7 +199,7 @@ def test_latents_of_other_sides_and_of_several_sizes(tmp_path):
 def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_path):
     data = JudgedLatents(text_encoder())
     module = task(validation_samples=5)
-    runner = trainer(tmp_path, callbacks=[SampleImages(rows=1, columns=4)])
+    runner = trainer(default_root_dir=tmp_path, callbacks=[SampleImages(rows=1, columns=4)])
     runner.fit(module, data)
     assert data.judged == [(3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])]
     asked = []
@@ -220,7 +219,7 @@ def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_pat
 def test_without_a_judge_there_are_no_scores_and_it_is_said_once(tmp_path, caplog):
     module = task(validation_samples=5)
     with caplog.at_level(logging.INFO):
-        runner = trainer(tmp_path, max_steps=6)
+        runner = trainer(default_root_dir=tmp_path, max_steps=6)
         runner.fit(module, CaptionedLatents(text_encoder()))
     said = [record for record in caplog.records if "no judge of samples" in record.getMessage()]
     assert len(said) == 1
@@ -233,7 +232,7 @@ def test_a_checkpoint_alone_samples_from_a_prompt(tmp_path):
     named = DiffusersModelConfig(str(tmp_path / "base"), subfolder="unet")
     data = CaptionedLatents(text_encoder(), labelled=False)
     module = task(named)
-    runner = trainer(tmp_path)
+    runner = trainer(default_root_dir=tmp_path)
     runner.fit(module, data)
     runner.save_checkpoint(tmp_path / "a.ckpt")
     shutil.rmtree(tmp_path / "base")
@@ -249,18 +248,18 @@ def test_a_checkpoint_alone_samples_from_a_prompt(tmp_path):
 
 
 def test_another_text_encoder_than_the_checkpoints_is_refused(tmp_path):
-    runner = trainer(tmp_path)
+    runner = trainer(default_root_dir=tmp_path)
     runner.fit(task(), CaptionedLatents(text_encoder()))
     runner.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="texts of another encoder"):
-        trainer(tmp_path).fit(
+        trainer(default_root_dir=tmp_path).fit(
             task(), CaptionedLatents(text_encoder(T5)), ckpt_path=tmp_path / "a.ckpt", weights_only=True
         )
     same = CaptionedLatents(text_encoder())
     module = task()
-    trainer(tmp_path, max_steps=4).fit(module, same, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    trainer(default_root_dir=tmp_path, max_steps=4).fit(module, same, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert module.text_encoder is same.text_encoder  # not held twice
-    predicted = trainer(tmp_path).predict(module, same)
+    predicted = trainer(default_root_dir=tmp_path).predict(module, same)
     assert sum(len(part) for part in predicted) == 12
 
 
@@ -276,7 +275,7 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
     module.configure_model()
     base = {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
     lora = LoRA(rank=2, targets=["to_q", "to_k", "to_v"])
-    runner = trainer(tmp_path, callbacks=[lora])
+    runner = trainer(default_root_dir=tmp_path, callbacks=[lora])
     runner.fit(module, data)
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
@@ -324,7 +323,7 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
 def test_what_does_not_agree_is_refused_before_training(tmp_path, backbone, data, message):
     encoder = text_encoder(padding=data["padding"]) if "padding" in data else data.get("encoder", text_encoder())
     with pytest.raises(ConfigurationError, match=message):
-        trainer(tmp_path).fit(task(backbone), CaptionedLatents(encoder))
+        trainer(default_root_dir=tmp_path).fit(task(backbone), CaptionedLatents(encoder))
 
 
 @pytest.mark.parametrize(
@@ -364,23 +363,23 @@ def test_data_without_an_autoencoder_or_a_text_encoder_leaves_the_modules_own(tm
     data = JudgedLatents(cached=("latents",))
     codec, data.codec = data.codec, None
     module = task(SMALL_DIT, validation_samples=2)
-    trainer(tmp_path).fit(module, data)  # and no samples are made for a judge that could not see them
+    trainer(default_root_dir=tmp_path).fit(module, data)  # and no samples are made for a judge that could not see them
     assert not data.__dict__.get("judged")
     with pytest.raises(ConfigurationError, match="preview must be null for data without an autoencoder"):
-        trainer(tmp_path).fit(task(SMALL_DIT, preview=DiffusersModelConfig("madebyollin/taesd")), data)
+        trainer(default_root_dir=tmp_path).fit(task(SMALL_DIT, preview=DiffusersModelConfig("madebyollin/taesd")), data)
     module = task(SMALL_DIT, validation_samples=2)
     module.codec = codec
-    trainer(tmp_path).fit(module, data)
+    trainer(default_root_dir=tmp_path).fit(module, data)
     assert module.codec is codec
     assert data.judged
 
     data = JudgedLatents(text_encoder(), cached=("latents", "text"))
     encoder, data.text_encoder = data.text_encoder, None
     with pytest.raises(ConfigurationError, match="label_dropout must be 0 without a text encoder"):
-        trainer(tmp_path).fit(task(guidance_scale=1.0), data)
+        trainer(default_root_dir=tmp_path).fit(task(guidance_scale=1.0), data)
     module = task()
     module.text_encoder = encoder
-    trainer(tmp_path).fit(module, data)
+    trainer(default_root_dir=tmp_path).fit(module, data)
     assert module.text_encoder is encoder
 
 
@@ -392,7 +391,7 @@ def test_pure_bf16_draws_its_times_in_float32(tmp_path):
         def on_train_batch_end(self, trainer, module, outputs, *_):
             times.append(outputs["timesteps"])
 
-    runner = trainer(tmp_path, precision="bf16-true", callbacks=[Seen()])
+    runner = trainer(default_root_dir=tmp_path, precision="bf16-true", callbacks=[Seen()])
     runner.fit(module, JudgedLatents())
     assert runner.callback_metrics["val/loss"].isfinite()
     assert {time.dtype for time in times} == {torch.float32}
@@ -403,7 +402,7 @@ def test_prompts_are_of_a_whole_validation_not_of_the_sanity_check(tmp_path):
     kept = []
     for sanity in (0, 1):
         module = task(guidance_scale=1.0)
-        trainer(tmp_path, num_sanity_val_steps=sanity).fit(module, CaptionedLatents(text_encoder()))
+        trainer(default_root_dir=tmp_path, num_sanity_val_steps=sanity).fit(module, CaptionedLatents(text_encoder()))
         kept.append(module._prompts.state())
     assert kept[0] == kept[1]
     assert len(kept[0]["captions"]) == 12

@@ -1,3 +1,5 @@
+from functools import partial
+
 import lightning.pytorch as L
 import pytest
 import torch
@@ -12,6 +14,7 @@ from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.losses.timesteps import TimestepSampling
 from lit_efficient.tasks.loss_by_noise import NAMES, LossByNoise
+from tests import support
 
 MEASURED = {"loss", "frechet_distance", "kernel_distance", "sample_accuracy"} | {f"loss_{name}" for name in NAMES}
 BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=1, heads=2)
@@ -26,17 +29,7 @@ def task(**arguments) -> LatentDiffusion:
     return LatentDiffusion(**{"backbone": BACKBONE, "sampling_steps": 3, "validation_samples": 20, **arguments})
 
 
-def trainer(tmp_path, **arguments) -> L.Trainer:
-    settings = {
-        "accelerator": "cpu",
-        "max_steps": 4,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": tmp_path,
-    }
-    return L.Trainer(**{**settings, **arguments})
+trainer = partial(support.trainer, max_epochs=-1, max_steps=4, num_sanity_val_steps=2, limit_val_batches=1.0)
 
 
 def built(**arguments) -> LatentDiffusion:
@@ -48,7 +41,7 @@ def built(**arguments) -> LatentDiffusion:
 def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
     L.seed_everything(0, verbose=False)
     module = task(learning_rate=1e-2, validation_samples=0)
-    run = trainer(tmp_path, max_steps=150, num_sanity_val_steps=0, check_val_every_n_epoch=100)
+    run = trainer(default_root_dir=tmp_path, max_steps=150, num_sanity_val_steps=0, check_val_every_n_epoch=100)
     data = digits()
     run.fit(module, data)
     loss = run.validate(module, data, verbose=False)[0]["val/loss"]
@@ -61,11 +54,11 @@ def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
 
 def test_validation_judges_samples_and_is_the_same_each_time(tmp_path):
     module, data = built(), digits()
-    first, second = (trainer(tmp_path).validate(module, data, verbose=False)[0] for _ in range(2))
+    first, second = (trainer(default_root_dir=tmp_path).validate(module, data, verbose=False)[0] for _ in range(2))
     assert set(first) == {f"val/{name}" for name in MEASURED}
     assert first == second
     assert first["val/loss"] == pytest.approx(2.0, abs=0.1)  # an untrained network predicts zero
-    test = trainer(tmp_path).test(module, data, verbose=False)[0]
+    test = trainer(default_root_dir=tmp_path).test(module, data, verbose=False)[0]
     assert set(test) == {f"test/{name}" for name in MEASURED}
 
 
@@ -73,7 +66,7 @@ def test_validating_does_not_change_training(tmp_path):
     def weights(**arguments):
         L.seed_everything(0, verbose=False)
         module = task()
-        trainer(tmp_path, max_steps=30, **arguments).fit(module, digits())
+        trainer(default_root_dir=tmp_path, max_steps=30, **arguments).fit(module, digits())
         return torch.cat([p.detach().flatten() for p in module.parameters()])
 
     often = weights(val_check_interval=5)
@@ -139,7 +132,7 @@ def test_guidance_of_one_is_the_conditional_prediction_alone():
 
 def test_a_checkpoint_alone_rebuilds_the_network_and_samples_images(tmp_path):
     module, data = task(), digits()
-    run = trainer(tmp_path)
+    run = trainer(default_root_dir=tmp_path)
     run.fit(module, data)
     run.save_checkpoint(tmp_path / "a.ckpt")
     stored = torch.load(tmp_path / "a.ckpt", weights_only=True)
@@ -153,13 +146,15 @@ def test_a_checkpoint_alone_rebuilds_the_network_and_samples_images(tmp_path):
 
 
 def test_a_checkpoint_of_another_latent_space_is_refused_but_may_predict(tmp_path):
-    run = trainer(tmp_path)
+    run = trainer(default_root_dir=tmp_path)
     run.fit(task(), digits())
     run.save_checkpoint(tmp_path / "a.ckpt")
     other = digits(autoencoder_steps=3)
     with pytest.raises(CheckpointError, match="latents of another autoencoder"):
-        trainer(tmp_path, max_steps=8).fit(task(), other, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
-    images = trainer(tmp_path).predict(task(), other, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+        trainer(default_root_dir=tmp_path, max_steps=8).fit(
+            task(), other, ckpt_path=tmp_path / "a.ckpt", weights_only=True
+        )
+    images = trainer(default_root_dir=tmp_path).predict(task(), other, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert sum(len(part) for part in images) == 180
     assert images[0].dtype == torch.uint8
 
@@ -177,7 +172,7 @@ def test_resumed_at_an_epochs_end_equals_uninterrupted(tmp_path):
         module = task(validation_samples=0, label_dropout=0.3)
         callbacks = [Reseed(), ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)]
         settings = {"max_steps": 6, "limit_train_batches": 3, "num_sanity_val_steps": 0}
-        run = trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, **settings)
+        run = trainer(default_root_dir=tmp_path, callbacks=callbacks, enable_checkpointing=True, **settings)
         run.fit(module, digits(), ckpt_path=ckpt, weights_only=True if ckpt else None)
         assert run.global_step == 6
         return torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -190,7 +185,7 @@ def test_without_a_data_module_it_trains_on_plain_latents_and_says_what_pictures
     data = TensorDictDataset({"latents": torch.randn(20, 2, 4, 4), "labels": torch.arange(20) % 10})
     loader = DataLoader(data, batch_size=5)
     module = task()
-    trainer(tmp_path).fit(module, loader, loader)
+    trainer(default_root_dir=tmp_path).fit(module, loader, loader)
     assert module.sample(torch.arange(3)).shape == (3, 2, 4, 4)
     with pytest.raises(ConfigurationError, match="no autoencoder to make images with"):
         module.sample_images(4, seed=0)
@@ -199,10 +194,10 @@ def test_without_a_data_module_it_trains_on_plain_latents_and_says_what_pictures
 def test_shapes_and_classes_must_be_the_datas(tmp_path):
     wrong_shape = task(backbone=DiTConfig(channels=4, size=4, width=16, heads=2, depth=1))
     with pytest.raises(ConfigurationError, match=r"latents \(4, 4, 4\); the data's are \(2, 4, 4\)"):
-        trainer(tmp_path).fit(wrong_shape, digits())
+        trainer(default_root_dir=tmp_path).fit(wrong_shape, digits())
     wrong_classes = task(backbone=DiTConfig(channels=2, size=4, width=16, heads=2, depth=1, num_classes=3))
     with pytest.raises(ConfigurationError, match="num_classes must be 10, as the data has, got 3"):
-        trainer(tmp_path).fit(wrong_classes, digits())
+        trainer(default_root_dir=tmp_path).fit(wrong_classes, digits())
 
 
 @pytest.mark.parametrize(
@@ -237,7 +232,7 @@ def test_arguments_are_checked_when_built(wrong, message):
 
 def test_the_schedule_ends_with_the_run_and_the_optimizer_sees_only_what_trains(tmp_path):
     module = task()
-    run = trainer(tmp_path, max_steps=12)
+    run = trainer(default_root_dir=tmp_path, max_steps=12)
     run.fit(module, digits())
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-8)
     held = {id(p) for group in run.optimizers[0].param_groups for p in group["params"]}
@@ -248,7 +243,7 @@ def test_the_schedule_ends_with_the_run_and_the_optimizer_sees_only_what_trains(
 @pytest.mark.parametrize("schedule", ["flow", "cosine"])
 def test_every_target_and_schedule_trains_and_samples(tmp_path, prediction, schedule):
     module = task(prediction=prediction, schedule=schedule)
-    run = trainer(tmp_path, max_steps=2, limit_val_batches=1)
+    run = trainer(default_root_dir=tmp_path, max_steps=2, limit_val_batches=1)
     run.fit(module, digits())
     assert module.prediction == prediction
     assert module.eval().sample(torch.arange(4), torch.Generator().manual_seed(0)).isfinite().all()
@@ -273,7 +268,7 @@ def plain(count=24):
 )
 def test_every_kind_of_process_trains_samples_and_comes_back_from_its_checkpoint(tmp_path, arguments):
     module = task(**arguments, sampling_steps=4)
-    run = trainer(tmp_path, max_steps=2)
+    run = trainer(default_root_dir=tmp_path, max_steps=2)
     run.fit(module, plain(), plain())
     run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     loaded = LatentDiffusion.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
@@ -303,7 +298,7 @@ def test_the_perturbed_input_is_trained_on_and_not_validated_on(tmp_path):
         torch.manual_seed(0)
         module = built(schedule=DiffusionProcess(**process))
         torch.nn.init.normal_(module.network.patch_out.weight)
-        found = trainer(tmp_path).validate(module, plain(), verbose=False)[0]["val/loss"]
+        found = trainer(default_root_dir=tmp_path).validate(module, plain(), verbose=False)[0]["val/loss"]
         module.log = lambda *_, **__: None
         torch.manual_seed(0)
         return found, module.training_step({"latents": torch.ones(4, 2, 4, 4), "labels": torch.arange(4)}, 0)["loss"]
@@ -327,12 +322,14 @@ def test_losses_are_told_apart_by_log_snr():
 def test_raw_and_averaged_weights_are_validated_side_by_side_at_the_same_draws(tmp_path):
     ema = EMA(decay=0.9, warmup=None)
     module = task(learning_rate=1e-2)
-    run = trainer(tmp_path, max_steps=9, callbacks=[ema], check_val_every_n_epoch=3)
+    run = trainer(default_root_dir=tmp_path, max_steps=9, callbacks=[ema], check_val_every_n_epoch=3)
     run.fit(module, plain(), plain())
     logged = {name: value.item() for name, value in run.callback_metrics.items()}
-    raw = trainer(tmp_path).validate(module, plain(), verbose=False)[0]  # after the fit the module is raw
+    raw = trainer(default_root_dir=tmp_path).validate(module, plain(), verbose=False)[
+        0
+    ]  # after the fit the module is raw
     with ema.averaged(module):
-        averaged = trainer(tmp_path).validate(module, plain(), verbose=False)[0]
+        averaged = trainer(default_root_dir=tmp_path).validate(module, plain(), verbose=False)[0]
     assert logged["val/loss_raw"] == pytest.approx(raw["val/loss"], rel=1e-6)
     assert logged["val/loss"] == pytest.approx(averaged["val/loss"], rel=1e-6)
     assert logged["val/loss"] != pytest.approx(logged["val/loss_raw"], rel=1e-4)
@@ -344,7 +341,7 @@ def test_min_snr_weighs_the_new_processes(tmp_path):
     process = DiffusionProcess("scaled_linear", zero_terminal_snr=True)
     module = task(schedule=process, prediction="v", timestep_sampling=TimestepSampling("uniform", shift=500.0))
     weighting = SNRWeighting()
-    run = trainer(tmp_path, max_steps=3, callbacks=[weighting], num_sanity_val_steps=0)
+    run = trainer(default_root_dir=tmp_path, max_steps=3, callbacks=[weighting], num_sanity_val_steps=0)
     run.fit(module, plain(), plain())
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     output = module._losses(next(iter(plain())), torch.arange(8), process, torch.Generator().manual_seed(0))

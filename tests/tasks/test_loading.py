@@ -27,7 +27,7 @@ class Own(LanguageModeling):
 
 
 def trained(task: Any, path: Path) -> Any:
-    runner = trainer(path.parent, max_steps=2)
+    runner = trainer(default_root_dir=path.parent, max_steps=2)
     runner.fit(task, loader(), loader())
     runner.save_checkpoint(path)
     return task.eval()
@@ -49,7 +49,7 @@ def test_checkpoints_that_name_no_task_are_known_by_their_keys(cls: Any, tmp_pat
         trained(cls(TOY, loss="orpo"), tmp_path / "new.ckpt")
     else:
         (task := cls(TOY)).configure_model()
-        runner = trainer(tmp_path)
+        runner = trainer(default_root_dir=tmp_path)
         runner.strategy.connect(task)
         runner.save_checkpoint(tmp_path / "new.ckpt")
     checkpoint = read(tmp_path / "new.ckpt")
@@ -79,7 +79,7 @@ def test_a_checkpoint_chooses_no_code(name: Any, message: str, tmp_path: Path) -
 
 def test_a_task_derived_from_ours_is_loaded_as_ours(tmp_path: Path) -> None:
     (task := Own(TOY, "mint")).configure_model()
-    runner = trainer(tmp_path)
+    runner = trainer(default_root_dir=tmp_path)
     runner.strategy.connect(task)
     runner.save_checkpoint(tmp_path / "a.ckpt")
     loaded, _ = load_language_model(str(tmp_path / "a.ckpt"))

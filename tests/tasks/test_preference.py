@@ -94,7 +94,7 @@ def test_the_loss_starts_at_log_2_and_the_pairs_are_learned(variant: str | None,
             original(name, value, **options),
         )
     )
-    runner = trainer(tmp_path, max_steps=12, callbacks=callbacks)
+    runner = trainer(default_root_dir=tmp_path, max_steps=12, callbacks=callbacks)
     runner.fit(task, loader(), loader())
     assert logged["loss"][0] == pytest.approx(math.log(2), abs=0.05 if variant else 1e-7)  # LoRA B = 0, but DoRA rounds
     assert logged["accuracy"][0] == 0.5 or variant
@@ -134,7 +134,7 @@ def test_under_autocast_the_reference_leaves_no_cached_weights_to_the_policy(ada
 def test_under_lora_the_reference_is_the_base_bit_for_bit_and_holds_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = Preference(saved(tmp_path), learning_rate=2e-2, warmup_steps=0)
-    trainer(tmp_path, callbacks=[LoRA(rank=4, dropout=0.5)]).fit(task, loader(), loader())
+    trainer(default_root_dir=tmp_path, callbacks=[LoRA(rank=4, dropout=0.5)]).fit(task, loader(), loader())
     base, batch = build(saved(tmp_path)).eval(), pairs(4)
     reference, network = task.reference(), task.network
     assert reference is not None
@@ -152,7 +152,9 @@ def test_under_lora_the_reference_is_the_base_bit_for_bit_and_holds_nothing(tmp_
 def test_what_trains_in_full_beside_adapters_is_copied(tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = Preference(saved(tmp_path), learning_rate=2e-2, warmup_steps=0)
-    trainer(tmp_path, callbacks=[LoRA(rank=4, modules_to_save=["lm_head"])]).fit(task, loader(), loader())
+    trainer(default_root_dir=tmp_path, callbacks=[LoRA(rank=4, modules_to_save=["lm_head"])]).fit(
+        task, loader(), loader()
+    )
     reference, network = task.reference(), task.network
     assert reference is not None
     assert network is not None
@@ -174,7 +176,7 @@ def test_a_run_resumes_bit_for_bit_with_the_same_reference(adapters: bool, tmp_p
         torch.manual_seed(0)
         task = Preference(saved(tmp_path), learning_rate=1e-2, warmup_steps=0)
         callbacks: list[Any] = [ExactResume(), SaveAfter(3, path)] + ([LoRA(rank=4, dropout=0.2)] if adapters else [])
-        runner = trainer(tmp_path, max_steps=7, callbacks=callbacks)
+        runner = trainer(default_root_dir=tmp_path, max_steps=7, callbacks=callbacks)
         runner.fit(task, loader(12, 2), loader(), **options)
         return task
 
@@ -193,19 +195,19 @@ def test_a_run_resumes_bit_for_bit_with_the_same_reference(adapters: bool, tmp_p
 def test_another_start_is_refused_on_resume_and_a_trained_network_as_its_own_reference(tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = Preference(saved(tmp_path), warmup_steps=0)
-    runner = trainer(tmp_path)
+    runner = trainer(default_root_dir=tmp_path)
     runner.fit(task, loader(), loader())
     path = str(tmp_path / "last.ckpt")
     runner.save_checkpoint(path)
     expected = runner.validate(task, loader(), verbose=False)
     same = Preference(saved(tmp_path))
-    assert trainer(tmp_path).validate(same, loader(), ckpt_path=path, verbose=False) == expected
+    assert trainer(default_root_dir=tmp_path).validate(same, loader(), ckpt_path=path, verbose=False) == expected
     loaded = Preference.load_from_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"give the checkpoint to the trainer"):
-        trainer(tmp_path).validate(loaded, loader(), verbose=False)
+        trainer(default_root_dir=tmp_path).validate(loaded, loader(), verbose=False)
     other = CausalLMConfig(saved(tmp_path).name_or_path, random_weights=True)
     with pytest.raises(CheckpointError, match="from the same start"):
-        trainer(tmp_path).fit(Preference(other), loader(), loader(), ckpt_path=path)
+        trainer(default_root_dir=tmp_path).fit(Preference(other), loader(), loader(), ckpt_path=path)
 
 
 def test_validation_before_training_does_not_change_it(tmp_path: Path) -> None:
@@ -214,9 +216,9 @@ def test_validation_before_training_does_not_change_it(tmp_path: Path) -> None:
         torch.manual_seed(0)
         task = Preference(saved(tmp_path), learning_rate=1e-3, warmup_steps=0)
         if validate_first:
-            figures = trainer(tmp_path).validate(task, loader(), verbose=False)[0]
+            figures = trainer(default_root_dir=tmp_path).validate(task, loader(), verbose=False)[0]
             assert figures["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
-        trainer(tmp_path).fit(task, loader(), loader())
+        trainer(default_root_dir=tmp_path).fit(task, loader(), loader())
         results.append(weights(task))
     assert_equal(*results)
 
@@ -225,7 +227,7 @@ def test_validation_before_training_does_not_change_it(tmp_path: Path) -> None:
 def test_a_run_starts_from_a_language_models_checkpoint_with_adapters_merged(adapters: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sft = LanguageModeling(saved(tmp_path), learning_rate=1e-2, warmup_steps=0)
-    runner = trainer(tmp_path, callbacks=[LoRA(rank=4)] if adapters else [])
+    runner = trainer(default_root_dir=tmp_path, callbacks=[LoRA(rank=4)] if adapters else [])
     batches = [{"input_ids": pairs(4)["chosen_input_ids"], "labels": pairs(4)["chosen_labels"]}] * 4
     rows = torch.utils.data.DataLoader(batches, batch_size=None)
     runner.fit(sft, rows, rows)
@@ -239,11 +241,11 @@ def test_a_run_starts_from_a_language_models_checkpoint_with_adapters_merged(ada
     with torch.no_grad():
         torch.testing.assert_close(task.network.eval()(ids).logits, sft(ids))
     task.train()
-    second = trainer(tmp_path, callbacks=[LoRA(rank=2)])
+    second = trainer(default_root_dir=tmp_path, callbacks=[LoRA(rank=2)])
     second.fit(task, loader(), loader())
     second.save_checkpoint(tmp_path / "dpo.ckpt")
     again = Preference(saved(tmp_path), start_from=path)
-    resumed = trainer(tmp_path, callbacks=[LoRA(rank=2)])
+    resumed = trainer(default_root_dir=tmp_path, callbacks=[LoRA(rank=2)])
     got = resumed.validate(again, loader(), ckpt_path=str(tmp_path / "dpo.ckpt"), verbose=False)
     assert got == second.validate(task, loader(), verbose=False)
     plain = Preference(CausalLMConfig(config_fields={"model_type": "gpt2", "n_embd": 8, "n_head": 2, "vocab_size": 97}))
@@ -305,10 +307,10 @@ def test_a_copy_of_sharded_weights_is_refused_before_training(tmp_path: Path) ->
         return {"strategy": FSDPStrategy(torch.device("cpu"), CPUAccelerator()), "accelerator": "auto"}
 
     with pytest.raises(ConflictError, match=r"keeps a copy of what trains in full.*which FSDPStrategy shards"):
-        trainer(tmp_path, **strategy()).fit(Preference(saved(tmp_path)), loader(), loader())
+        trainer(default_root_dir=tmp_path, **strategy()).fit(Preference(saved(tmp_path)), loader(), loader())
     for loss, callbacks in (("simpo", []), ("sigmoid", [LoRA(rank=2)])):
         task = Preference(saved(tmp_path), loss)  # type: ignore[arg-type]
-        trainer(tmp_path, max_steps=1, callbacks=callbacks, **strategy()).fit(task, loader(), loader())
+        trainer(default_root_dir=tmp_path, max_steps=1, callbacks=callbacks, **strategy()).fit(task, loader(), loader())
 
 
 def test_batches_without_pairs_are_refused() -> None:

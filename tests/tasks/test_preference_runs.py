@@ -49,13 +49,15 @@ def test_a_language_models_checkpoint_gives_weights_and_tokenizer_to_what_follow
         train=files["sft"], chat=LanguageChat(vocab_size=280), max_length=64, batch_size=2, cache_dir=cache
     )
     sft = LanguageModeling(SHAPE, warmup_steps=0)
-    runner = trainer(tmp_path, max_steps=2, limit_val_batches=1)
+    runner = trainer(default_root_dir=tmp_path, max_steps=2, limit_val_batches=1)
     runner.fit(sft, datamodule=texts)
     path = str(tmp_path / "sft.ckpt")
     runner.save_checkpoint(path)
     options: dict[str, Any] = {"train": files["pairs"], "max_length": 64, "batch_size": 2, "cache_dir": cache}
     task = Preference(SHAPE, start_from=path, learning_rate=1e-3, warmup_steps=0)
-    runner = trainer(tmp_path, max_steps=2, limit_val_batches=1, callbacks=[LoRA(rank=2)], accumulate_grad_batches=2)
+    runner = trainer(
+        default_root_dir=tmp_path, max_steps=2, limit_val_batches=1, callbacks=[LoRA(rank=2)], accumulate_grad_batches=2
+    )
     runner.fit(task, datamodule=PreferenceData(tokenizer=path, **options))
     assert not any(isinstance(callback, TokenWeightedAccumulation) for callback in runner.callbacks)
     assert task.tokenizer_state == sft.tokenizer_state
@@ -66,7 +68,7 @@ def test_a_language_models_checkpoint_gives_weights_and_tokenizer_to_what_follow
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(loaded(ids), task.eval()(ids))
     with pytest.raises(ConfigurationError, match="the tokenizer of start_from"):
-        trainer(tmp_path).fit(
+        trainer(default_root_dir=tmp_path).fit(
             Preference(SHAPE, start_from=path),
             datamodule=PreferenceData(chat=PreferenceChat(vocab_size=290), **options),
         )
@@ -88,7 +90,9 @@ def test_windows_of_unequal_batches_weigh_every_pair_the_same_on_request(tmp_pat
         task.configure_model()
         start = [p.detach().clone() for p in task.parameters()]
         windows = {"accumulate_grad_batches": 2 if callbacks else 1}
-        trainer(tmp_path, max_steps=1, callbacks=callbacks, **windows).fit(task, loader(6, batch_size), loader())
+        trainer(default_root_dir=tmp_path, max_steps=1, callbacks=callbacks, **windows).fit(
+            task, loader(6, batch_size), loader()
+        )
         gradients.append([a - b for a, b in zip(start, task.parameters())])
     for ours, whole in zip(*gradients):
         torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-7)

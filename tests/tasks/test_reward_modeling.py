@@ -57,7 +57,7 @@ def test_it_starts_at_log_2_learns_and_resumes_bit_for_bit(model: str, adapters:
         task.training_step = lambda *a: _noted(step(*a), first)  # type: ignore[method-assign]
         callbacks: list[Any] = [ExactResume(), SaveAfter(3, path)]
         callbacks += [LoRA(rank=4, modules_to_save=["score"])] if adapters else []
-        runner = trainer(tmp_path, max_steps=8, callbacks=callbacks)
+        runner = trainer(default_root_dir=tmp_path, max_steps=8, callbacks=callbacks)
         runner.fit(task, loader(12, 2), loader(), **options)
         return task, runner
 
@@ -81,7 +81,9 @@ def _noted(output: Any, losses: list[float]) -> Any:
 
 def test_lora_without_the_head_and_batches_without_masks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"modules_to_save=\['score'\]"):
-        trainer(tmp_path, callbacks=[LoRA(rank=2)]).fit(RewardModeling(saved(tmp_path)), loader(), loader())
+        trainer(default_root_dir=tmp_path, callbacks=[LoRA(rank=2)]).fit(
+            RewardModeling(saved(tmp_path)), loader(), loader()
+        )
     task = RewardModeling(GPT_TOY)
     task.configure_model()
     batch = pairs(2)
@@ -100,7 +102,7 @@ def test_margins_and_a_start_from_a_language_model(tmp_path: Path) -> None:
     rows = torch.utils.data.DataLoader(
         [{"input_ids": pairs(2)["chosen_input_ids"], "labels": pairs(2)["chosen_labels"]}] * 2, batch_size=None
     )
-    runner = trainer(tmp_path, max_steps=2)
+    runner = trainer(default_root_dir=tmp_path, max_steps=2)
     runner.fit(sft, rows, rows)
     runner.save_checkpoint(tmp_path / "sft.ckpt")
     task = RewardModeling(GPT_TOY, start_from=str(tmp_path / "sft.ckpt"))

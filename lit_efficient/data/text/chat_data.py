@@ -17,7 +17,7 @@ from lit_efficient.data.text.chat_tokens import TrainOn
 from lit_efficient.data.text.reading import Reader, check_malformed
 from lit_efficient.data.text.rows import Source, open_sources
 from lit_efficient.data.text.truncation import Counts
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import read_manifest
 
 if TYPE_CHECKING:
@@ -204,7 +204,5 @@ def check_length(data: LightningDataModule, name: str, length: int) -> None:
     module = data.trainer.lightning_module if data.trainer is not None else None
     most = getattr(module, "max_length", None)
     if isinstance(most, int) and length > most:
-        raise ConfigurationError(
-            f"{type(data).__name__}: {name} must be at most what the model reads, max_length = {most} of "
-            f"{type(module).__name__}'s model, got {length}"
-        )
+        allowed = f"at most what the model reads, max_length = {most} of {type(module).__name__}'s model"
+        raise refusal(type(data).__name__, name, allowed, length)

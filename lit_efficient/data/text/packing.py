@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import refusal
 
 
 class Bins(Sequence[np.ndarray]):
@@ -59,7 +59,7 @@ def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= capacity):
         wrong = sizes[(sizes < 1) | (sizes > capacity)][0]
-        raise ConfigurationError(f"pack_lengths: lengths must be in [1, capacity = {capacity}], got {wrong}.")
+        raise refusal("pack_lengths", "lengths", f"in [1, capacity = {capacity}]", int(wrong))
     order = np.argsort(-sizes, kind="stable")
     bin_of = np.empty(sizes.size, dtype=np.int64)  # of the items in `order`
     rooms = _Rooms()

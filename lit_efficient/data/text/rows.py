@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import sha256_of
 from lit_efficient.internals.hugging_face import fingerprint
 
@@ -178,7 +178,7 @@ def _saved(path: Path, split: str) -> Source:
     found = datasets.load_from_disk(str(path))
     if isinstance(found, dict):
         if split not in found:
-            raise ConfigurationError(f"{path}: split must be one of {list(found)}, got {split!r}.")
+            raise refusal(str(path), "split", f"one of {', '.join(found)}", split)
         path, found = path / split, found[split]
     digest = hashlib.sha256()
     for file in sorted(p for p in path.rglob("*") if p.is_file()):

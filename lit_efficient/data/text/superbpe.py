@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lit_efficient.data.text.token_cache import END_OF_TEXT, train_tokenizer
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import check_number
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,12 +40,9 @@ def train_superbpe(
     Raises:
         ConfigurationError: for an argument out of its range.
     """
-    if vocab_size < 257:
-        raise ConfigurationError(f"train_superbpe: vocab_size must be at least 257, got {vocab_size}.")
-    if not 0 < transition <= 1:
-        raise ConfigurationError(f"train_superbpe: transition must be in (0, 1], got {transition}.")
-    if max_words < 1:
-        raise ConfigurationError(f"train_superbpe: max_words must be at least 1, got {max_words}.")
+    check_number("train_superbpe", "vocab_size", vocab_size, least=257, whole=True)
+    check_number("train_superbpe", "transition", transition, above=0, most=1)
+    check_number("train_superbpe", "max_words", max_words, least=1, whole=True)
     first = train_tokenizer(texts, max(257, round(transition * vocab_size)))
     lines = _lines(texts, max_bytes)
     across = _across_words(first, [])

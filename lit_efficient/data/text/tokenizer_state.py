@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import refusal
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -25,10 +25,8 @@ def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(backend, "to_str"):
-        raise ConfigurationError(
-            f"tokenizer: must be a tokenizers.Tokenizer or a fast tokenizer of transformers, got "
-            f"{type(tokenizer).__name__}."
-        )
+        allowed = "a tokenizers.Tokenizer or a fast tokenizer of transformers"
+        raise refusal("data", "tokenizer", allowed, type(tokenizer).__name__)
     packed: dict[str, Any] = {"json": backend.to_str(), "stop": sorted(stop)}
     if backend is not tokenizer:
         packed["special"] = {name: str(token) for name in _SPECIAL if (token := getattr(tokenizer, name, None))}

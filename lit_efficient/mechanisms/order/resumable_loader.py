@@ -9,6 +9,7 @@ is forgotten and fetched again, with the same random draws: the seed travels to 
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,7 +112,8 @@ class ResumableLoader(PlannedLoader):
 
     def plan(self, indices: Any) -> Any:
         """Give each batch its seed, and leave out those that an earlier process has yielded."""
-        return _Plan(self, indices)
+        # Weakly: workers that last would be part of a cycle, in which their queues end before they are asked to.
+        return _Plan(weakref.proxy(self), indices)
 
 
 class _Plan:

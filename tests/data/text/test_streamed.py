@@ -1,6 +1,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.support import trainer
 
 
 def streamed(tmp_path: Path, **changes):
-    options = {"enabled": True, "epoch_batches": 4, "buffer": 10}
+    options: dict[str, Any] = {"enabled": True, "epoch_batches": 4, "buffer": 10}
     options |= {name: changes.pop(name) for name in options if name in changes}
     settings = {"val": str(write_rows(tmp_path / "val.jsonl", 6, 900)), "stream": LanguageStream(**options)}
     return ready(language_data(tmp_path, **(settings | {"batch_size": 1} | changes)))

@@ -81,9 +81,9 @@ def test_its_first_ids_are_plain_bpe_and_the_rest_span_words(texts: list[str]) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 256}, "vocab_size must be at least 257, got 256"),
-        ({"transition": 0.0}, r"transition must be in \(0, 1\], got 0.0"),
-        ({"max_words": 0}, "max_words must be at least 1, got 0"),
+        ({"vocab_size": 256}, "vocab_size must be a whole number of at least 257, got 256"),
+        ({"transition": 0.0}, "transition must be above 0 and at most 1, got 0.0"),
+        ({"max_words": 0}, "max_words must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

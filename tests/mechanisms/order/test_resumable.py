@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -90,6 +92,19 @@ def test_workers_draw_what_the_main_process_would():
     alone = list(make("shuffled"))
     helped = list(make("shuffled", num_workers=2))
     assert all(map(torch.equal, alone, helped))
+
+
+def test_workers_that_last_end_with_the_loader():
+    """In a cycle they would wait, five seconds each, for what nobody sends."""
+    loader = make("shuffled", num_workers=1, persistent_workers=True)
+    alive, batches = weakref.ref(loader), iter(loader)
+    next(batches)
+    gc.disable()
+    try:
+        del loader, batches
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_state_of_an_earlier_epoch_is_not_used():

@@ -1,0 +1,36 @@
+"""How long the package is, and what in it is longest."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "lit_efficient"
+LIMIT = 37_681  # lines; it only ever falls
+
+
+def sources() -> dict[str, str]:
+    """The text of each file of the package."""
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def longest_files(texts: dict[str, str], count: int = 10) -> list[tuple[int, str]]:
+    return sorted(((len(text.splitlines()), name) for name, text in texts.items()), reverse=True)[:count]
+
+
+def longest_functions(texts: dict[str, str], count: int = 10) -> list[tuple[int, str]]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        (node.end_lineno - node.lineno + 1, f"{name}:{node.lineno} {node.name}")
+        for name, text in texts.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, kinds) and node.end_lineno is not None
+    ]
+    return sorted(found, reverse=True)[:count]
+
+
+def report() -> list[str]:
+    texts = sources()
+    total = sum(len(text.splitlines()) for text in texts.values())
+    lines = [f"{total:,} lines in {len(texts)} files of the package, of {LIMIT:,} at most; the longest:"]
+    rows = zip(longest_files(texts), longest_functions(texts), strict=True)
+    lines += [f"{length:5} {name:45}{size:5} {function}" for (length, name), (size, function) in rows]
+    return lines
