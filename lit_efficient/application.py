@@ -76,12 +76,9 @@ def _session(module: nn.Module) -> Session | None:
 
 
 def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Report]:
-    """Transform ``module`` by all ``techniques``, in phase order, each once in the module's life.
+    """Transform ``module`` by ``techniques``, in phase order, each once in its life; return all their reports by name.
 
     The trainer does this by itself; call it to use techniques outside Lightning.
-
-    Returns:
-        The report of each technique by name, of earlier calls too.
 
     Raises:
         ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.

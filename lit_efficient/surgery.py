@@ -284,13 +284,10 @@ _DROPPED_FLAGS = {"foreach", "fused", "capturable", "differentiable", "decoupled
 
 
 def call_layers(root: nn.Module) -> None:
-    """Keep torch's transformer encoder from reading the weights of layers whose forward has been changed.
+    """Keep torch's transformer encoder from reading the weights of layers in ``root`` whose forward has been changed.
 
     In evaluation without gradients it runs a fused kernel on ``linear1.weight`` and its kin, and calls no layer: what
     was put into their forwards would be left out without a word.
-
-    Args:
-        root: The module that was changed.
     """
     for part in root.modules():
         if isinstance(part, nn.TransformerEncoderLayer):

@@ -88,10 +88,7 @@ def _registered_classes() -> list[str]:
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take ``--allow-import PKG`` out of a command line, wherever it stands, and write short class names in full.
-
-    Returns:
-        The remaining arguments, and the packages.
+    """The arguments without ``--allow-import PKG``, short class names in full, and the packages.
 
     Raises:
         ConfigurationError: If ``--allow-import`` stands without a package.

@@ -137,15 +137,12 @@ def _prompt_of(line: str, where: str, form: str) -> str | Turns:
 
 
 def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any]) -> int:
-    """Prepare the file to be gone on with: its settings written or compared, half a last line taken off.
+    """Write or compare the settings of a file, take half a last line off, and return the number of the next prompt.
 
     Args:
         output: the data.
         prompts: all of them.
         settings: what decides the answers.
-
-    Returns:
-        The number of the next prompt.
 
     Raises:
         ConfigurationError: if the file was made with other settings or prompts.

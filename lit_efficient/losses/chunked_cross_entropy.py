@@ -51,15 +51,12 @@ class TokenLoss:
         check_number(_WHO, "softcap", self.softcap, above=0, null=True)
 
     def consume(self, logits: Tensor, labels: Tensor, scale: Tensor | None) -> Tensor:
-        """Losses of the tokens; the logits are overwritten, by ``scale`` times their gradient where it is given.
+        """Losses [n] of the tokens, unscaled; the logits become ``scale`` times their gradient where it is given.
 
         Args:
             logits: [n, V], float32 or float64, before ``logit_scale`` and ``softcap``.
             labels: [n], none of them ignored.
             scale: [n], or ``None`` where no gradient is wanted.
-
-        Returns:
-            [n], unscaled.
         """
         eps, z = self.label_smoothing, self.z_loss
         slope = None  # of the softcap

@@ -68,15 +68,12 @@ def add_noise(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionP
 def draw_noise(
     x0: Tensor, process: DiffusionProcess, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The noise that the network is asked for, and the one that it sees: the same unless the input is perturbed.
+    """The noise that the network predicts and the one that it sees, as ``x0``: the same unless the input is perturbed.
 
     Args:
         x0: Data, [B, C, ...].
         process: Gives the strengths of offset noise and input perturbation.
         generator: Where the draws come from; None is torch's global generator.
-
-    Returns:
-        Noise of the shape, type and device of ``x0``, twice.
     """
 
     def normal(*shape: int) -> Tensor:

@@ -94,15 +94,12 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Likelihood of the chosen answer, and the odds of it against the rejected one; no reference.
+    """Losses ``[B]`` of ORPO, which needs no reference, and the log odds ratio ``[B]`` without a gradient.
 
     Args:
         policy_chosen: average log-probability of a token of each chosen answer ``[B]``.
         policy_rejected: that of each rejected one ``[B]``.
         weight: of the odds ratio, lambda in the paper, at least 0.
-
-    Returns:
-        Losses ``[B]``, and the log odds ratio ``[B]`` without a gradient.
 
     Raises:
         ConfigurationError: For a weight out of range.

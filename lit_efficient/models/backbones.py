@@ -45,7 +45,7 @@ def build_backbone(spec: BackboneSpec) -> nn.Module:
 def call_backbone(
     network: nn.Module, x: Tensor, t: Tensor, condition: Condition, process: Schedule | DiffusionProcess = "flow"
 ) -> Tensor:
-    """What a network predicts.
+    """The prediction [B, C, H, W] of a network, without the channels of a learned variance.
 
     Args:
         network: What `build_backbone` has built.
@@ -54,10 +54,6 @@ def call_backbone(
             diffusers the ``timestep`` of its pipelines.
         condition: What it gets besides; just what its `shape_of` asks for.
         process: The process that it is trained on.
-
-    Returns:
-        The prediction [B, C, H, W]; of a network with twice as many output channels (a learned variance) the first
-        half.
     """
     process = as_process(process)
     if isinstance(network, DiT):

@@ -201,7 +201,7 @@ def continue_tokens(
     generator: torch.Generator,
     stop: set[int],
 ) -> Tensor:
-    """Continue one sequence token by token with the model's own cache of keys and values.
+    """Continue one sequence with the model's own cache to ``[1, T + n]``, n at most ``max_new_tokens``.
 
     Unlike the model's ``generate`` it neither reads nor changes the global random state.
 
@@ -213,9 +213,6 @@ def continue_tokens(
         top_p: in (0, 1].
         generator: the only source of randomness, on the device of ``input_ids``.
         stop: ids that end the text; the one that was drawn is returned, too.
-
-    Returns:
-        ``[1, T + n]`` with n at most ``max_new_tokens``.
     """
     past, pending = None, input_ids
     with evaluating(model):

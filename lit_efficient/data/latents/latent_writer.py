@@ -160,13 +160,7 @@ def build_latents(
 
 
 class _Journal:
-    """What of a cache is finished: one line a file, with its size, hash and what else is known of it.
-
-    Args:
-        folder: The half-built cache; made if it is not there.
-        header: What it is built from. Another one's work is refused, or removed.
-        overwrite: Remove it.
-    """
+    """What of a half-built cache is finished, a line a file; work from another header is refused, or removed."""
 
     def __init__(self, folder: Path, header: dict[str, Any], overwrite: bool) -> None:
         self.folder = folder

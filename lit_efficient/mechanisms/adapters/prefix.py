@@ -210,7 +210,7 @@ class _Recorder(KVCache):
 def add_prefix(
     decoder: Any, length: int, tokens: Sequence[int] = (), *, projection: int = 0, seed: int = 0
 ) -> PrefixVectors:
-    """Put a prefix in front of all sequences that a decoder will see, in place.
+    """Put a prefix in front of all sequences of a decoder, in place; it is returned, and the child ``prefix_tuning``.
 
     Args:
         decoder: What :func:`find_decoder` gave.
@@ -219,9 +219,6 @@ def add_prefix(
             tokens from all over the vocabulary.
         projection: Width inside the small network that makes the prefix; 0: no such network.
         seed: Of random numbers.
-
-    Returns:
-        The prefix, which is also the decoder's child ``prefix_tuning``.
 
     Raises:
         ConfigurationError: If the decoder cannot have such a prefix.

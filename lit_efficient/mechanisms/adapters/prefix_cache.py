@@ -68,11 +68,7 @@ def _prefixed(layer: type) -> type:
 
 
 def _layers_of(decoder: Any) -> list[Any]:
-    """Empty layers of a dynamic cache for this decoder.
-
-    Raises:
-        ConfigurationError: If a layer keeps something else than keys and values of tokens.
-    """
+    """Empty layers of a dynamic cache for this decoder."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 

@@ -144,11 +144,7 @@ def data_parallel_part(trainer: Any) -> dict[str, Any]:
 
 
 class KeyedBatches(Dataset[list[Any]]):
-    """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``.
-
-    Args:
-        dataset: Its items are found by (index, variant).
-    """
+    """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
