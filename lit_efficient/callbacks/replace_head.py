@@ -47,7 +47,7 @@ def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: 
         raise ConfigurationError(f"ReplaceHead: {name!r} is on the meta device: give the network its weights first")
     old = outputs_of(layer)
     shape = list(layer.weight.shape)
-    shape[_output_dimension(layer)] = num_outputs
+    shape[1 if _is_conv1d(layer) else 0] = num_outputs
     generator = torch.Generator().manual_seed(seed)
     layer.weight = _parameter(torch.randn(shape, generator=generator) * std, layer.weight)
     if layer.bias is not None:
@@ -196,10 +196,6 @@ def _is_layer(part: nn.Module) -> bool:
 
 def _is_conv1d(part: nn.Module) -> bool:
     return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(part).__mro__)
-
-
-def _output_dimension(layer: nn.Module) -> int:
-    return 1 if _is_conv1d(layer) else 0
 
 
 def _size_attribute(layer: nn.Module) -> str:

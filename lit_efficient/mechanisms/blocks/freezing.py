@@ -6,7 +6,6 @@ Everything here works on plain modules. Parameters are compared by identity: tie
 to the first group that holds it.
 """
 
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
@@ -181,14 +180,10 @@ def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
     def rule(name: str) -> int | None:
         if new and name.startswith(new):
             return 0  # what a technique has added is trained whole, whatever else is frozen
-        hits = (i for i, group in enumerate(compiled) if any(_matches(expression, name) for expression in group))
+        hits = (i for i, group in enumerate(compiled) if any(any(map(e.fullmatch, _with_parents(name))) for e in group))
         return next(hits, None)
 
     return rule
-
-
-def _matches(expression: re.Pattern[str], name: str) -> bool:
-    return any(expression.fullmatch(part) for part in _with_parents(name))
 
 
 def _with_parents(name: str) -> Iterable[str]:
