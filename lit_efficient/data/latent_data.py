@@ -310,7 +310,7 @@ class NormalizedLatents:
     Args:
         store: The cache.
         mean: Of each channel, [c].
-        std: Of each channel, [c].
+        std: Likewise.
     """
 
     def __init__(self, store: LatentStore, mean: Tensor, std: Tensor) -> None:

@@ -22,13 +22,13 @@ class Parts:
 
     Args:
         network: A model of diffusers, in evaluation mode.
-        vae: One in evaluation mode; its latents are normalised as the network knows them.
+        vae: Likewise; its latents are normalised as the network knows them.
         text_encoder: A ``TextEncoder``; None without text.
         process: Of the training.
         prediction: What the network predicts.
         sampler: Of the run.
-        guidance_scale: Of the run.
-        steps: Of the run.
+        guidance_scale: Likewise.
+        steps: Likewise.
         size: Height and width of the latents that it trained on, if it trained.
     """
 

@@ -71,7 +71,7 @@ class ImageModule(LightningDataModule):
         return self._loader(self.test_index, shuffle=False)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """As for testing."""
+        """The test part, likewise."""
         return self.test_dataloader()
 
     def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:

@@ -59,7 +59,7 @@ class Encoders:
         text: The encoder of captions, or None; embeddings are kept in the format that it gives.
         teacher: A network whose features are kept beside the latents, or None; of one layer.
         format: As in `encode_rows`.
-        dtype: As in `encode_rows`.
+        dtype: Likewise.
         feature_dtype: Number format of the teacher's features.
     """
 
