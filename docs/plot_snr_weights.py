@@ -20,7 +20,7 @@ from lit_efficient.losses.snr import GAMMAS, RULES
 
 NAMES = {"min_snr": "Min-SNR", "soft_min_snr": "soft Min-SNR", "p2": "P2", "debiased": "debiased"}
 NAMES["truncated"] = "truncated SNR"
-COLORS = dict(zip(RULES, ("#0072b2", "#56b4e9", "#d55e00", "#009e73", "#cc79a7")))  # told apart by the colour-blind
+COLORS = dict(zip(RULES, ("#0072b2", "#56b4e9", "#d55e00", "#009e73", "#cc79a7")))  # for the colour-blind, too
 TARGETS = {
     "x0": "error in x₀",
     "eps": "error in ε  (÷ SNR)",

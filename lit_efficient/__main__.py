@@ -47,13 +47,10 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line; the exit code is 0, 1 for a bug, 2 for what the user can mend, 128+n after signal n.
 
     Args:
         argv: The arguments, without the program's name. ``None`` takes them from ``sys.argv``.
-
-    Returns:
-        Exit code: 0, 1 for a bug, 2 for what the user can mend, 128+n after signal n.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"

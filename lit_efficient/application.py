@@ -1,6 +1,6 @@
 """How techniques are applied: the wraps on a module's instance, the ledger of what was done, what checkpoints keep.
 
-What stood on the instance before (the Lightning CLI and ``torch.compile`` set such attributes, too) is called inside
+What was on the instance before (the Lightning CLI and ``torch.compile`` set such attributes, too) is called inside
 and put back (:mod:`lit_efficient.internals.wraps`).
 """
 
@@ -77,12 +77,9 @@ def _session(module: nn.Module) -> Session | None:
 
 
 def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Report]:
-    """Transform ``module`` by all ``techniques``, in phase order, each once in the module's life.
+    """Transform ``module`` by ``techniques``, in phase order, each once in its life; return all their reports by name.
 
     The trainer does this by itself; call it to use techniques outside Lightning.
-
-    Returns:
-        The report of each technique by name, of earlier calls too.
 
     Raises:
         ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.
@@ -99,7 +96,7 @@ def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Rep
             changes = _differences(earlier["arguments"], record["arguments"])
             raise ConfigurationError(
                 f"{record['name']} was applied to this module by an earlier run with other arguments ({changes}); "
-                "use the same ones, or build the module anew"
+                "use the same ones, or build the module again"
             )
     if done:
         _keep_saving(module)
@@ -154,7 +151,7 @@ def _check_order(record: Mapping[str, Any], done: list[Entry]) -> None:
     if late is not None:
         raise ConfigurationError(
             f"{record['name']} must act before {late}, which an earlier run applied to this module; "
-            "give both to the first Trainer, or build the module anew"
+            "give both to the first Trainer, or build the module again"
         )
 
 
@@ -203,7 +200,7 @@ def _keep_saving(module: Any) -> None:
 
 
 def uninstall(module: Any) -> None:
-    """Take the wraps off and put back what stood there before."""
+    """Take the wraps off and put back what was there before."""
     session = module.__dict__.pop("_lit_efficient_session", None)
     for name, function in session.wraps.items() if session else ():
         unwrap_method(module, name, function)

@@ -284,13 +284,10 @@ _DROPPED_FLAGS = {"foreach", "fused", "capturable", "differentiable", "decoupled
 
 
 def call_layers(root: nn.Module) -> None:
-    """Keep torch's transformer encoder from reading the weights of layers whose forward has been changed.
+    """Keep torch's transformer encoder from reading the weights of layers in ``root`` whose forward has been changed.
 
     In evaluation without gradients it runs a fused kernel on ``linear1.weight`` and its kin, and calls no layer: what
     was put into their forwards would be left out without a word.
-
-    Args:
-        root: The module that was changed.
     """
     for part in root.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
@@ -306,7 +303,8 @@ def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> N
 
     Args:
         optimizer: An optimizer that has not stepped yet.
-        cls: The class to turn it into; arguments that both have in common keep their values, group by group.
+        cls: The class to turn it into; arguments that both have in common (its signature's, and its ``options``) keep
+            their values, group by group.
         **arguments: Further arguments for ``cls``.
 
     Raises:
@@ -314,7 +312,7 @@ def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> N
     """
     if optimizer.state:
         raise ConfigurationError(f"{type(optimizer).__name__} has stepped already; its state would be lost")
-    own = set(inspect.signature(cls).parameters) - _DROPPED_FLAGS
+    own = {*inspect.signature(cls).parameters, *getattr(cls, "options", ())} - _DROPPED_FLAGS
     dropped = _DROPPED_FLAGS | {name for name in optimizer.defaults if name not in own}
     groups = [{key: value for key, value in group.items() if key not in dropped} for group in optimizer.param_groups]
     defaults = {name: value for name, value in optimizer.defaults.items() if name in own and name not in arguments}

@@ -3,7 +3,7 @@
 The first technique's ``setup`` checks the whole set at once and wraps the methods of the module's instance;
 ``teardown`` or ``on_exception`` takes the wraps off again (see :mod:`lit_efficient.application`). What was done to the
 network is kept in a ledger on the module, so that a second run does not do it twice, and in its checkpoints, so that
-they can be told apart.
+it is known which they were.
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ class Technique(Declaration, Callback, StandaloneCallback):
         application.uninstall(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning calls no ``teardown`` after an exception."""
-        application.uninstall(pl_module)
+        """Do what ``teardown`` does: Lightning does not call it after an exception."""
+        self.teardown(trainer, pl_module, trainer.state.fn)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Log what all techniques touched, on the first technique's turn."""

@@ -175,7 +175,6 @@ class ActivationCheckpointing(Technique):
             self._budget_before = None
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Likewise."""
         self.on_fit_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 

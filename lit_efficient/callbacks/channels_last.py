@@ -7,7 +7,7 @@ Costs: nothing to keep; a layer without such kernels copies, so measure
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 
 A convolution whose weight is laid out like that returns its output so, and what follows it keeps that. Only what a
-``reshape`` or an attention layer makes of it begins anew.
+``reshape`` or an attention layer makes of it begins again.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def lay_out(tensor: Tensor, dimensions: Iterable[int] = (4, 5)) -> None:
-    """Put the channels of a tensor last in memory, in place: whoever holds it sees the same values.
+    """Put the channels of a tensor last in memory, in place: who holds it sees the same values.
 
     Args:
         tensor: [B, C, H, W] or [B, C, D, H, W]; of any other kind it stays as it is.
@@ -62,7 +62,7 @@ class ChannelsLast(Technique):
         self._kinds: set[int] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Look at the network anew: it may be another one, or not be there yet."""
+        """Look at the network again: it may be another one, or not be there yet."""
         super().setup(trainer, pl_module, stage)
         self._kinds = None
 
@@ -118,7 +118,6 @@ class ChannelsLast(Technique):
     def on_validation_batch_start(
         self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Likewise."""
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     on_test_batch_start = on_validation_batch_start

@@ -36,7 +36,7 @@ class CheckpointAverage(ShadowWeights):
     The training itself and its learning rate are left as they are: use a constant or cyclic one. For SWA set
     ``last_k=None``, ``start_step`` to about 75 % of the run, and ``every_n_steps`` to the length of a cycle, which must
     divide the step at which a cycle ends: snapshots then fall on the lowest rates, where weights are best.
-    Statistics of BatchNorm layers are computed anew for the average, from training samples that are drawn for it.
+    Statistics of BatchNorm layers are computed again for the average, from training samples that are drawn for it.
 
     Args:
         last_k: How many snapshots are averaged, at least 1; null for all of them, in the memory of one (SWA).
@@ -91,7 +91,7 @@ class CheckpointAverage(ShadowWeights):
         size = sum(p.numel() * p.itemsize for p in tracked.values()) * (self.last_k or 1)
         which = "all snapshots" if self.last_k is None else f"the last {self.last_k} snapshots"
         norms = len(batch_norms(module))
-        statistics = f", statistics of {norms} BatchNorm layers computed anew" if norms else ""
+        statistics = f", statistics of {norms} BatchNorm layers computed again" if norms else ""
         return Report(
             f"{self.weights} mean of {which}, one every {self.every_n_steps} steps, {len(tracked)} tensors, "
             f"{size / 2**20:.1f} MiB of CPU memory{statistics}",
@@ -161,7 +161,7 @@ class CheckpointAverage(ShadowWeights):
                     snapshot[name] = placed_like(tensor, parameters[name], tensor.dtype)
 
     def forget(self) -> None:
-        """Start anew."""
+        """Start again."""
         self._snapshots, self._count, self._mean, self._statistics = [], 0, None, None
 
     @outside_autograd

@@ -92,7 +92,7 @@ class EMA(ShadowWeights):
         return self._average if self._updates else None
 
     def forget(self) -> None:
-        """Start anew."""
+        """Start again."""
         self._average, self._updates = {}, 0
 
     def describe(self, module: Any) -> Report:
@@ -128,7 +128,7 @@ class EMA(ShadowWeights):
                 f"EMA: device={self.device!r} cannot be combined with sharded parameters ({sharded!r} is one): leave "
                 "it out, the average is sharded as they are"
             )
-        if self._updates:  # what was thawed before the checkpoint may be thawed anew only later
+        if self._updates:  # what was thawed before the checkpoint may be thawed again only later
             named = dict(pl_module.named_parameters())
             self._parameters |= {n: named[n] for n in self._average if n in named}
         if self._updates and (different := self._average.keys() ^ self._parameters.keys()):

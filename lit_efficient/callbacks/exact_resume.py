@@ -3,7 +3,7 @@
     before batch k of epoch e:  torch, Python and NumPy are seeded by hash(seed, e, k, rank)
     order of epoch e:           a pure function of (seed, e); the loader's state is the number of batches it yielded
 
-Saves: the work since the last epoch's end, in code that knows nothing of it; stock Lightning shuffles and draws anew.
+Saves: the work since the last epoch's end, in code that knows nothing of it; stock Lightning shuffles and draws again.
 Costs: 0.1 ms a step and five integers in the checkpoint; inside an accumulation window also the gradients so far.
 Source: Lightning's stateful-loader protocol, https://lightning.ai/docs/pytorch/stable/clouds/fault_tolerant_training_basic.html.
 
@@ -79,11 +79,6 @@ class ExactResume(Technique):
         """Leave the strategy as it was."""
         self._unwrap(trainer)
         super().teardown(trainer, pl_module, stage)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the strategy as it was."""
-        self._unwrap(trainer)
-        super().on_exception(trainer, pl_module, exception)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the loaders to where the checkpoint left them, and put back an open accumulation window's gradients."""

@@ -61,7 +61,7 @@ class GradualUnfreezing(Technique):
             beyond the last stay frozen.
         lr_decay: Quotient of the rates of one group and the next deeper one, at least 1; 1 gives all the same rate.
         train_batchnorm: Whether running statistics of BatchNorm layers in frozen groups go on moving. If not, those
-            layers are in eval mode, set anew before each batch, until they thaw: they normalise with the statistics
+            layers are in eval mode, set again before each batch, until they thaw: they normalise with the statistics
             that they have. Their weights are frozen in either case.
 
     Raises:
@@ -227,12 +227,6 @@ class GradualUnfreezing(Technique):
         self._wake(len(self._names))
         release(pl_module)
         super().teardown(trainer, pl_module, stage)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
-        self._wake(len(self._names))
-        release(pl_module)
-        super().on_exception(trainer, pl_module, exception)
 
 
 def renew_reducer(strategy: Any) -> None:

@@ -36,7 +36,7 @@ class IA3(Technique):
     Args:
         targets: Layers whose outputs are scaled (keys, values): ``auto`` knows Llama, Mistral, Qwen, Gemma, GPT-2 and
             this package's GPT; otherwise regular expressions for the ends of dotted names.
-        feedforward: Layers whose inputs are scaled (the projection down), likewise.
+        feedforward: Layers whose inputs are scaled (the projection down), as for ``targets``.
         save_base: Whether checkpoints hold the frozen weights, too.
 
     Raises:

@@ -53,7 +53,7 @@ class LRFinder(Technique):
     Args:
         min_lr: First rate, above 0.
         max_lr: Last rate, above ``min_lr``.
-        num_steps: Optimizer steps, at least 3; the data is begun anew where it is shorter.
+        num_steps: Optimizer steps, at least 3; the data is begun again where it is shorter.
         mode: ``exponential`` for equal ratios, ``linear`` for equal differences.
         early_stop_threshold: Stop when the smoothed loss is above so many times the lowest; null for never.
         apply: Train with the suggestion. If false, only report and draw it.
@@ -129,11 +129,6 @@ class LRFinder(Technique):
         """Forget a test that was never due."""
         unschedule(trainer)
         super().teardown(trainer, pl_module, stage)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Forget a test that was never due."""
-        unschedule(trainer)
-        super().on_exception(trainer, pl_module, exception)
 
     def state_dict(self) -> dict[str, Any]:
         """The rate that was found, and the test."""

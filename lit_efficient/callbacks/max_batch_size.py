@@ -120,7 +120,7 @@ class MaxBatchSize(Technique):
         self._place: BatchSizeTarget | None = None
         self._batch_counts: dict[str, int] = {}  # settings of the trainer that count batches, before the run
         self._start: dict[str, Any] = {}  # states of the global generators before data is loaded
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []  # the loaders' own, likewise
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []  # the loaders' own, then
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse what cannot be tried without harm."""
@@ -161,11 +161,6 @@ class MaxBatchSize(Technique):
         """Give the batch size and the accumulation back: the next run starts from what its user asked for."""
         self._give_back(trainer)
         super().teardown(trainer, pl_module, stage)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Give the batch size and the accumulation back."""
-        self._give_back(trainer)
-        super().on_exception(trainer, pl_module, exception)
 
     def state_dict(self) -> dict[str, Any]:
         """The size that was found, and how."""
@@ -230,7 +225,7 @@ class MaxBatchSize(Technique):
             drop_loaders(part)
 
     def _reload(self, trainer: Any) -> None:
-        """Make the loaders anew with the draws that made them first: as if the size had been set at the start."""
+        """Make the loaders again with the draws that made them first: as if the size had been set at the start."""
         now = [(generator, generator.get_state()) for generator, _ in self._generators]
         for generator, state in self._generators:
             generator.set_state(state)

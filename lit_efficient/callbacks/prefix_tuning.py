@@ -127,7 +127,7 @@ class PrefixTuning(Technique):
         )
         name, decoder = find_decoder(module)
         if isinstance(decoder, PrefixedDecoder):
-            raise ConfigurationError(f"PrefixTuning: {name!r} has a prefix already; build the module anew")
+            raise ConfigurationError(f"PrefixTuning: {name!r} has a prefix already; build the module again")
         source = self._text_tokens or self.init_tokens or []
         length = self.num_virtual_tokens or len(source)
         tokens = list(islice(cycle(source), length)) if source else []

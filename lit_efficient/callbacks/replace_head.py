@@ -25,7 +25,7 @@ _NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, 
 
 
 def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: float = 0.02, seed: int = 0) -> str:
-    """Give the last layer of ``module`` new weights for ``num_outputs`` outputs, in place.
+    """Give the last layer of ``module`` new weights for ``num_outputs`` outputs, in place; return its dotted name.
 
     The layer stays the same object under the same name, with its device, its format, and a bias if it had one; a weight
     that was tied to an embedding no longer is. ``num_labels`` and ``num_classes`` of the modules around it follow.
@@ -37,9 +37,6 @@ def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: 
         std: Standard deviation of the new weights, at least 0; biases are 0.
         seed: Seed of the new weights; no global generator is used.
 
-    Returns:
-        The layer's dotted name.
-
     Raises:
         ConfigurationError: For an argument out of range, and if there is no such layer, or more than one.
     """
@@ -50,7 +47,7 @@ def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: 
         raise ConfigurationError(f"ReplaceHead: {name!r} is on the meta device: give the network its weights first")
     old = outputs_of(layer)
     shape = list(layer.weight.shape)
-    shape[_output_dimension(layer)] = num_outputs
+    shape[1 if _is_conv1d(layer) else 0] = num_outputs
     generator = torch.Generator().manual_seed(seed)
     layer.weight = _parameter(torch.randn(shape, generator=generator) * std, layer.weight)
     if layer.bias is not None:
@@ -182,11 +179,6 @@ class ReplaceHead(Technique):
         release(pl_module)
         super().teardown(trainer, pl_module, stage)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
-        release(pl_module)
-        super().on_exception(trainer, pl_module, exception)
-
 
 def _check(num_outputs: int, std: float) -> None:
     check_number("ReplaceHead", "num_outputs", num_outputs, least=1, whole=True)
@@ -204,10 +196,6 @@ def _is_layer(part: nn.Module) -> bool:
 
 def _is_conv1d(part: nn.Module) -> bool:
     return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(part).__mro__)
-
-
-def _output_dimension(layer: nn.Module) -> int:
-    return 1 if _is_conv1d(layer) else 0
 
 
 def _size_attribute(layer: nn.Module) -> str:

@@ -17,15 +17,12 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 
 def image_grid(images: Tensor, columns: int, border: int = 1) -> Tensor:
-    """Arrange images in rows.
+    """Images in rows: uint8 [height, width, C] on the CPU; a short last row is filled with black.
 
     Args:
         images: [N, C, H, W], uint8, or float in [-1, 1]; C is 1 or 3.
         columns: Images a row.
         border: Black pixels between images.
-
-    Returns:
-        uint8 [height, width, C] on the CPU; a short last row is filled with black.
     """
     if images.dim() != 4 or images.shape[1] not in (1, 3):
         raise refusal("image_grid", "images", "[N, 1 or 3, H, W]", tuple(images.shape))

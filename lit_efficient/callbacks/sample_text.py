@@ -31,7 +31,7 @@ class SampleText(Callback):
         temperature: at least 0; 0 takes the likeliest token.
         top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
         seed: the same at each validation, so that samples differ by the model only.
-        chat: each prompt is a user's turn in the tokenizer's chat template; ``generate_text`` is told by ``chat=True``.
+        chat: each prompt is a user's turn in the tokenizer's chat template; ``generate_text`` gets ``chat=True``.
     """
 
     leaves_traces = True

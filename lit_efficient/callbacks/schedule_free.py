@@ -90,8 +90,7 @@ class ScheduleFree(Technique):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the averaged weights in the module; what was learned is in them."""
-        _switch(trainer, training=False)
-        unwrap_method(pl_module, "on_save_checkpoint", _save_averages)
+        self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 
 

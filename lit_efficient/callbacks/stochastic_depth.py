@@ -86,7 +86,7 @@ def drop_rows(
         rate: Share of the rows that skip the block, at least 0 and below 1.
         *args: Further arguments; every tensor in them whose first size is B is cut to the same rows.
         rows: The draw, if it is made already (:func:`draw_rows`); ``None`` draws from torch's global generator.
-        **kwargs: Further keyword arguments, treated likewise, except for those whose names say that all rows share
+        **kwargs: Further keyword arguments, treated the same, except for those whose names say that all rows share
             them (``cache_position``, ``image_rotary_emb``, ...).
 
     Source: Oquab et al. (2023), https://arxiv.org/abs/2304.07193, section 5.
@@ -164,7 +164,7 @@ class _Droppable(nn.Module):
     _drop_by: str
     _drop_streams: Streams | None  # None until a block that does not declare what it returns has shown it
     _drop_now: bool | None  # None outside a trainer's loop: draw from torch's global generator
-    _drop_seed: int | None  # likewise
+    _drop_seed: int | None  # None there, too
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block = super().forward
@@ -291,7 +291,6 @@ class StochasticDepth(Technique):
             block._drop_seed = block._drop_now = None
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Likewise."""
         self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 

@@ -149,14 +149,11 @@ class ThroughputBar(TQDMProgressBar):
 
 
 def run_position(trainer: Trainer, batches: int) -> tuple[int, int | None]:
-    """Where a run stands and where it ends.
+    """(optimizer steps, ``max_steps``) if that ends the run; else (batches of all epochs, their total or None).
 
     Args:
         trainer: while it fits.
         batches: batches of the current epoch that are done.
-
-    Returns:
-        (optimizer steps, ``max_steps``) if that ends the run; else (batches of all epochs, their total or None).
     """
     per_epoch, steps, epochs = trainer.num_training_batches, trainer.max_steps, trainer.max_epochs
     limit = None

@@ -152,11 +152,6 @@ class TokenWeightedAccumulation(Technique):
         unwrap_method(pl_module, "backward", _backward)
         super().teardown(trainer, pl_module, stage)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the wrap off."""
-        unwrap_method(pl_module, "backward", _backward)
-        super().on_exception(trainer, pl_module, exception)
-
     def _scale(self, trainer: Any, loss: Tensor) -> Tensor | None:
         """The loss times its share of the reference; ``None`` for a backward pass that is left out."""
         batch_idx, tokens = self._batch

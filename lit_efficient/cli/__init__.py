@@ -129,14 +129,11 @@ class LitEfficientCLI(OpenCLI):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line and turn what goes wrong into a sentence.
+    """Run the command line; errors become a sentence and exit code 2, bugs raise.
 
     Args:
         argv: The arguments, without the program's name. ``--debug``, or ``LIT_EFFICIENT_DEBUG=1``, lets errors through
             with their traceback.
-
-    Returns:
-        Exit code: 0, or 2 for what the user can mend. Bugs raise.
     """
     arguments = [argument for argument in argv if argument != "--debug"]
     debug = len(arguments) < len(argv) or os.environ.get("LIT_EFFICIENT_DEBUG", "") not in ("", "0")

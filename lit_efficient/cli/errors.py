@@ -6,6 +6,7 @@ import re
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -55,6 +56,18 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
         return None
     lines = [line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..." for line in lines if line.strip()]
     return "\n".join(lines[:MAX_LINES])
+
+
+@contextmanager
+def explained(argv: Sequence[str]) -> Iterator[None]:
+    """Raise what `explain` can say about an error inside as a ConfigurationError."""
+    try:
+        yield
+    except Exception as error:
+        message = None if isinstance(error, ConfigurationError) else explain(error, argv)
+        if message is None:
+            raise
+        raise ConfigurationError(message) from error
 
 
 def constructor_error(error: ValueError) -> Exception:

@@ -2,15 +2,14 @@
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import seed_everything
 
 from lit_efficient.cli import LitEfficientCLI
-from lit_efficient.cli.errors import explain
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.cli.errors import explained
 
 # One process on one device, and nothing that would write into the folder of the run.
 _ALONE = ("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.logger=false")
@@ -37,7 +36,7 @@ class Validator:
     def __init__(self, configs: Sequence[str], arguments: Sequence[str] = ()) -> None:
         given = [part for path in configs for part in ("-c", path)]
         argv = ["validate", *given, *_ALONE, *arguments]
-        with _explained(argv):
+        with explained(argv):
             self._parts = _Parts(args=argv)
 
     def __call__(self, checkpoint: str | Path) -> dict[str, float]:
@@ -50,15 +49,3 @@ class Validator:
                 self._parts.model, datamodule=self._parts.datamodule, ckpt_path=str(checkpoint), verbose=False
             )
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-@contextlib.contextmanager
-def _explained(argv: Sequence[str]) -> Iterator[None]:
-    """Turn what the command line would explain to its user into one exception."""
-    try:
-        yield
-    except Exception as error:
-        message = explain(error, argv)
-        if message is None:
-            raise
-        raise ConfigurationError(message) from error

@@ -81,17 +81,14 @@ def set_import_policy(extra: Sequence[str] = ()) -> None:
 def _registered_classes() -> list[str]:
     """What installed packages register as techniques: the classes alone, not what else lies beside them.
 
-    Whoever installs such a package has decided to run it, as with a plugin of any program; a config only says when.
+    Who installs such a package has decided to run it, as with a plugin of any program; a config only says when.
     """
     paths = [one.path for known in registered().values() for one in known]
     return [path for path in paths if all(part.isidentifier() for part in path.split("."))]
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take ``--allow-import PKG`` out of a command line, wherever it stands, and write short class names in full.
-
-    Returns:
-        The remaining arguments, and the packages.
+    """The arguments without ``--allow-import PKG``, short class names in full, and the packages.
 
     Raises:
         ConfigurationError: If ``--allow-import`` stands without a package.

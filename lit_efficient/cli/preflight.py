@@ -104,11 +104,7 @@ def _requested(devices: int | str | list[int]) -> int | None:
 
 
 def go_offline_without_key(config: Mapping[str, Any], environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Run W&B offline if nobody said how and there is no key: it would stop and ask for one.
-
-    Returns:
-        Whether the environment was changed.
-    """
+    """Run W&B offline if nobody said how and there is no key; return whether the environment was changed."""
     classes = [value for key, value in leaves(config.get("trainer") or {}) if key.endswith("class_path")]
     uses_wandb = any(str(name).endswith("WandbLogger") for name in classes)
     if not uses_wandb or "WANDB_MODE" in environment or _has_wandb_key(environment):

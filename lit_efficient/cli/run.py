@@ -187,11 +187,7 @@ class _NoAdvertising(logging.Filter):
 
 
 def quiet(evaluating: bool = False) -> None:
-    """Silence advertisements and warnings that ask for nothing; everything else is printed.
-
-    Args:
-        evaluating: Whether the run writes no checkpoints, so that it does not matter where an earlier run put its own.
-    """
+    """Silence advertisements and warnings that ask for nothing; ``evaluating``: those of where a run writes, too."""
     from lightning_utilities.core import rank_zero  # its logger is that of the Lightning namespace imported last
 
     logger = rank_zero.log

@@ -78,11 +78,7 @@ def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path
 
 
 def run(argv: list[str]) -> int:
-    """Answer ``average``. Errors are raised: the caller prints them.
-
-    Args:
-        argv: The arguments after the subcommand's name.
-    """
+    """Answer ``average``."""
     parser = argparse.ArgumentParser("python -m lit_efficient average", description=__doc__, allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="CKPT", help="checkpoints or .safetensors files, oldest first")
     parser.add_argument("--output", required=True, help="file to write: .ckpt, or .safetensors for weights alone")

@@ -7,24 +7,16 @@ command; a cache that is there already is checked from end to end.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import check_number, refusal
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write a cache.
-
-    Args:
-        argv: The arguments after ``cache-latents``.
-
-    Returns:
-        Exit code: 0, or 2 for what the user can mend, with a sentence that says what.
-    """
+    """Write a cache."""
     parser = argparse.ArgumentParser(
         "lit_efficient cache-latents",
         description="Encode the images, captions and teacher's features of a config's LatentData into its cache. Takes "
@@ -44,24 +36,16 @@ def run(argv: Sequence[str]) -> int:
     check_number("cache-latents", "--batch_size", options.batch_size, least=1, whole=True, null=True)
     check_number("cache-latents", "--num_workers", options.num_workers, least=0, whole=True, null=True)
     check_number("cache-latents", "--shard_rows", options.shard_rows, least=1, whole=True)
-    from lit_efficient.cli.errors import explain
+    from lit_efficient.cli.errors import explained
     from lit_efficient.commands.preview import build_data
     from lit_efficient.data.latent_data import LatentData
 
-    try:
+    with explained(rest):
         data = build_data(rest, "cache-latents")
         if not isinstance(data, LatentData):
             raise refusal("cache-latents", "the config's data", "LatentData", type(data).__name__)
         data.images.prepare_data()
         data.images.setup("fit")
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        message = explain(error, rest)
-        if message is None:
-            raise
-        print(f"error: {message}", file=sys.stderr)
-        return 2
     bar = Bar()
     given = {"batch_size": options.batch_size} if options.batch_size else {}
     manifest = data.write_cache(

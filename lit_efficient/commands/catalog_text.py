@@ -20,14 +20,7 @@ _SINGLE = {"optimizer", "lr_scheduler", "model", "data", "trainer.strategy"}  # 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answer ``techniques ...``.
-
-    Args:
-        arguments: What follows the word ``techniques`` on the command line.
-
-    Returns:
-        Exit code: 0, or 2 for a name that does not exist.
-    """
+    """Answer ``techniques ...``, what follows that word; the exit code is 0, or 2 for a name that does not exist."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE)
         return 0

@@ -29,11 +29,7 @@ _INK, _GREY, _LINE, _BEST = "#1f2933", "#6b7785", "#2f6db3", "#c2410c"
 
 
 def run(argv: list[str]) -> int:
-    """Answer ``ema-sweep``. Errors are raised: the caller prints them.
-
-    Args:
-        argv: The arguments after the subcommand's name.
-    """
+    """Answer ``ema-sweep``."""
     parser = argparse.ArgumentParser(
         "python -m lit_efficient ema-sweep",
         description=__doc__,

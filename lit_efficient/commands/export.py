@@ -8,14 +8,7 @@ from lit_efficient.errors import LitEfficientError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Export a checkpoint.
-
-    Args:
-        argv: The arguments after ``export``.
-
-    Returns:
-        Exit code: 0, or 2 for what the user can mend, with one line that says what.
-    """
+    """Export a checkpoint."""
     parser = argparse.ArgumentParser("lit_efficient export", description="Turn a checkpoint into what others can load.")
     parser.add_argument("checkpoint", help="a Lightning checkpoint")
     parser.add_argument("--format", choices=("peft", "merged", "safetensors", "diffusers"), default="safetensors")

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 
 def run(argv: Sequence[str]) -> int:
-    """Continue prompts with the model of a checkpoint.
-
-    Args:
-        argv: The arguments after ``generate``.
-
-    Returns:
-        Exit code 0.
-    """
+    """Continue prompts with the model of a checkpoint."""
     parser = argparse.ArgumentParser(
         "lit_efficient generate",
         description="Continue texts with the model of a checkpoint: its adapters are applied, and the averaged weights "

@@ -239,14 +239,7 @@ def build_data(argv: Sequence[str], command: str = "preview") -> Any:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Show a batch.
-
-    Args:
-        argv: The arguments after ``preview``.
-
-    Returns:
-        Exit code: 0, or 2 for what the user can mend, with a sentence that says what.
-    """
+    """Show a batch."""
     parser = argparse.ArgumentParser(
         "lit_efficient preview",
         description="Show what a batch is. Takes the options of fit as well: -c CONFIG, --data.batch_size 2, ...",
@@ -258,20 +251,12 @@ def run(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     check_number("preview", "--tokens", options.tokens, least=1, whole=True)
     check_number("preview", "--rows", options.rows, least=1, whole=True)
-    from lit_efficient.cli.errors import explain
+    from lit_efficient.cli.errors import explained
 
-    try:
+    with explained(rest):
         data = build_data(rest)
         data.prepare_data()
         data.setup("fit")
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        message = explain(error, rest)
-        if message is None:
-            raise
-        print(f"error: {message}", file=sys.stderr)
-        return 2
     batch = next(iter(data.train_dataloader() if options.split == "train" else data.val_dataloader()))
     if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
         raise ConfigurationError(

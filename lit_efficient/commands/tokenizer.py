@@ -8,14 +8,7 @@ from lit_efficient.errors import ConfigurationError, check_number
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train a tokenizer, save it as transformers reads it, and print how many bytes a token stands for.
-
-    Args:
-        argv: The arguments after ``tokenizer``.
-
-    Returns:
-        Exit code 0.
-    """
+    """Train a tokenizer, save it as transformers reads it, and print how many bytes a token stands for."""
     parser = argparse.ArgumentParser(
         "lit_efficient tokenizer",
         description="Train a byte-level tokenizer. superbpe lets the last tokens span several words; it is "

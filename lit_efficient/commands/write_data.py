@@ -20,14 +20,7 @@ Row = dict[str, Any]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Answer prompts with a checkpoint's model or one of Hugging Face.
-
-    Args:
-        argv: The arguments after ``write-data``.
-
-    Returns:
-        Exit code 0.
-    """
+    """Answer prompts with a checkpoint's model or one of Hugging Face."""
     arguments = _parser().parse_args(argv)
     from lit_efficient.models.causal_lm import CausalLMConfig
     from lit_efficient.models.sampling import check_sampling
@@ -144,15 +137,12 @@ def _prompt_of(line: str, where: str, form: str) -> str | Turns:
 
 
 def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any]) -> int:
-    """Prepare the file to be gone on with: its settings written or compared, half a last line taken off.
+    """Write or compare the settings of a file, take half a last line off, and return the number of the next prompt.
 
     Args:
         output: the data.
         prompts: all of them.
         settings: what decides the answers.
-
-    Returns:
-        The number of the next prompt.
 
     Raises:
         ConfigurationError: if the file was made with other settings or prompts.
@@ -161,7 +151,7 @@ def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any
     from lit_efficient.files.atomic_file import replacing
 
     beside = output.with_name(output.name + ".settings.json")
-    other = "Delete both files to begin anew, or name another output."
+    other = "Delete both files to begin again, or name another output."
     if not output.exists():
         with replacing(beside) as file:
             file.write((json.dumps(settings, indent=2) + "\n").encode())
@@ -199,7 +189,7 @@ def write_rows(
     answer: Callable[[int, str | Turns], tuple[Row, bool]],
     keep_cut: bool,
 ) -> tuple[int, int]:
-    """Answer the prompts from number ``start`` on, each line on the disk before the next prompt is read.
+    """Answer the prompts from ``start`` on, each on the disk before the next; return how many were written and cut.
 
     Args:
         output: the data, appended to.
@@ -207,9 +197,6 @@ def write_rows(
         start: the first to answer.
         answer: number and prompt to the row, and whether the model ended the answer.
         keep_cut: keep those that it did not.
-
-    Returns:
-        How many rows were written, and how many answers were cut.
     """
     written = cut = 0
     with open(output, "ab", buffering=0) as file:

@@ -22,14 +22,7 @@ TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
 
 
 def load_digit_images(size: int) -> tuple[Tensor, Tensor]:
-    """All digits, enlarged bicubically.
-
-    Args:
-        size: Height and width in pixels.
-
-    Returns:
-        Images [1797, 1, size, size] float32 in [-1, 1], and labels [1797] int64.
-    """
+    """All digits, enlarged to ``size``: [1797, 1, size, size] float32 in [-1, 1], and their labels [1797] int64."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -65,11 +58,7 @@ def stratified_split(labels: Tensor, held_out: int, seed: int) -> tuple[list[int
 
 
 class TensorDictDataset(Dataset[dict[str, Tensor]]):
-    """Tensors of one length by name; item i is the i-th row of each.
-
-    Args:
-        tensors: Name -> tensor [N, ...].
-    """
+    """Tensors [N, ...] of one length by name; item i is the i-th row of each."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors

@@ -7,7 +7,7 @@ same with any number of workers and after any interruption, and what is computed
 
 Saves: aspect buckets keep what a square crop throws away; variants make crops and flips that a cache can hold.
 Costs: reading every image once; later starts list the files, compare their sizes and times, and read labels and
-    captions (of a folder: metadata, or the files beside the images) anew
+    captions (of a folder: metadata, or the files beside the images) again
 """
 
 import hashlib
@@ -126,14 +126,11 @@ class ImageData(ImageModule):
         return self.scores.judge is not None
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
-        """Distances to training images in the judge's features.
+        """``frechet_distance`` and ``kernel_distance`` to training images, for the judge; nothing without one.
 
         Args:
             images: Generated images [M, C, H, W] in [-1, 1], M >= 2.
             labels: Not used: the judge knows no classes.
-
-        Returns:
-            ``frechet_distance`` and ``kernel_distance``, lower is better; nothing without a judge.
         """
         if self.scores.judge is None:
             return {}

@@ -4,7 +4,7 @@
     batch, live:   {"images" [B, C, H, W], "index", "variant", "labels", "captions"}, encoded in the task by ``codec``
 
 Both are batches of the same keys (index, variant) in the same order, so training on one is training on the other. A
-cached posterior is sampled anew at each step by the task, and each epoch takes another of the K crop and flip variants.
+cached posterior is sampled at each step by the task, and each epoch takes another of the K crop and flip variants.
 
 Saves: the encoders' forwards in each step (autoencoder, captions' encoder, teacher)
 Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a variant for 256 x 256 pixels at SD's
@@ -41,7 +41,7 @@ from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 MEASURED_IMAGES = 256
 IMAGES_AT_ONCE = 32
 _WAY_OUT = (
-    "Put the settings back, give another folder, or make the cache anew: " + COMMAND + " --overwrite; cached: false "
+    "Put the settings back, give another folder, or make the cache again: " + COMMAND + " --overwrite; cached: false "
     "encodes in each step."
 )
 
@@ -170,14 +170,11 @@ class LatentData(LightningDataModule):
         self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
 
     def write_cache(self, **options: Any) -> dict[str, Any]:
-        """Make the cache, or go on with it, after ``images.setup``.
+        """Make the cache, or go on with it, after ``images.setup``; return its manifest.
 
         Args:
             **options: ``batch_size``, ``num_workers``, ``device``, ``shard_rows``, ``overwrite``, ``progress`` of
                 `build_latents`.
-
-        Returns:
-            The manifest.
         """
         # By as many as the task encodes at once when it trains on images: a convolution's rounding depends on it.
         options.setdefault("batch_size", min(self.images.batch_size, IMAGES_AT_ONCE))

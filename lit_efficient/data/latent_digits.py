@@ -3,7 +3,7 @@
     batch: {"mean": [B, c, h, w], "logvar": [B, c, h, w], "labels": [B], "index": [B]}
 
 ``mean`` and ``logvar`` are the posterior's moments in normalised units (sampled latents have mean 0 and variance 1 in
-each channel of the training part). The task draws the sample, anew at each step: it trains on the whole posterior, one
+each channel of the training part). The task draws the sample, at each step: it trains on the whole posterior, one
 random generator is involved whatever the number of workers, and resuming is exact.
 
 Costs: about 25 s of one CPU core once; 4 MB of disk.

@@ -32,7 +32,7 @@ def export_checkpoint(
     format: str,
     base: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Turn a checkpoint into one of three formats.
+    """Turn a checkpoint into one of three formats; return the folder.
 
     Args:
         path: A Lightning checkpoint.
@@ -44,9 +44,6 @@ def export_checkpoint(
             module, adapters merged; QA-LoRA's weights stay in int4.
         base: What the adapters stand beside, where the checkpoint does not hold it (``save_base=True``): the folder of
             a transformers model (``merged``), or a checkpoint or safetensors file (``safetensors``).
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigurationError: For an argument that does not fit the checkpoint.

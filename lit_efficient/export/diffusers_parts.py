@@ -2,7 +2,7 @@
 
 Only those schedulers are taken that a pipeline drives rightly: ``DiTPipeline`` does not scale its first noise, as
 schedulers in sigma need it, and most pipelines call ``scale_model_input``, which the flow schedulers do not have. Flow
-is left with DPM-Solver++ there, which cuts timesteps to integers: the network is told a time up to 1/1000 too early.
+is left with DPM-Solver++ there, which cuts timesteps to integers: the network gets a time up to 1/1000 too early.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def scheduler_of(
     Args:
         parts: The run.
         allowed: Samplers that the pipeline drives.
-        of_flow: Likewise for flow, where the first one takes the place of others.
+        of_flow: Those for flow, where the first one takes the place of others.
 
     Raises:
         ConfigurationError: If there is none for what the network predicts.

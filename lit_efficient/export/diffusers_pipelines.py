@@ -50,7 +50,7 @@ def pipeline_for(parts: Parts) -> Pipeline:
         )
     if parts.network.config.out_channels is None:  # which models fill in and pipelines do not
         parts.network.register_to_config(out_channels=parts.network.config.in_channels)
-    if parts.process.schedule == "cosine":  # k of our scheduler is time (k + 1) / 1000, of which it was told all
+    if parts.process.schedule == "cosine":  # k of our scheduler is time (k + 1) / 1000, at which it was trained
         fold_timesteps(parts.network, 1.0)
     made = _MAKERS[name](parts)
     return replace(made, notes=notes_of(parts, made.pipeline))

@@ -63,11 +63,11 @@ def _sdxl(parts: Parts) -> Pipeline:
         return TextEmbedding(hidden, _all(hidden), pooled)
 
     _check_text(parts, pipeline, encode)
-    told = ""
+    sizes = ""
     if pipeline.vae_scale_factor != PIXELS:
         side = PIXELS * parts.network.config.sample_size
-        told = f"original_size=({side}, {side}), target_size=({side}, {side})"
-    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts), told))
+        sizes = f"original_size=({side}, {side}), target_size=({side}, {side})"
+    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts), sizes))
 
 
 def of_pixart(parts: Parts) -> Pipeline:
@@ -80,11 +80,11 @@ def of_pixart(parts: Parts) -> Pipeline:
     pipeline: Any = PixArtAlphaPipeline(
         **encoders, vae=parts.vae, transformer=network, scheduler=scheduler_of(parts, EVERY)
     )
-    told, asked = network.use_additional_conditions, network.config.sample_size == 128
-    if told != asked or (told and pipeline.vae_scale_factor != PIXELS):
+    sized, asked = network.use_additional_conditions, network.config.sample_size == 128
+    if sized != asked or (sized and pipeline.vae_scale_factor != PIXELS):
         raise ConfigurationError(
             "export: PixArtAlphaPipeline tells its network the size of images with sample_size 128 and otherwise not: "
-            f"use_additional_conditions={told} does not fit sample_size={network.config.sample_size}, or the "
+            f"use_additional_conditions={sized} does not fit sample_size={network.config.sample_size}, or the "
             f"autoencoder's factor is not {PIXELS}"
         )
 
@@ -153,7 +153,7 @@ def _encoders(parts: Parts, pipeline: str, count: int) -> dict[str, Any]:
 
 
 def _check_text(parts: Parts, pipeline: Any, encode: Callable[[str], TextEmbedding]) -> None:
-    """Refuse unless the pipeline tells the network of a prompt what training told it."""
+    """Refuse unless the pipeline tells the network of a prompt what it got in training."""
     for prompt in _PROMPTS:
         ours = parts.text_encoder.encode([prompt])
         try:

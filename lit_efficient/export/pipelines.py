@@ -44,7 +44,7 @@ def export_pipeline(
     lora: Lora = "merged",
     base: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a pipeline of diffusers.
+    """Write a pipeline of diffusers; return the folder.
 
     Args:
         path: A checkpoint of ``LatentDiffusion`` on latents of an autoencoder of diffusers.
@@ -55,9 +55,6 @@ def export_pipeline(
         base: A checkpoint or safetensors file with the frozen weights that adapters stand beside, where the checkpoint
             does not hold them (``save_base=True``) and its backbone does not name them, or names what is gone. The
             file of a model's folder (``diffusion_pytorch_model.safetensors``) is one.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigurationError: For an argument out of range, and for what no pipeline of diffusers can hold.

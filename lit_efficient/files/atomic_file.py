@@ -3,7 +3,7 @@
     temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
 
 The temporary must lie in the same folder: ``os.replace`` is atomic within one file system only. Its hidden name tells
-machine and process, so that whoever writes there next can remove what killed processes left.
+machine and process, so that the next writer can remove what killed processes left.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ def cache_folder(cache_dir: str | None, kind: str, made_from: Any) -> Path:
 def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callable[[Path], str | None]) -> Path:
     """Return ``folder`` with its content built and checked; build it if it is not there.
 
-    A damaged one is refused and not built anew: a disk that has lost bytes once is for its owner to look at.
+    A damaged one is refused and not built again: a disk that has lost bytes once is for its owner to look at.
 
     Args:
         folder: where the content shall lie.
@@ -61,7 +61,7 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
     fault = problem(folder)
     if fault is not None:
         raise ConfigurationError(
-            f"The cache {folder} is damaged: {fault} Delete the folder and run again: it is made anew."
+            f"The cache {folder} is damaged: {fault} Delete the folder and run again: it is made again."
         )
     return folder
 

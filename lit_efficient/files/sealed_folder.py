@@ -1,6 +1,6 @@
 """A cache folder that is whole or absent: safetensors files under a manifest that knows the hash of each.
 
-What was made at length is never made anew silently: everything is checked when the folder is opened, and refused.
+What was made at length is never made again silently: everything is checked when the folder is opened, and refused.
 """
 
 import json
@@ -34,19 +34,16 @@ def make_once(folder: Path, key: str, make: Callable[[], Contents]) -> None:
 
 
 def open_checked(folder: Path, key: str) -> Contents:
-    """Read what ``make_once`` wrote.
+    """Read what ``make_once`` wrote: {file name: {tensor name: tensor}} and the manifest.
 
     Args:
         folder: The folder.
         key: The key that its content must have.
 
-    Returns:
-        {file name: {tensor name: tensor}} and the manifest.
-
     Raises:
         ConfigurationError: Something is missing, altered, or made from something else. Nothing is repaired silently.
     """
-    mend = f"Delete the folder {folder} and run again: it is made anew."
+    mend = f"Delete the folder {folder} and run again: it is made again."
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, str] = manifest["files"]

@@ -17,7 +17,7 @@ def combined_loader(trainer: Any) -> Any:
 
 
 def drop_loaders(loop: Any) -> None:
-    """Stop a loop's workers, and have its loaders made anew: ``_data_fetcher`` and ``_combined_loader``."""
+    """Stop a loop's workers, and have its loaders made again: ``_data_fetcher`` and ``_combined_loader``."""
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
     loop._combined_loader = None

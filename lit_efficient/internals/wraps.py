@@ -1,4 +1,4 @@
-"""Methods of one object that call what stood there before, and can be taken off in any order.
+"""Methods of one object that call the method before them, and can be taken off in any order.
 
 A wrap is a bound method in the object's ``__dict__``, and what it wraps is noted there, too: nothing is captured, so a
 deep copy has wraps of its own. It must be a plain function, without ``__wrapped__``: Lightning reads ``__code__`` and

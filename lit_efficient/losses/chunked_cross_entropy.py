@@ -51,15 +51,12 @@ class TokenLoss:
         check_number(_WHO, "softcap", self.softcap, above=0, null=True)
 
     def consume(self, logits: Tensor, labels: Tensor, scale: Tensor | None) -> Tensor:
-        """Losses of the tokens; the logits are overwritten, by ``scale`` times their gradient where it is given.
+        """Losses [n] of the tokens, unscaled; the logits become ``scale`` times their gradient where it is given.
 
         Args:
             logits: [n, V], float32 or float64, before ``logit_scale`` and ``softcap``.
             labels: [n], none of them ignored.
             scale: [n], or ``None`` where no gradient is wanted.
-
-        Returns:
-            [n], unscaled.
         """
         eps, z = self.label_smoothing, self.z_loss
         slope = None  # of the softcap
@@ -112,7 +109,7 @@ def chunked_cross_entropy(
     Softmax and losses are in float32 (float64 for float64). The gradient of a 16-bit weight is summed in float32 and
     rounded once, at the price of 4 bytes an element until the backward pass. No gradient is made for what needs none:
     a frozen head, or anything under ``torch.no_grad()``. Under autocast the products are in its dtype. Gradients are
-    handed out, not copied: a second backward pass (``retain_graph=True``) computes them anew. Second derivatives are
+    handed out, not copied: a second backward pass (``retain_graph=True``) computes them again. Second derivatives are
     refused.
 
     Args:

@@ -144,7 +144,7 @@ def sample_with_diffusers(
     prediction: Prediction,
     sampler: Sampler,
 ) -> Tensor:
-    """Integrate from noise to data with a scheduler of diffusers.
+    """Integrate from noise to data, [B, ...] float32, with a scheduler of diffusers.
 
     Args:
         predict: The network: noisy data [B, ...] and our times [B] to a prediction [B, ...].
@@ -153,9 +153,6 @@ def sample_with_diffusers(
         process: The process that the network was trained on.
         prediction: What it predicts; any target, it is converted to the scheduler's.
         sampler: Which scheduler; not builtin.
-
-    Returns:
-        Data, [B, ...] float32.
     """
     process = as_process(process)
     check_sampler(process, sampler, prediction)

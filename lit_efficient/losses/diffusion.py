@@ -68,15 +68,12 @@ def add_noise(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionP
 def draw_noise(
     x0: Tensor, process: DiffusionProcess, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The noise that the network is asked for, and the one that it sees: the same unless the input is perturbed.
+    """The noise that the network predicts and the one that it sees, as ``x0``: the same unless the input is perturbed.
 
     Args:
         x0: Data, [B, C, ...].
         process: Gives the strengths of offset noise and input perturbation.
         generator: Where the draws come from; None is torch's global generator.
-
-    Returns:
-        Noise of the shape, type and device of ``x0``, twice.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -112,7 +109,7 @@ def target(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProc
 def to_x0_eps(
     output: Tensor, x_t: Tensor, t: Tensor, process: Schedule | DiffusionProcess, prediction: Prediction
 ) -> tuple[Tensor, Tensor]:
-    """Data and noise that a prediction stands for.
+    """Data x0 and noise eps that a prediction stands for, [B, ...] each.
 
     Each is the solution of two linear equations in (x0, eps): the process and the target's definition.
 
@@ -123,9 +120,6 @@ def to_x0_eps(
             not determine the rest.
         process: The process.
         prediction: What ``output`` is.
-
-    Returns:
-        x0 and eps, [B, ...] each.
     """
     process = as_process(process)
     alpha, sigma = (per_sample(a, x_t) for a in process.alpha_sigma(t))

@@ -97,7 +97,7 @@ def ddim_sample(
     process: Schedule | DiffusionProcess,
     prediction: Prediction,
 ) -> Tensor:
-    """Integrate from noise to data.
+    """Integrate from noise to data, [B, ...].
 
     Args:
         predict: The network: noisy data [B, ...] and times [B] to a prediction [B, ...].
@@ -105,9 +105,6 @@ def ddim_sample(
         times: Decreasing times in [0, 1], [steps + 1]; see ``sampling_times``.
         process: The process that the network was trained on.
         prediction: What it predicts.
-
-    Returns:
-        Data, [B, ...].
     """
     process = as_process(process)
     x = noise * process.prior_scale

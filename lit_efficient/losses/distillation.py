@@ -59,14 +59,11 @@ class Divergence:
         return self.temperature**2 if self.temperature_squared else 1.0
 
     def measure(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence and what its gradient is made of, without ``factor``.
+        """The divergence ``[N]``, without ``factor``, and the G ``[N, C]`` of its gradient in the module's docstring.
 
         Args:
             log_p: the teacher's log-probabilities ``[N, C]``, at the temperature; -inf is allowed.
             log_q: the student's ``[N, C]``.
-
-        Returns:
-            Values ``[N]``, and G ``[N, C]`` of the module's docstring.
         """
         p = log_p.exp()
         if self.kind == "forward_kl":
@@ -95,7 +92,7 @@ def _log_mixture(ratio: Tensor, share: float) -> Tensor:
 def distillation_divergence(
     student_logits: Tensor, teacher_logits: Tensor, divergence: Divergence | None = None, vocab_size: int | None = None
 ) -> Tensor:
-    """The divergence of every token, from logits that are held whole; differentiable in both.
+    """The divergence of every token ``[...]`` in nats, from logits that are held whole; differentiable in both.
 
     Args:
         student_logits: ``[..., V_s]``, computed with in float32 at least.
@@ -103,9 +100,6 @@ def distillation_divergence(
         divergence: which one; the forward KL at temperature 1 by default.
         vocab_size: tokens that both know, at most V_s and V_t: rows beyond are padding and left out of both softmaxes.
             None takes the smaller of the two.
-
-    Returns:
-        ``[...]``, in nats, with T^2 if ``divergence`` says so.
     """
     divergence = divergence or Divergence()
     size = shared_vocabulary(student_logits.shape[-1], teacher_logits.shape[-1], vocab_size)
@@ -151,34 +145,6 @@ def top_k_of(teacher_logits: Tensor, k: int, temperature: float = 1.0) -> tuple[
     log_p = log_probabilities(teacher_logits, size, temperature)
     values, ids = log_p.topk(k, dim=-1)
     return ids, values if k == size else torch.cat((values, _rest(log_p, ids)), dim=-1)
-
-
-def top_k_divergence(
-    student_logits: Tensor,
-    ids: Tensor,
-    log_probs: Tensor,
-    divergence: Divergence | None = None,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """The divergence between the teacher's `top_k_of` and the student, who is seen through the same k + 1 categories.
-
-    Never above the divergence of the whole distributions (merging categories loses information), and equal to it where
-    k is V. How the student spreads the rest's mass among the rest is free.
-
-    Args:
-        student_logits: ``[N, V_s]``.
-        ids: ``[N, k]``.
-        log_probs: ``[N, k + 1]`` or ``[N, k]``.
-        divergence: which one; its temperature must be the one of `top_k_of`.
-        vocab_size: of the teacher; None takes all V_s.
-
-    Returns:
-        ``[N]``.
-    """
-    divergence = divergence or Divergence()
-    size = vocab_size or student_logits.shape[-1]
-    log_q = log_probabilities(student_logits, size, divergence.temperature)
-    return divergence.measure(log_probs.to(log_q.dtype), coarse(log_q, ids, log_probs))[0] * divergence.factor
 
 
 def coarse(log_q: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:

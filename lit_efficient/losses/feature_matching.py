@@ -52,16 +52,13 @@ def resize_tokens(tokens: Tensor, before: tuple[int, ...], after: tuple[int, ...
 
 
 def match_tokens(student: Tensor, teacher: Tensor, layout: str = "auto") -> tuple[Tensor, Tensor]:
-    """Both features as tokens, the teacher's interpolated to as many as the student has.
+    """[B, N, D] of the student and of the teacher, the latter interpolated to as many tokens as the student has.
 
     Args:
         student: Features [B, N, D], [B, D, H, W] or [B, D].
         teacher: The same, of any number of positions and any width.
         layout: How tokens lie where their numbers differ: ``grid`` (a map's, or a square), ``sequence``; ``auto`` is a
             grid if one of the two is a map.
-
-    Returns:
-        [B, N, D of the student] and [B, N, D of the teacher].
 
     Raises:
         ConfigurationError: If batches differ, or tokens on a grid do not fill a square.

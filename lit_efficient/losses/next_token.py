@@ -14,14 +14,11 @@ IGNORE = -100  # a label that counts for nothing
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood of each label, in nats; 0 where the label is `IGNORE`.
+    """Negative log-likelihood of each label, ``[B, T]`` float32, in nats; 0 where the label is `IGNORE`.
 
     Args:
         logits: ``[B, T, V]``, any floating type; the loss is computed in float32.
         labels: ``[B, T]``, already shifted: ``labels[b, t]`` follows what ``logits[b, t]`` has seen.
-
-    Returns:
-        ``[B, T]`` float32.
     """
     losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
     return losses.view_as(labels)
@@ -43,14 +40,11 @@ def sample_means(losses: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """What each position of a batch is to predict.
+    """What each position is to predict, ``[B, T]``; the last position of ``labels`` predicts nothing.
 
     Args:
         batch: with ``shift_labels`` ``[B, T]``, already shifted, or else ``labels`` ``[B, T]`` that stand under their
             own token, as transformers has them.
-
-    Returns:
-        ``[B, T]``; the last position of ``labels`` predicts nothing.
     """
     if "shift_labels" in batch:
         return batch["shift_labels"]

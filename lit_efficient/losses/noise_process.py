@@ -131,7 +131,7 @@ class DiffusionProcess:
         return (karras_sigma(t).square() + self.sigma_data**2).rsqrt()
 
     def network_time(self, t: Tensor) -> Tensor:
-        """What our own networks are told of the time: k / N for tables, log(sigma) / 4 for edm, else itself."""
+        """What our own networks get as the time: k / N for tables, log(sigma) / 4 for edm, else itself."""
         if self.schedule == "edm":
             return karras_sigma(t).log() / 4.0
         return t - 1.0 / STEPS if self.schedule in TABLES else t

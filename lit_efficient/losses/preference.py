@@ -57,7 +57,7 @@ def dpo_loss(
         policy_chosen: log-probability of each chosen answer ``[B]``: summed over tokens, for ``ipo`` averaged.
         policy_rejected: that of each rejected one ``[B]``.
         ref_chosen: the reference's ``[B]``, without a gradient.
-        ref_rejected: likewise.
+        ref_rejected: the same of the rejected answers.
         beta: above 0; the larger, the nearer the policy stays to the reference.
         kind: which loss, see above.
         label_smoothing: the probability e, in [0, 0.5), that a pair is labelled the wrong way round; for ``sigmoid``.
@@ -94,15 +94,12 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Likelihood of the chosen answer, and the odds of it against the rejected one; no reference.
+    """Losses ``[B]`` of ORPO, which needs no reference, and the log odds ratio ``[B]`` without a gradient.
 
     Args:
         policy_chosen: average log-probability of a token of each chosen answer ``[B]``.
         policy_rejected: that of each rejected one ``[B]``.
         weight: of the odds ratio, lambda in the paper, at least 0.
-
-    Returns:
-        Losses ``[B]``, and the log odds ratio ``[B]`` without a gradient.
 
     Raises:
         ConfigurationError: For a weight out of range.

@@ -80,11 +80,6 @@ def shift_times(t: Tensor, shift: float) -> Tensor:
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
-def resolution_shift(tokens: int, base_tokens: int = 256) -> float:
-    """SD3's shift for latents of ``tokens`` positions where ``base_tokens`` need none."""
-    return math.sqrt(tokens / base_tokens)
-
-
 def sample_timesteps(
     count: int,
     sampling: Distribution | TimestepSampling,

@@ -33,7 +33,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, keyword argumen
 
 
 class Tapped(nn.Module):
-    """Mix-in of a layer that shows its calls to whoever listens at the moment."""
+    """Mix-in of a layer that shows its calls to who listens at the moment."""
 
     _taps: dict[str, list[Call]]
 

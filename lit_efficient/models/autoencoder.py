@@ -45,16 +45,13 @@ class AutoencoderConfig:
 
 
 def sample_posterior(mean: Tensor, logvar: Tensor | None, generator: torch.Generator | None = None) -> Tensor:
-    """Draw ``z = mean + exp(logvar / 2) * noise``.
+    """Draw ``z = mean + exp(logvar / 2) * noise``, of the same shape.
 
     Args:
         mean: Means, any shape.
         logvar: Logarithms of the variances, the same shape. None is a deterministic encoder's: the mean is returned
             as it is, and nothing is drawn.
         generator: Where the noise comes from; None is torch's global generator. A CPU generator serves every device.
-
-    Returns:
-        A sample of the same shape.
     """
     if logvar is None:
         return mean
@@ -101,11 +98,7 @@ class _Residual(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Encoder and decoder between images [B, C, H, W] in [-1, 1] and latents [B, c, H / 4, W / 4].
-
-    Args:
-        config: The shape.
-    """
+    """Encoder and decoder between images [B, C, H, W] in [-1, 1] and latents [B, c, H / 4, W / 4]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
@@ -152,16 +145,13 @@ class Autoencoder(nn.Module):
 def autoencoder_loss(
     model: nn.Module, images: Tensor, kl_weight: float, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The training objective: mean squared error per pixel plus ``kl_weight`` times the mean KL per latent element.
+    """Mean squared error per pixel plus ``kl_weight`` times the mean KL per latent element; then the two alone.
 
     Args:
         model: An ``Autoencoder``.
         images: [B, C, H, W] in [-1, 1].
         kl_weight: Weight of the KL term, >= 0.
         generator: As in ``sample_posterior``.
-
-    Returns:
-        Three scalars: loss, squared error, KL.
     """
     reconstruction, mean, logvar = model(images, generator)
     error = (reconstruction - images).square().mean()

@@ -228,13 +228,13 @@ def _halvings(layers: Sequence[int]) -> int:
     return sum(1 for count in layers[:-1] if count > 0) + (1 if layers[0] == 0 else 0)
 
 
-def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], whence: str) -> ImageAutoencoder:
+def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> ImageAutoencoder:
     """An autoencoder around tensors that a file brings; draws no random number and copies nothing.
 
     Args:
         stored: The fields of an `AutoencoderConfig`, or a whole configuration with ``_class_name``.
         weights: By name in the module.
-        whence: What the weights are of, for the error.
+        source: What the weights are of, for the error.
 
     Raises:
         CheckpointError: If the weights do not fit.
@@ -249,7 +249,7 @@ def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], 
         made.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{whence} does not fit its autoencoder (adapters? merge them first: python -m lit_efficient export): "
+            f"{source} does not fit its autoencoder (adapters? merge them first: python -m lit_efficient export): "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
     return made

@@ -54,7 +54,7 @@ class BackboneShape:
 
     @property
     def takes_text(self) -> bool:
-        """Whether it is told anything of captions."""
+        """Whether it takes captions."""
         return bool(self.text_width or self.pooled_width)
 
     def check_latents(self, channels: int, height: int, width: int, who: str) -> None:

@@ -46,19 +46,15 @@ def build_backbone(spec: BackboneSpec) -> nn.Module:
 def call_backbone(
     network: nn.Module, x: Tensor, t: Tensor, condition: Condition, process: Schedule | DiffusionProcess = "flow"
 ) -> Tensor:
-    """What a network predicts.
+    """The prediction [B, C, H, W] of a network, without the channels of a learned variance.
 
     Args:
         network: What `build_backbone` has built.
         x: Noisy latents, [B, C, H, W], scaled as the network is to see them.
-        t: Times, [B] in [0, 1]; the network is told what it expects: ours the process's ``network_time``, those of
+        t: Times, [B] in [0, 1]; the network gets what it expects: ours the process's ``network_time``, those of
             diffusers the ``timestep`` of its pipelines.
-        condition: What it is told besides; just what its `shape_of` asks for.
+        condition: What it gets besides; just what its `shape_of` asks for.
         process: The process that it is trained on.
-
-    Returns:
-        The prediction [B, C, H, W]; of a network with twice as many output channels (a learned variance) the first
-        half.
     """
     process = as_process(process)
     if isinstance(network, DiT):

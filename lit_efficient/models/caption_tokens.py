@@ -72,7 +72,7 @@ def load_tokenizer(
         subfolder: Where in the folder or repository.
         revision: Of a repository.
         length: As in `CaptionTokens`.
-        side: Likewise.
+        side: As in `CaptionTokens`.
 
     Raises:
         ConfigurationError: If there is none, or it is not one of the library ``tokenizers``.

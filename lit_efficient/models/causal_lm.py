@@ -33,7 +33,7 @@ class CausalLMConfig:
         name_or_path: a hub's name or a local folder; None builds from ``config_fields`` alone.
         config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
             whole configuration, with ``model_type`` (``llama``, ``qwen3``, ...). ``vocab_size`` left out is the data's.
-        random_weights: draw the weights anew although ``name_or_path`` has some.
+        random_weights: draw new weights although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; a commit is what never changes.
         dtype: number format of the weights; ``auto`` is that of the files.
         quantize: load the linear layers in 4 bits (NF4, double quantisation) or 8, without the float weights ever being
@@ -103,7 +103,7 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
             f"CausalLMConfig: config_fields has {unknown[0]!r}, which is no field of the model type {kind}"
             f"{'; near ones: ' + ', '.join(near) if near else ''}."
         )
-    if "num_hidden_layers" in changed:  # derived from it anew
+    if "num_hidden_layers" in changed:  # derived from it again
         stored.pop("layer_types", None)
     try:
         return CONFIG_MAPPING[kind](**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
@@ -201,7 +201,7 @@ def continue_tokens(
     generator: torch.Generator,
     stop: set[int],
 ) -> Tensor:
-    """Continue one sequence token by token with the model's own cache of keys and values.
+    """Continue one sequence with the model's own cache to ``[1, T + n]``, n at most ``max_new_tokens``.
 
     Unlike the model's ``generate`` it neither reads nor changes the global random state.
 
@@ -213,9 +213,6 @@ def continue_tokens(
         top_p: in (0, 1].
         generator: the only source of randomness, on the device of ``input_ids``.
         stop: ids that end the text; the one that was drawn is returned, too.
-
-    Returns:
-        ``[1, T + n]`` with n at most ``max_new_tokens``.
     """
     past, pending = None, input_ids
     with evaluating(model):

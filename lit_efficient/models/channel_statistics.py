@@ -15,11 +15,7 @@ from lit_efficient.errors import ConfigurationError
 
 
 class ChannelStatistics:
-    """Running statistics of tensors [B, c, ...]; all have the same number of channels, and any other shape.
-
-    Args:
-        channels: c.
-    """
+    """Running statistics of tensors [B, c, ...]; all have ``channels`` c, and any other shape."""
 
     def __init__(self, channels: int) -> None:
         self.count = 0  # elements of each channel

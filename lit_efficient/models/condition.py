@@ -1,4 +1,4 @@
-"""What a diffusion network is told besides the noisy latent and its time, and how it is hidden for guidance.
+"""What a diffusion network gets besides the noisy latent and its time, and how it is hidden for guidance.
 
     condition_i = null with probability p, else what belongs to sample i;   one draw a sample, for all its parts
 
@@ -34,14 +34,11 @@ class Condition:
     pooled: Tensor | None = None
 
     def dropped(self, hidden: Tensor, null: "Condition") -> "Condition":
-        """All parts of some samples replaced by those of nothing.
+        """B conditions, of which some are replaced by that of nothing; shorter texts are padded with masked tokens.
 
         Args:
             hidden: Which samples, [B] bool.
             null: The same parts for "no condition", of one sample or of B.
-
-        Returns:
-            B conditions; shorter texts are padded with tokens that the mask leaves out.
         """
         ours, theirs = _of_one_length(self, null)
         return _merged(ours, theirs, lambda mine, its: torch.where(_rows(hidden, mine), its.to(mine), mine))

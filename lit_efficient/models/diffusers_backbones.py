@@ -20,7 +20,7 @@ from lit_efficient.models.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, model_class, resolve
 
-PIXELS = 8  # of an image for each position of a latent, for networks that are told the image's size
+PIXELS = 8  # of an image for each position of a latent, for networks that get the image's size
 
 Fields = Mapping[str, Any]
 

@@ -33,7 +33,7 @@ class DiffusersModelConfig:
         config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
             whole configuration, with ``_class_name`` (``AutoencoderKL``, ``UNet2DConditionModel``, ...).
         subfolder: where in a pipeline the model is: ``vae``, ``unet``, ``transformer``.
-        random_weights: draw the weights anew although ``name_or_path`` has some.
+        random_weights: draw new weights although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; a commit is what never changes.
         dtype: number format of the weights.
     """

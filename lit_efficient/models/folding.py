@@ -1,7 +1,7 @@
 """Put into the weights of diffusers' models what its pipelines have no argument for.
 
     statistics   decode(std z + mean):  W <- W diag(std), b <- b + W mean of the 1x1 convolution before the decoder
-                 (encode(x) - mean) / std likewise of the one behind the encoder, and log-variance - 2 log std
+                 (encode(x) - mean) / std in the one behind the encoder, and log-variance - 2 log std
     timesteps    f(k + d) = R f(k):  W <- W R of the layer behind the sines and cosines f of the timestep k
     labels       row "no label" of a table  ->  row 1000, where DiTPipeline looks for it
 
@@ -25,7 +25,7 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
     Args:
         vae: An ``AutoencoderKL``, or another one if ``mean`` is 0 and ``std`` the same for all channels.
         mean: Of the latents, [c].
-        std: Likewise, [c].
+        std: Of the latents, [c].
 
     Returns:
         A copy. With mean 0 and one std the weights are what they were, and ``scaling_factor`` says the std; otherwise

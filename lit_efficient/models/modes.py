@@ -8,13 +8,10 @@ from torch import nn
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Run the body with ``module`` in eval mode.
+    """Run the body with ``module`` and all its submodules in eval mode.
 
     Modes are remembered for each submodule: ``module.train(was_training)`` would wake up frozen parts (a batch norm
     kept in eval mode, say) that share the module with training ones.
-
-    Args:
-        module: the module whose submodules are all put into eval mode and back.
     """
     modes = [(child, child.training) for child in module.modules()]
     module.eval()

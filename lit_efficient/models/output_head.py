@@ -62,14 +62,11 @@ def output_head(network: nn.Module) -> OutputHead:
 
 
 def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    """What the head would be given.
+    """What the head would get, ``[B, T, H]``, and the network's output, with logits of the last position alone.
 
     Args:
         network: a `GPT`, or a causal model of transformers.
         inputs: ``input_ids`` ``[B, T]`` and other arguments of its forward.
-
-    Returns:
-        Hidden states ``[B, T, H]``, and the network's output, whose logits are those of the last position alone.
 
     Raises:
         ConfigurationError: if the head was not called.
@@ -98,7 +95,7 @@ def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
 
     Args:
         network: as for `hidden_states`; run once in eval mode.
-        inputs: likewise.
+        inputs: as for `hidden_states`.
 
     Raises:
         ConfigurationError: if they differ: the network does something to its logits that is not known here.

@@ -18,16 +18,13 @@ def check_sampling(owner: str, temperature: float, top_p: float) -> None:
 
 
 def sample_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Draw one token for each row.
+    """Draw one token for each row, ``[B, 1]``.
 
     Args:
         logits: ``[B, V]``.
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: probability kept, in (0, 1]; the likeliest token always stays.
         generator: the only source of randomness, on the device of ``logits``.
-
-    Returns:
-        Token ids ``[B, 1]``.
     """
     check_sampling("sample_token", temperature, top_p)
     if temperature == 0:

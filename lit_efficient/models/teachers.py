@@ -74,7 +74,7 @@ class Teacher:
         return found
 
     def of_images(self, images: Tensor, gradients: bool = False) -> dict[str, Tensor]:
-        """Features of images [B, C, H, W] in [-1, 1]; class and register tokens are left out where they can be told.
+        """Features of images [B, C, H, W] in [-1, 1]; class and register tokens are left out where they are known.
 
         A transformers model gets as many channels as it has, its size and its normalisation.
 

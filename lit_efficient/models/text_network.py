@@ -1,4 +1,4 @@
-"""One text encoder of Hugging Face with its tokenizer: how it is named, built, read and told from others."""
+"""One text encoder of Hugging Face with its tokenizer: how it is named, built, read and known from others."""
 
 import hashlib
 import json

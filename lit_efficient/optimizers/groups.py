@@ -21,16 +21,13 @@ def decays(parameter: Tensor) -> bool:
 def parameter_groups(
     parameters: nn.Module | Iterable[Any], weight_decay: float, decay_norm_and_bias: bool = False
 ) -> Groups:
-    """Groups for any ``torch.optim`` class, in which only matrices decay.
+    """Groups for any ``torch.optim`` class in which only matrices decay, ordered by their first tensors; none is empty.
 
     Args:
         parameters: A module, whose parameters that train are taken, tied ones once; or tensors; or groups (dicts),
             which keep their own options.
         weight_decay: Decay of the tensors that decay, where a group names none of its own.
         decay_norm_and_bias: Let tensors with fewer than two dimensions decay, too. Then nothing is split.
-
-    Returns:
-        The groups in the order of their first tensors, none of them empty.
     """
     if isinstance(parameters, nn.Module):
         parameters = [parameter for parameter in parameters.parameters() if parameter.requires_grad]

@@ -213,6 +213,6 @@ def _check_torchao(optimizer: Optimizer, twin_name: str, bits: int | str, who: s
         )
     if any("base_momentum" in group for group in optimizer.param_groups):
         raise ConfigurationError(
-            f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao compiles its step anew for "
+            f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao compiles its step again for "
             "each value: pass cycle_momentum=False to the scheduler, or use backend='bitsandbytes'"
         )

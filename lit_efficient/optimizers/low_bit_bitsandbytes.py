@@ -18,22 +18,23 @@ _PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller tensor
 
 
 class _Twin(Optimizer8bit):
-    """What all twins share; ``kernel`` names the update."""
+    """What all twins share; ``kernel`` names the update, ``options`` are the settings that it shares with torch's."""
 
     kernel: ClassVar[str]
+    options: ClassVar[tuple[str, ...]]
     coupled: ClassVar[bool] = False  # whether decay must be added to the gradient here, because the kernel decouples it
 
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
         *,
         keep_32bit: Set[Tensor] = frozenset(),
         no_decay: Set[Tensor] = frozenset(),
         min_size: int = 4096,
         paged: bool = False,
+        **options: Any,
     ) -> None:
-        Optimizer8bit.__init__(self, params, defaults, optim_bits=8, is_paged=paged)
+        Optimizer8bit.__init__(self, params, options, optim_bits=8, is_paged=paged)
         self.optimizer_name = self.kernel
         self.keep_32bit = keep_32bit
         self.no_decay = no_decay
@@ -41,12 +42,12 @@ class _Twin(Optimizer8bit):
         self.initialized = True  # the first step must not read the process-wide overrides
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The kernel's two coefficients."""
-        return group["betas"]
+        """The kernel's two coefficients; of one moment the smoothing constant or momentum, if it has one."""
+        return group["betas"] if "betas" in self.options else (group.get("alpha", group.get("momentum", 0.0)), 0.0)
 
     def rate(self, group: dict[str, Any], steps: int) -> float:
-        """The learning rate after ``steps`` steps."""
-        return float(group["lr"])
+        """The learning rate after ``steps`` steps; of Adagrad decayed as torch decays it."""
+        return float(group["lr"]) / (1 + steps * group.get("lr_decay", 0.0))
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         """What the kernels need to know about one parameter, now."""
@@ -90,17 +91,7 @@ class AdamW8bit(_Twin, Optimizer2State):
     """Two moments, decoupled decay."""
 
     kernel = "adam"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        **low_bit: Any,
-    ) -> None:
-        _Twin.__init__(self, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **low_bit)
+    options = ("lr", "betas", "eps", "weight_decay")
 
 
 class Adam8bit(AdamW8bit):
@@ -113,78 +104,28 @@ class Lion8bit(_Twin, Optimizer1State):
     """The sign of an interpolated moment, decoupled decay."""
 
     kernel = "lion"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        **low_bit: Any,
-    ) -> None:
-        _Twin.__init__(self, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **low_bit)
+    options = ("lr", "betas", "weight_decay")
 
 
 class SGD8bit(_Twin, Optimizer1State):
     """Momentum; the kernel adds the decay to the gradient, as torch does."""
 
     kernel = "momentum"
-
-    def __init__(
-        self, params: Any, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0, **low_bit: Any
-    ) -> None:
-        _Twin.__init__(self, params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **low_bit)
-
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Momentum, and nothing."""
-        return group["momentum"], 0.0
+    options = ("lr", "momentum", "weight_decay")
 
 
 class RMSprop8bit(_Twin, Optimizer1State):
     """A moving mean of squares."""
 
     kernel = "rmsprop"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        **low_bit: Any,
-    ) -> None:
-        _Twin.__init__(self, params, {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}, **low_bit)
-
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The smoothing constant, and nothing."""
-        return group["alpha"], 0.0
+    options = ("lr", "alpha", "eps", "weight_decay")
 
 
 class Adagrad8bit(_Twin, Optimizer1State):
     """A sum of squares."""
 
     kernel = "adagrad"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        eps: float = 1e-10,
-        **low_bit: Any,
-    ) -> None:
-        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        _Twin.__init__(self, params, defaults, **low_bit)
-
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The kernel needs none."""
-        return 0.0, 0.0
-
-    def rate(self, group: dict[str, Any], steps: int) -> float:
-        """The rate, decayed as torch decays it."""
-        return float(group["lr"]) / (1 + steps * group["lr_decay"])
+    options = ("lr", "lr_decay", "weight_decay", "eps")
 
 
 def state_bytes(p: Tensor, moments: int, low: bool) -> int:

@@ -218,7 +218,7 @@ class LanguageModeling(LightningModule):
         seed: int = 0,
         chat: bool = False,
     ) -> list[str]:
-        """Continue each text; the global random state is neither read nor changed.
+        """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
 
         Args:
             prompts: texts to continue. A text does best without a space at its end: tokens begin with theirs.
@@ -227,9 +227,6 @@ class LanguageModeling(LightningModule):
             top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
             seed: prompt number i is continued with the seed ``seed + i``.
             chat: each prompt is a user's turn, to be answered in the tokenizer's chat template.
-
-        Returns:
-            The prompts with their continuations, up to where the model ends the text.
         """
         tokenizer = self.tokenizer
         return continue_texts(

@@ -1,4 +1,4 @@
-"""What a diffusion network is told of labels and captions; and the captions that samples are made for."""
+"""What a diffusion network gets of labels and captions, and the captions that samples are made for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,11 +114,7 @@ class Conditioning:
 
 
 class Prompts:
-    """Captions that samples are made for: given ones, or the first of the validation data with their labels.
-
-    Args:
-        given: Fixed captions; None gathers them.
-    """
+    """Captions that samples are made for: ``given`` ones, or (None) the first of the validation data, with labels."""
 
     def __init__(self, given: list[str] | None) -> None:
         self.captions = list(given or ())

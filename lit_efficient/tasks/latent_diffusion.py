@@ -7,7 +7,7 @@ has the data module judge the images. With a technique that evaluates averaged w
 average's and ``val/loss_raw`` that of the weights that train, at the same draws.
 
 The parts: the model without its training, :mod:`lit_efficient.tasks.latent_generator`; what data must offer and batches
-may hold, :mod:`lit_efficient.tasks.latent_source`; what the network is told of labels and captions,
+may hold, :mod:`lit_efficient.tasks.latent_source`; what the network gets of labels and captions,
 :mod:`lit_efficient.tasks.latent_conditions`; the networks, :mod:`lit_efficient.models.backbones`.
 
 Costs: with validation, one sampling of ``samples.count`` images, two network evaluations a step; with averaged
@@ -136,7 +136,6 @@ class LatentDiffusion(LatentGenerator):
         self._prompts.begin()
 
     def on_test_epoch_start(self) -> None:
-        """Likewise."""
         self._by_noise.reset()
         self._prompts.begin()
 
@@ -189,8 +188,8 @@ class LatentDiffusion(LatentGenerator):
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         average = next((callback for callback in callbacks if isinstance(callback, ShadowWeights)), None)
         if average is not None:
-            with average.raw(self) as stood:
-                self.log(f"{stage}/loss_raw", evaluate()["loss"] if stood else losses["loss"], **shared)
+            with average.raw(self) as averaged:
+                self.log(f"{stage}/loss_raw", evaluate()["loss"] if averaged else losses["loss"], **shared)
 
     def _conclude(self, stage: str) -> None:
         if self.shape.takes_text:
@@ -216,8 +215,8 @@ class LatentDiffusion(LatentGenerator):
         count = self.samples.count
         if self.trainer.sanity_checking:
             count = min(count, max(2, self.shape.num_classes or 2))
-        told = self._in_turn(count)
-        labels = told.get("labels", self._prompts.labels_of(count) if "captions" in told else None)
-        latents = self.sample(**told, generator=torch.Generator().manual_seed(FIXED_SEED))
+        asked = self._in_turn(count)
+        labels = asked.get("labels", self._prompts.labels_of(count) if "captions" in asked else None)
+        latents = self.sample(**asked, generator=torch.Generator().manual_seed(FIXED_SEED))
         for name, value in score(self._decode(latents), labels).items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "sample_accuracy", sync_dist=True)

@@ -126,7 +126,7 @@ class LatentGenerator(LightningModule):
 
     @property
     def conditioning(self) -> Conditioning:
-        """Makes what the network is told."""
+        """Makes the conditions that the network gets."""
         return Conditioning(self.shape, self.text_encoder)
 
     def setup(self, stage: str) -> None:
@@ -165,20 +165,17 @@ class LatentGenerator(LightningModule):
             )
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition | Tensor | None = None) -> Tensor:
-        """Predict.
+        """Predictions, [B, c, h, w] float32.
 
         Args:
             x: Noisy latents, [B, c, h, w].
             t: Times, [B] in [0, 1].
             condition: What the backbone takes; labels [B] alone stand for a condition of them.
-
-        Returns:
-            [B, c, h, w] float32.
         """
         assert self.network is not None, "configure_model() builds the network"
-        told = condition if isinstance(condition, Condition) else Condition(labels=condition)
+        known = condition if isinstance(condition, Condition) else Condition(labels=condition)
         scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
-        return backbones.call_backbone(self.network, scaled, t, told, self.process).float()
+        return backbones.call_backbone(self.network, scaled, t, known, self.process).float()
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """One new image for each sample's label and caption: uint8 [B, C, H, W]."""
@@ -201,7 +198,7 @@ class LatentGenerator(LightningModule):
         count: int | None = None,
         size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Draw latents; put the module in evaluation mode first.
+        """Draw normalised latents [B, c, h, w], float32; put the module in evaluation mode first.
 
         Args:
             labels: Classes, [B] int64, for a backbone that takes them.
@@ -212,18 +209,15 @@ class LatentGenerator(LightningModule):
             count: B, for a backbone that takes neither.
             size: Height and width of the latents; None: those of the training data.
 
-        Returns:
-            Normalised latents [B, c, h, w], float32.
-
         Raises:
             ConfigurationError: For what the backbone does not take, and an argument out of range.
         """
         given = {"labels": labels, "captions": captions}
-        told = {name: value for name, value in given.items() if value is not None}
+        known = {name: value for name, value in given.items() if value is not None}
         counted = self._check_request(labels, captions, count)
         check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0, null=True)
         check_number("LatentDiffusion", "steps", steps, least=1, whole=True, null=True)
-        condition = self.conditioning.of_batch(told, self.device)
+        condition = self.conditioning.of_batch(known, self.device)
         return self._sample(condition, counted, generator, guidance_scale, steps, size)
 
     def sample_images(self, num: int, seed: int) -> Tensor:
@@ -256,11 +250,11 @@ class LatentGenerator(LightningModule):
         trainer = trainer_of(self)
         must_agree = not (trainer is not None and trainer.predicting)  # which needs nothing of the data
         if _CODEC_KEY in checkpoint:
-            what, way_out = "latents of another autoencoder", "Use the cache of the original run, or start anew."
+            what, way_out = "latents of another autoencoder", "Use the cache of the original run, or start again."
             saved = checkpoint[_CODEC_KEY]
             self.codec = latent_source.restored(LatentCodec, saved, self.codec, must_agree, what, way_out)
         if _TEXT_KEY in checkpoint:
-            what, way_out = "texts of another encoder", "Give the data the encoder of the original run, or start anew."
+            what, way_out = "texts of another encoder", "Give the data the encoder of the original run, or start again."
             saved = checkpoint[_TEXT_KEY]
             self.text_encoder = latent_source.restored(TextEncoder, saved, self.text_encoder, must_agree, what, way_out)
         moved = translate("LatentDiffusion", checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})).get("samples")
@@ -276,13 +270,13 @@ class LatentGenerator(LightningModule):
 
     def _in_turn(self, count: int) -> dict[str, Any]:
         """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
-        told: dict[str, Any] = {}
+        known: dict[str, Any] = {}
         if self.shape.takes_text:
-            told["captions"] = self._prompts.first(count)
+            known["captions"] = self._prompts.first(count)
         if self.shape.num_classes:
-            labels = self._prompts.labels_of(count) if "captions" in told else None
-            told["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
-        return told or {"count": count}
+            labels = self._prompts.labels_of(count) if "captions" in known else None
+            known["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
+        return known or {"count": count}
 
     @torch.no_grad()
     def _sample(

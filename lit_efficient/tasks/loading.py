@@ -15,14 +15,11 @@ from lit_efficient.tasks.language_modeling import LanguageModeling
 
 
 def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
-    """The model of a checkpoint, ready to use.
+    """The model of a checkpoint, ready to use, and which weights it has.
 
     Args:
         path: a checkpoint of `LanguageModeling`, or of a task derived from it.
         weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.mechanisms.restore.restore`.
-
-    Returns:
-        The module, and which weights it has.
 
     Raises:
         CheckpointError: if the file cannot be read, or was not written by a language model.

@@ -1,4 +1,4 @@
-"""A diffusion model's validation loss, told apart by how noisy the sample was.
+"""A diffusion model's validation loss, split by how noisy the sample was.
 
     lowest   log SNR below -3      almost noise: composition
     low      -3 to 0
@@ -24,7 +24,7 @@ class LossByNoise:
         self._totals = torch.zeros(2, len(NAMES), dtype=torch.float32)
 
     def reset(self) -> None:
-        """Start anew."""
+        """Start again."""
         self._totals = torch.zeros(2, len(NAMES), dtype=torch.float32)
 
     def add(self, sample_loss: Tensor, log_snr: Tensor) -> None:

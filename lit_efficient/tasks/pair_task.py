@@ -20,12 +20,7 @@ from lit_efficient.tasks.pairs import Comparison
 class PairTask(LanguageModeling):
     """A task that compares the two answers of each pair; every pair counts the same.
 
-    Args:
-        model: as for `LanguageModeling`.
-        start_from: a checkpoint of `LanguageModeling` of the same shape to start from, its adapters merged.
-        learning_rate: as for `LanguageModeling`.
-        weight_decay: as for it.
-        warmup_steps: as for it.
+    ``start_from`` is a checkpoint of `LanguageModeling` of the same shape, its adapters merged; the rest is as there.
     """
 
     def __init__(

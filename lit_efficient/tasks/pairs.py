@@ -47,16 +47,13 @@ def joined(
     needed: Sequence[str] = ("input_ids", "labels"),
     optional: Sequence[str] = ("attention_mask",),
 ) -> dict[str, Tensor]:
-    """One batch of the chosen answers and, below them, the rejected ones, filled up on the right to the same length.
+    """The chosen answers and, below them, the rejected ones, ``[2 B, T]`` each, filled up on the right.
 
     Args:
         batch: ``chosen_input_ids`` and so on, ``[B, T]``, and the same with ``rejected_``, whose T may be another.
         who: the task that asks, for the error.
         needed: what both sides must have, of ``input_ids``, ``labels`` and ``attention_mask``.
         optional: what they may have. Everything else is left out.
-
-    Returns:
-        What is there of the two, ``[2 B, T]`` each.
 
     Raises:
         ConfigurationError: If the batch has no pairs.

@@ -98,12 +98,9 @@ class TeacherSource:
 
 
 class FrozenNetwork:
-    """A network in eval mode without gradients, which the module that holds it does not see.
+    """A network, frozen in place, in eval mode, which the module that holds it does not see.
 
     A copy of the module shares it.
-
-    Args:
-        network: is changed in place.
     """
 
     def __init__(self, network: nn.Module) -> None:

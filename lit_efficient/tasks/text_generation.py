@@ -26,7 +26,7 @@ def continue_texts(
     stop: set[int],
     device: torch.device,
 ) -> list[str]:
-    """Continue each text; the global random state is neither read nor changed.
+    """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
 
     Args:
         network: a `GPT`, or a causal model of transformers.
@@ -39,9 +39,6 @@ def continue_texts(
         chat: whether each prompt is a user's turn, to be answered.
         stop: further ids that end a text.
         device: where the network is.
-
-    Returns:
-        The prompts with their continuations, up to where the model ends the text.
 
     Raises:
         ConfigurationError: for arguments out of range, an empty prompt where no token begins a text, and a chat without
@@ -69,11 +66,7 @@ def continue_text(
     device: torch.device,
     special: bool = True,
 ) -> tuple[str, bool]:
-    """As `continue_texts`, for one prompt.
-
-    Returns:
-        The continuation alone, and whether the model ended it; otherwise ``max_new_tokens`` did.
-    """
+    """As `continue_texts` for one prompt: the continuation alone, and whether the model (not the limit) ended it."""
     check_sampling("generate_text", temperature, top_p)
     longest = _longest(network)
     room = longest - max_new_tokens

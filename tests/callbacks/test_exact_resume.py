@@ -184,7 +184,7 @@ class Batches:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (DataLoader(Stream(), batch_size=3), "the iterable dataset Stream starts anew"),
+        (DataLoader(Stream(), batch_size=3), "the iterable dataset Stream starts again"),
         (DataLoader(Augmented(), sampler=Own()), "the order of Own is not replaced, only fast-forwarded"),
         (Batches(), "a Batches without state_dict"),
     ],

@@ -17,12 +17,8 @@ from lit_efficient.losses.chunked_distillation import (
     chunked_distillation,
     chunked_losses,
 )
-from lit_efficient.losses.distillation import (
-    Divergence,
-    distillation_divergence,
-    top_k_divergence,
-    top_k_of,
-)
+from lit_efficient.losses.distillation import Divergence, distillation_divergence, log_probabilities, top_k_of
+from lit_efficient.losses.distillation import coarse as seen_as
 
 ALL = [
     Divergence(),
@@ -161,7 +157,8 @@ def test_a_teacher_of_which_k_tokens_were_kept(how: Divergence) -> None:
         kept = top_k_of(teacher_logits, k, how.temperature)
         assert kept[1].shape == (9, k + (k < 10))
         torch.testing.assert_close(kept[1].exp().sum(1), torch.ones(9, dtype=torch.float64))
-        coarse = top_k_divergence(student_logits, *kept, how, vocab_size=10)
+        log_q = seen_as(log_probabilities(student_logits, 10, how.temperature), *kept)
+        coarse = how.measure(kept[1], log_q)[0] * how.factor
         assert (coarse <= whole + 1e-12).all()
         assert (coarse >= previous - 1e-12).all()
         previous = coarse.detach()

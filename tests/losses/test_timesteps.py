@@ -5,7 +5,7 @@ import torch
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.noise_process import T_RANGE, DiffusionProcess
-from lit_efficient.losses.timesteps import TimestepSampling, resolution_shift, sample_timesteps, shift_times
+from lit_efficient.losses.timesteps import TimestepSampling, sample_timesteps, shift_times
 
 COUNT = 50_000
 
@@ -78,7 +78,6 @@ def test_the_shift_divides_the_flows_signal_to_noise_ratio_by_its_square():
     torch.testing.assert_close(flow.log_snr(shift_times(t, 3.0)), expected)
     shifted = drawn(TimestepSampling("uniform", shift=3.0))
     assert_follows(shifted, lambda x: x / (3 - 2 * x))
-    assert resolution_shift(4096, 1024) == 2.0
 
 
 def test_edms_noise_levels_are_log_normal():

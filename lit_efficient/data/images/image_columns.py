@@ -51,7 +51,7 @@ def image_column(wanted: str, names: Sequence[str], holding: Sequence[str], wher
     """The column of images: the one asked for, the only one that holds bytes or images, or the usual one.
 
     Raises:
-        ConfigurationError: If there is none, or which one cannot be told.
+        ConfigurationError: If there is none, or which one is unclear.
     """
     if wanted != AUTO:
         return str(chosen_column("image", wanted, names, where))

@@ -1,4 +1,4 @@
-"""What a source of images offers, so that whoever encodes, caches or trains on them need not know where they lie.
+"""What a source of images offers, so that who encodes, caches or trains on them need not know where they lie.
 
     dataset[(index, variant)] -> {"images": [C, H, W] float32 in [-1, 1], "index", "variant", "labels", "captions"}
     batch                     -> {"images": [B, C, H, W], "index": [B], "variant": [B], "labels": [B], "captions": list}
@@ -73,7 +73,7 @@ class ImageSource(Protocol):
     def identity(self) -> dict[str, str]:
         """What items depend on, by name: ``data`` (a hash of the contents), ``transform``, ``resolution``, ...
 
-        Whoever stores what was computed from items stores this with it, and compares it name by name.
+        Who stores what was computed from items stores this with it, and compares it name by name.
         """
 
     def prepare_data(self) -> None:

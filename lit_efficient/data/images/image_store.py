@@ -79,7 +79,7 @@ class StoredImages:
         if hashlib.sha256(content).digest() != self.digests[number].tobytes():
             raise ConfigurationError(
                 f"ImageData: {self.place(number)} has changed since the data was opened: what was computed from it "
-                "would not be what it says it is. Start anew."
+                "would not be what it says it is. Start again."
             )
         return content
 

@@ -137,15 +137,15 @@ def _split_of(name: str) -> str | None:
 def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
     """Those of a split, if file or folder names tell (``train-00000-of-00002.parquet``); else all."""
 
-    def told_by(file: Path) -> str | None:
+    def split_by_name(file: Path) -> str | None:
         words = re.split(r"[-_./]", file.relative_to(root).as_posix())
         return next((split for word in words if (split := _split_of(word))), None)
 
-    told = {file: told_by(file) for file in files}
-    if not any(told.values()):
+    splits = {file: split_by_name(file) for file in files}
+    if not any(splits.values()):
         return files
-    chosen = [file for file in files if told[file] == (_split_of(split) or split)]
+    chosen = [file for file in files if splits[file] == (_split_of(split) or split)]
     if not chosen:
-        there = ", ".join(sorted({name for name in told.values() if name}))
+        there = ", ".join(sorted({name for name in splits.values() if name}))
         raise ConfigurationError(f"ImageData: {root} has no files of split {split!r}; it has {there}.")
     return chosen

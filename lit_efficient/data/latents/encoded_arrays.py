@@ -26,7 +26,7 @@ class ArrayFiles:
         files: Those in it, in order.
 
     Raises:
-        ConfigurationError: If fields have parts of other names or lengths, or which belong together cannot be told.
+        ConfigurationError: If fields have parts of other names or lengths, or which belong together is unclear.
     """
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
@@ -136,7 +136,7 @@ def _by_name(root: Path, field: str, parts: Sequence[_Part]) -> dict[str, _Part]
         if name in named:
             raise ConfigurationError(
                 f"EncodedData: several files of {root} hold a part {name!r} of the field {field!r}, so which labels "
-                "are theirs cannot be told. `files` leaves others out."
+                "are theirs is unclear. `files` leaves others out."
             )
         named[name] = part
     return named

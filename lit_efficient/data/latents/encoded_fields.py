@@ -156,7 +156,7 @@ class ChannelScaling:
 
     Args:
         mean: One number a channel.
-        std: Likewise, above 0.
+        std: One number a channel, above 0.
     """
 
     mean: list[float]

@@ -54,7 +54,7 @@ def open_encoded(
 
     Args:
         folder: Where it is.
-        layout: How it is stored; ``auto`` is told by the files' names.
+        layout: How it is stored; ``auto`` goes by the files' names.
         files: Pattern for the names of the files that belong to it, such as ``imagenet_ci8x8.*``; of dataset_json, for
             those that are listed, of mds, for shards.
         without: Pattern for names of those that do not, or a folder whose files do not, relative to ``folder``.

@@ -81,7 +81,7 @@ def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[s
     Args:
         item: With ``mean`` and ``logvar``, or ``latents``; the rest is left as it is.
         mean: Of each channel, [c].
-        std: Likewise, above 0.
+        std: Of each channel, [c], above 0.
     """
     shift, scale = _channel(mean), _channel(std)
     changed = {name: (item[name] - shift) / scale for name in ("mean", "latents") if name in item}

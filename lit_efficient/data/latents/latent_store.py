@@ -54,7 +54,7 @@ class LatentStore:
         files = {name: (int(size), str(digest)) for name, (size, digest) in self.manifest["files"].items()}
         if fault := altered_file(folder, files, thorough):
             raise ConfigurationError(
-                f"The latent cache {folder} is damaged: {fault} Make it anew: {COMMAND} --overwrite"
+                f"The latent cache {folder} is damaged: {fault} Make it again: {COMMAND} --overwrite"
             )
         self._opened: dict[str, dict[str, Tensor]] = {}
 
@@ -120,7 +120,7 @@ class LatentStore:
         if found != wanted:
             raise ConfigurationError(
                 f"The latent cache {self.folder} is damaged: {where} belongs to {found}, not to {wanted}. Make it "
-                f"anew: {COMMAND} --overwrite"
+                f"again: {COMMAND} --overwrite"
             )
 
     @property
@@ -151,7 +151,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if missing := {"identity", "files", "count", "statistics", "labels", "text_rows"} - manifest.keys():
             raise KeyError(*sorted(missing))
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigurationError(f"{path} cannot be read ({error!r}). Make it anew: {COMMAND} --overwrite") from error
+        raise ConfigurationError(f"{path} cannot be read ({error!r}). Make it again: {COMMAND} --overwrite") from error
     return manifest
 
 

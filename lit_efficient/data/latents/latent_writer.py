@@ -113,7 +113,7 @@ def build_latents(
     about: Mapping[str, str] | None = None,
     progress: Any = None,
 ) -> dict[str, Any]:
-    """Write a latent cache, or go on with one; nothing is done if it is there already.
+    """Write a latent cache, or go on with one, or do nothing if it is there; return its manifest.
 
     Args:
         folder: Where it shall lie.
@@ -127,9 +127,6 @@ def build_latents(
         overwrite: Replace a cache that is there, of whatever identity, and a half-built one of another.
         about: Names for people to read, that are kept and not compared.
         progress: A bar with ``update(count)``; made by ``progress(total, done)``. None shows none.
-
-    Returns:
-        The manifest.
 
     Raises:
         ConfigurationError: If the folder holds something else, or encoding gives numbers that are not finite.
@@ -163,13 +160,7 @@ def build_latents(
 
 
 class _Journal:
-    """What of a cache is finished: one line a file, with its size, hash and what else is known of it.
-
-    Args:
-        folder: The half-built cache; made if it is not there.
-        header: What it is built from. Another one's work is refused, or removed.
-        overwrite: Remove it.
-    """
+    """What of a half-built cache is finished, a line a file; work from another header is refused, or removed."""
 
     def __init__(self, folder: Path, header: dict[str, Any], overwrite: bool) -> None:
         self.folder = folder

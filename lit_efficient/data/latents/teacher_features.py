@@ -41,11 +41,7 @@ class TeacherFeatures:
         check_choice(_WHO, "dtype", self.dtype, get_args(StoredDtype))
 
     def find(self, images: Any) -> Teacher:
-        """The encoder.
-
-        Args:
-            images: The data module of which ``data.NAME`` names a network.
-        """
+        """The encoder; ``data.NAME`` names a network of the data module ``images``."""
         return find_teacher(self.teacher, [self.layer], who=_WHO, data=images, image_size=self.image_size)
 
     def identity(self, teacher: Teacher) -> dict[str, str]:

@@ -105,21 +105,18 @@ class Recipe:
 
 
 def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) -> Path:
-    """Find or make the cache.
+    """Find or make the cache; return its folder: documents of "train" and "val", the tokenizer, the manifest.
 
     Args:
         recipe: what it is made from.
         kind: name of the folder of caches of this kind.
         cache_dir: where caches are kept; None is :func:`~lit_efficient.files.cache.cache_root`.
         thorough: compare the contents of an existing cache with its hashes.
-
-    Returns:
-        The folder: documents of "train" and "val", the tokenizer, the manifest.
     """
     made_from = recipe.made_from()
     folder = cache_folder(cache_dir, kind, made_from)
     if not folder.exists() and (changed := _changes(folder.parent, made_from)):
-        rank_zero_info(f"{recipe.owner}: made anew, because {changed}.")
+        rank_zero_info(f"{recipe.owner}: made again, because {changed}.")
     found = prepared_folder(
         folder, lambda target: _build(recipe, target), lambda path: broken_seal(path, FORMAT, thorough)
     )

@@ -6,7 +6,7 @@
     completion   {"prompt": ..., "completion": ...}: two texts, or two lists of messages
     text         {"text": ...}
 
-A row that does not hold what its format promises raises :class:`MalformedRow` with the reason; whoever reads the rows
+A row that does not hold what its format promises raises :class:`MalformedRow` with the reason; who reads the rows
 counts it. Nothing is guessed row by row: one source has one format.
 """
 

@@ -29,15 +29,12 @@ _ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")  # what a bare tokeniz
 
 
 def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
-    """Load a tokenizer.
+    """Load a tokenizer as a ``PreTrainedTokenizerFast`` or a subclass.
 
     Args:
         name: a folder or a name on the Hugging Face hub, a ``tokenizer.json``, or a checkpoint (``.ckpt``) of
             `LanguageModeling`, whose own it is.
         chat_template: a Jinja template, a file that holds one, or "chatml", to use instead of the tokenizer's own.
-
-    Returns:
-        A ``PreTrainedTokenizerFast`` or one of its kin.
 
     Raises:
         ConfigurationError: If there is none, or if it is slow (Python-only ones cannot say where a token came from).
@@ -113,7 +110,7 @@ def _bare(path: Path) -> Any:
     known = [token for token in _ENDS if tokenizer.token_to_id(token) is not None]
     if not known:
         raise ConfigurationError(
-            f"tokenizer: {path} has none of the tokens {', '.join(_ENDS)}, so a text's end could not be told; give the "
+            f"tokenizer: {path} has none of the tokens {', '.join(_ENDS)}, so a text's end would be unknown; give the "
             "folder that says which it is (tokenizer_config.json)."
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=known[0], pad_token=known[0])

@@ -104,10 +104,7 @@ class ChatTokens:
         return next((int(i) for i, start in zip(ids, starts) if start >= after and int(i) in self.special_ids), None)
 
     def check_end_of_turn(self) -> str | None:
-        """Encode a probe conversation: is its end of turn learned?
-
-        Returns:
-            None if it is, else what is wrong.
+        """Encode a probe conversation: None if its end of turn is learned, else what is wrong.
 
         Raises:
             ConfigurationError: If it is not, and ``untrained_end`` is "refuse".
@@ -130,16 +127,10 @@ class ChatTokens:
         return wrong
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded | MalformedRow]:
-        """Tokenise documents together.
-
-        Args:
-            documents: any number; a few hundred at a time are fast.
-
-        Returns:
-            For each the tokens, or why there are none.
+        """The tokens of each document, or why there are none; a few hundred at a time are fast.
 
         Raises:
-            ConfigurationError: If the template is one whose turns cannot be told apart.
+            ConfigurationError: If the template is one whose turns cannot be separated.
         """
         found: list[Encoded | MalformedRow] = [MalformedRow("")] * len(documents)
         chats: list[tuple[int, str, list[Span]]] = []
@@ -212,7 +203,7 @@ class ChatTokens:
             if not text.startswith(before):
                 raise ConfigurationError(
                     "tokenizer: the chat template writes the beginning of a conversation differently when more follows "
-                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be told apart. "
+                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be separated. "
                     "Give a chat_template with {% generation %} marks, or set train_on to 'completion'."
                 )
             until = self._rendered(messages[: index + 1], document.tools)
@@ -254,12 +245,7 @@ class ChatTokens:
         return Encoded(ids, trained, num_bytes, cuttable=bool(trained.all()))
 
     def _tokens(self, texts: list[str], plain: bool = False) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Ids ``[n]`` and the characters from and to which each stands, for each text.
-
-        Args:
-            texts: what to tokenise.
-            plain: it is a text, which gets the tokenizer's own beginning, and in which special tokens are spelled out.
-        """
+        """Of each text ids ``[n]`` and their characters from and to; ``plain`` spells special tokens out."""
         if not texts:
             return []
         found = self.tokenizer(

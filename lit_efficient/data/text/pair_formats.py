@@ -53,14 +53,11 @@ class Pair:
 
 
 def recognise_pairs(rows: Iterable[Mapping[str, Any]], where: str) -> tuple[PairFormat, str]:
-    """The format of a source, from its first rows.
+    """The format of a source, from its first rows, and a sentence that says by which keys.
 
     Args:
         rows: some rows; most of them decide.
         where: name of the source, for the sentence.
-
-    Returns:
-        The format, and a sentence that says by which keys.
 
     Raises:
         ConfigurationError: If no row has the keys of any format.

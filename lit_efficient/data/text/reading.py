@@ -122,7 +122,7 @@ class PairReader(Reader):
 
 
 def check_malformed(what: str, rows: int, malformed: int, shown: Sequence[Sequence[str]], most: float) -> str | None:
-    """Refuse a source with too many malformed rows.
+    """Refuse a source with too many malformed rows; return a sentence about them, or None if there are none.
 
     Args:
         what: name of the split.
@@ -130,9 +130,6 @@ def check_malformed(what: str, rows: int, malformed: int, shown: Sequence[Sequen
         malformed: how many of them were malformed.
         shown: places and reasons of the first ones.
         most: share of malformed rows that is put up with, in [0, 1].
-
-    Returns:
-        A sentence about them; None if there are none.
 
     Raises:
         ConfigurationError: If their share is above ``most``.

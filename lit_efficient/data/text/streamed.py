@@ -1,9 +1,9 @@
-"""Data that is never whole: read, tokenised and packed while it is trained on, and resumed where it stood.
+"""Data that is never whole: read, tokenised and packed while it is trained on, and resumed where it stopped.
 
     part (rank, worker) takes every row whose number is its own modulo ranks * workers; documents wait in a buffer,
     which is packed by best-fit-decreasing when it is full, and its rows are shuffled
 
-A stream begins anew when it is through and never ends: an epoch is a number of batches, the same on every rank, so no
+A stream begins again when it is through and never ends: an epoch is a number of batches, the same on every rank, so no
 rank waits for another at its end. All of it is a function of the sources and the seed, so the state is one number.
 
 Saves: the disk and the time for a cache.
@@ -65,7 +65,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         self.buffer = buffer
         self.max_malformed = max_malformed
         self.seed = seed
-        self.place: tuple[int, int] | None = None  # rank and ranks, told by the main process: workers may not know
+        self.place: tuple[int, int] | None = None  # rank and ranks, set by the main process: workers may not know
         self.counts = Counts()
         self._said = False
 
@@ -133,7 +133,7 @@ def place_among_ranks() -> tuple[int, int]:
 
 
 class StreamLoader:
-    """Batches of a stream, in epochs of a given length, that go on where they stood: after an epoch and after a crash.
+    """Batches of a stream, in epochs of a given length, resumed where they stopped: after an epoch and after a crash.
 
     It has a length on purpose: of a loader without one Lightning fetches a batch ahead, and a checkpoint would count a
     batch that nobody has trained on.

@@ -28,7 +28,7 @@ _SPACE = "Ġ"  # how byte-level vocabularies spell a space
 def train_superbpe(
     texts: Sequence[str], vocab_size: int, *, transition: float = 0.8, max_words: int = 4, max_bytes: int = 32_000_000
 ) -> "Tokenizer":
-    """Train both stages.
+    """Train both stages: a tokenizer as of the tokenizers library, whose first ids are those of the plain one.
 
     Args:
         texts: what to learn from (the training texts only).
@@ -36,9 +36,6 @@ def train_superbpe(
         transition: part of the vocabulary that plain BPE makes, in (0, 1]; 1 is plain BPE.
         max_words: most words that a token may span, at least 1.
         max_bytes: about this much of the text is used for the second stage, which holds it in memory.
-
-    Returns:
-        A tokenizer in the format of the tokenizers library, whose first ids are those of the plain one.
 
     Raises:
         ConfigurationError: for an argument out of its range.

@@ -132,7 +132,7 @@ class TopKCache:
     """
 
     def __init__(self, folder: Path, thorough: bool = True) -> None:
-        mend = f"Delete the folder {folder} and run again: it is made anew."
+        mend = f"Delete the folder {folder} and run again: it is made again."
         try:
             files: dict[str, str] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         except (OSError, ValueError, KeyError) as error:

@@ -104,7 +104,7 @@ def read_texts(files: Iterable[tuple[str, Path]]) -> Texts:
 
 
 def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list[str], list[str]]:
-    """Split into training and validation texts.
+    """Training and validation texts, both non-empty unless a single file has less than two characters.
 
     A file goes to validation if the hash of (seed, path), read as a number in [0, 1), is below ``fraction``; if none
     is, the file with the smallest one goes. A single file is cut instead: its last part is the validation text.
@@ -113,9 +113,6 @@ def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list
         files: at least one.
         fraction: about this part of the files is for validation, in (0, 1).
         seed: another seed gives another split.
-
-    Returns:
-        (training texts, validation texts), both non-empty unless a single file has less than two characters.
     """
     if len(files) == 1:
         text = files[0].text

@@ -2,7 +2,7 @@
 
 A checkpoint keeps what trains, the buffers, and frozen tensors that have changed all the same. Loading it fills the
 rest from the module itself, so that strict loading passes; loading a base checkpoint keeps the adapters, and starts
-those that depend on the weight (DoRA, PiSSA) anew. Digests of the base are in the checkpoint and compared on resume.
+those that depend on the weight (DoRA, PiSSA) again. Digests of the base are in the checkpoint and compared on resume.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ ADDED: tuple[str, ...] = (  # last parts of adapters' names
 
 
 class FollowsBase:
-    """Mix-in of a module whose adapter was made from frozen weights, and is made anew when others are loaded."""
+    """Mix-in of a module whose adapter was made from frozen weights, and is made again when others are loaded."""
 
     def follow_base(self) -> None:
-        """Start the adapter anew from the weights that the module has now."""
+        """Start the adapter again from the weights that the module has now."""
         raise NotImplementedError
 
 

@@ -39,7 +39,7 @@ def bitsandbytes_linear(
 
 
 def adopt(layer: Any) -> None:
-    """Make a layer of bitsandbytes, whoever built it, load what it saves and pass gradients on in eval mode."""
+    """Make any layer of bitsandbytes load what it saves and pass gradients on in eval mode."""
     if isinstance(layer, _Loads):
         return
     if any(base.__name__ == "Linear8bitLt" for base in type(layer).__mro__):

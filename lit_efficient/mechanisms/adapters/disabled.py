@@ -21,9 +21,6 @@ def disabled(module: nn.Module) -> Iterator[None]:
 
     Modules that train in full beside adapters (``modules_to_save``, biases) have no other weights to go back to: they
     stay as they are. Without adapters nothing happens. Contexts may be nested; adapters are on again after an error.
-
-    Args:
-        module: What adapters were put on.
     """
     # Those that are off already belong to a context around this one.
     parts = [part for part in module.modules() if isinstance(part, Switchable) and not part.adapter_off]

@@ -35,7 +35,7 @@ def scale_of(variant: str, alpha: float, rank: int) -> float:
 
 
 def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tensor | None = None) -> Tensor:
-    """Row norms of ``W + s B A`` without ever forming ``B A``.
+    """Row norms of ``W + s B A``, [out] in float32 at least, without ever forming ``B A``.
 
         ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (A w_i) + s^2 b_i (A A^T) b_i^T
 
@@ -47,9 +47,6 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
         b: [out, r].
         scale: ``s``.
         squared: ``||w_i||^2`` [out], where it is known already: it never changes.
-
-    Returns:
-        [out], in float32 at least.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
     a, b = a.to(wide), b.to(wide)
@@ -186,16 +183,13 @@ def base_matrix(module: Any) -> Tensor:
 
 
 def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
-    """What a weight and its adapter amount to.
+    """What a weight and its adapter amount to: [out, in], in float32 at least.
 
     Args:
         weight: The frozen weight as [out, in].
         added: ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA). An
             ``A`` with fewer columns than the weight (QA-LoRA) has one for each group of inputs.
         scale: ``s``.
-
-    Returns:
-        [out, in], in float32 at least.
     """
     wide = torch.promote_types(added["lora_A"].dtype, torch.float32)
     flat = {key: tensor.detach().to(wide) for key, tensor in added.items()}
@@ -267,7 +261,7 @@ def add_low_rank(
 
 @torch.no_grad()
 def reset_low_rank(module: Any) -> None:
-    """Start the adapter anew from the weight that the layer has now, which its output then equals."""
+    """Start the adapter again from the weight that the layer has now, which its output then equals."""
     digest = hashlib.blake2b(module.lora_draw.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     a, b = module.lora_A, module.lora_B

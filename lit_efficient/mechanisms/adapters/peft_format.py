@@ -77,15 +77,12 @@ def target_modules(wanted: Iterable[str], everything: Iterable[str]) -> list[str
 def to_peft(
     state: Mapping[str, Tensor], where: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and configuration of a peft adapter.
+    """What belongs into ``adapter_model.safetensors`` and into ``adapter_config.json`` of a peft adapter.
 
     Args:
         state: ``state_dict`` of a checkpoint.
         where: What :func:`placement` gave.
         arguments: Those of the technique ``LoRA``.
-
-    Returns:
-        What belongs into ``adapter_model.safetensors`` and into ``adapter_config.json``.
     """
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}

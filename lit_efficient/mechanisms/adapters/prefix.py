@@ -49,7 +49,7 @@ class PrefixVectors(nn.Module):
 
     Args:
         keys: What the keys start from, [layers, heads, n, head_dim]; copied.
-        values: Likewise.
+        values: As ``keys``.
         embedding: For a projection: the input [n, dim] of the small network; copied.
         projection: For a projection: the width inside it.
         seed: Of the projection's first matrix.
@@ -90,7 +90,7 @@ class PrefixedDecoder(FollowsBase, Switchable):
     prefix_length: int
 
     def follow_base(self) -> None:
-        """Start anew from the same tokens, in other weights."""
+        """Start again from the same tokens, in other weights."""
         if not self.prefix_tokens:
             return
         keys, values = computed(self, self.prefix_tokens)
@@ -210,7 +210,7 @@ class _Recorder(KVCache):
 def add_prefix(
     decoder: Any, length: int, tokens: Sequence[int] = (), *, projection: int = 0, seed: int = 0
 ) -> PrefixVectors:
-    """Put a prefix in front of all sequences that a decoder will see, in place.
+    """Put a prefix in front of all sequences of a decoder, in place; it is returned, and the child ``prefix_tuning``.
 
     Args:
         decoder: What :func:`find_decoder` gave.
@@ -219,9 +219,6 @@ def add_prefix(
             tokens from all over the vocabulary.
         projection: Width inside the small network that makes the prefix; 0: no such network.
         seed: Of random numbers.
-
-    Returns:
-        The prefix, which is also the decoder's child ``prefix_tuning``.
 
     Raises:
         ConfigurationError: If the decoder cannot have such a prefix.

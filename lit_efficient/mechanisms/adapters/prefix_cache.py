@@ -2,7 +2,7 @@
 
     tokens       x_0 ... x_T-1            at the positions  n ... n + T - 1
     keys         [P_k; k_0 ... k_T-1]     n + T of them
-    mask         [1 ... 1, mask]          every token sees the prefix; whoever calls gives masks of real tokens alone
+    mask         [1 ... 1, mask]          every token sees the prefix; the caller gives masks of real tokens alone
 
 Source: Li & Liang (2021), https://arxiv.org/abs/2101.00190.
 """
@@ -28,7 +28,7 @@ class PrefixCache:
 
     Args:
         key: [1, heads, n, head_dim].
-        value: Likewise.
+        value: As ``key``.
     """
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
@@ -68,11 +68,7 @@ def _prefixed(layer: type) -> type:
 
 
 def _layers_of(decoder: Any) -> list[Any]:
-    """Empty layers of a dynamic cache for this decoder.
-
-    Raises:
-        ConfigurationError: If a layer keeps something else than keys and values of tokens.
-    """
+    """Empty layers of a dynamic cache for this decoder."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -133,7 +129,7 @@ def prefixed_call(
         forward: The decoder's own.
         kwargs: What the caller gave: masks and positions of real tokens, and a cache that is empty or has the prefix.
         keys: [layers, heads, n, head_dim].
-        values: Likewise.
+        values: As ``keys``.
     """
     if decoder.training:
         refuse_checkpointing(decoder)
@@ -186,15 +182,12 @@ def _started(layer: Any, key: Tensor, value: Tensor) -> Any:
 
 
 def extend_mask(mask: Any, length: int) -> Any:
-    """Put ``length`` visible keys before those of an attention mask.
+    """Put ``length`` visible keys before those of an attention mask; S becomes S + ``length``.
 
     Args:
         mask: [B, S], not 0 where a token is real; [B, 1 or heads, T, S], ``True`` or 0.0 where a token is seen; or
             masks of both kinds by the type of layer.
         length: Of the prefix.
-
-    Returns:
-        The same with S + ``length`` for S.
 
     Raises:
         ConfigurationError: For another kind of mask.

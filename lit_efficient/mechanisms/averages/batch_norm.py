@@ -1,4 +1,4 @@
-"""Statistics of BatchNorm layers for weights that never saw a batch: computed anew, as a plain mean over batches.
+"""Statistics of BatchNorm layers for weights that never saw a batch: computed again, as a plain mean over batches.
 
     running statistics = mean over n batches of the batch's own statistics (momentum 1 / i in batch i)
 
@@ -71,7 +71,7 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if dataset is None or isinstance(dataset, IterableDataset) or size is None:
         raise ConfigurationError(
-            f"{who}: the network has BatchNorm, whose statistics are computed anew for averaged weights, from one "
+            f"{who}: the network has BatchNorm, whose statistics are computed again for averaged weights, from one "
             f"DataLoader with a map-style dataset, but the training data are {type(loader).__name__} over "
             f"{type(dataset).__name__}; use GroupNorm or LayerNorm, or evaluate where such data are given"
         )

@@ -82,14 +82,14 @@ class ShadowWeights(Technique):
         """Use the raw weights where the average stands in, as in validation, to see both side by side.
 
         Yields:
-            Whether the average stood in the module; if not, the weights were the raw ones already.
+            Whether the average was in the module; if not, the weights were the raw ones already.
         """
-        stood = self._raw is not None
+        swapped = self._raw is not None
         self.swap_out(module)
         try:
-            yield stood
+            yield swapped
         finally:
-            if stood:
+            if swapped:
                 self.swap_in(module)
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
@@ -123,13 +123,8 @@ class ShadowWeights(Technique):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The raw weights come back."""
-        self.swap_out(pl_module)
-        super().on_exception(trainer, pl_module, exception)
-
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Likewise."""
+        """The raw weights come back."""
         self.swap_out(pl_module)
         super().teardown(trainer, pl_module, stage)
 

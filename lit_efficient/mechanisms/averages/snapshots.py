@@ -54,16 +54,13 @@ def find_snapshots(folder: str | Path) -> list[Snapshot]:
 
 
 def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None = None) -> list[dict[str, Tensor]]:
-    """Build averages of any width from the snapshots in a folder; each file is read once.
+    """Averages of any width from the snapshots in a folder, one state dict each, in float32 at least.
 
     Args:
         folder: Where :class:`lit_efficient.PowerEMA` put them.
         sigma_rels: Widths to build, each above 0 and below 0.2887. Those between the tracked ones come out best; up to
             about twice the widest is good.
         step: Step at which the averages end; ``None`` for the last. It must be one of the snapshots'.
-
-    Returns:
-        One state dict a width, in float32 at least.
 
     Raises:
         ConfigurationError: For a width out of range or a step without a snapshot.

@@ -176,11 +176,6 @@ def gamma_of(sigma_rel: float) -> float:
     return float(roots.real.max())
 
 
-def sigma_rel_of(gamma: float) -> float:
-    """Standard deviation of a power-function profile, as a share of the length of the run."""
-    return float((gamma + 1) ** 0.5 / ((gamma + 2) * (gamma + 3) ** 0.5))
-
-
 def synthesis_weights(
     steps: Sequence[int], sigma_rels: Sequence[float], target_step: int, target_sigma_rel: float
 ) -> list[float]:

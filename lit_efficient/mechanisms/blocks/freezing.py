@@ -6,7 +6,6 @@ Everything here works on plain modules. Parameters are compared by identity: tie
 to the first group that holds it.
 """
 
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
@@ -58,7 +57,7 @@ def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups") -> list[list[str]]:
-    """The parameters of ``module`` that require a gradient, in groups from the head to the stem.
+    """Dotted names of the parameters that require a gradient, each once, in groups from the head to the stem.
 
     With ``"auto"`` the repeated blocks make a group each, the last one first (see
     :func:`lit_efficient.surgery.find_blocks`). What is defined after them comes before them; what is defined before
@@ -69,9 +68,6 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
         groups: ``"auto"``, or one entry a group from the head to the stem, each a regular expression or several, for
             the ends of dotted names of parameters or of modules that hold them. The first group that matches takes it.
         who: Name of the technique that asks, for the error.
-
-    Returns:
-        Dotted names, each once and no group empty.
 
     Raises:
         ConfigurationError: If there are no blocks, if a pattern matches nothing that trains or nothing that an earlier
@@ -184,14 +180,10 @@ def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
     def rule(name: str) -> int | None:
         if new and name.startswith(new):
             return 0  # what a technique has added is trained whole, whatever else is frozen
-        hits = (i for i, group in enumerate(compiled) if any(_matches(expression, name) for expression in group))
+        hits = (i for i, group in enumerate(compiled) if any(any(map(e.fullmatch, _with_parents(name))) for e in group))
         return next(hits, None)
 
     return rule
-
-
-def _matches(expression: re.Pattern[str], name: str) -> bool:
-    return any(expression.fullmatch(part) for part in _with_parents(name))
 
 
 def _with_parents(name: str) -> Iterable[str]:

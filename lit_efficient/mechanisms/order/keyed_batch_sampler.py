@@ -6,7 +6,7 @@
     variant of image i = hash(seed, e, i) mod variants
 
 So the ranks of a step have the same shape and the same number of images, and R ranks with batches of B see, step by
-step, what one process with batches of R * B sees. What is cached by key and what is computed anew by key are read in
+step, what one process with batches of R * B sees. What is cached by key and what is computed again by key are read in
 the same order.
 """
 
@@ -39,7 +39,7 @@ def variant_of(seed: int, epoch: int, index: int, variants: int) -> int:
 
 
 def fill_batches(order: Sequence[int], buckets: Sequence[Hashable], size: int, drop_last: bool) -> list[list[int]]:
-    """Deal positions into batches of one bucket each; a batch stands where its last one stood, incomplete ones last.
+    """Deal positions into batches of one bucket each, in the order of their last positions, incomplete ones last.
 
     Args:
         order: Positions, each at most once.
@@ -69,7 +69,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         bucket_of: Shape (height, width) of an image by its index: those of a batch are equal. ``None``: all are equal.
         variants: How many variants each image has; an epoch shows one of them, see :func:`variant_of`.
         seed: Seed of the order and of the variants.
-        shuffle: Permute images and batches anew in each epoch. Without, images are in the order of ``index`` within
+        shuffle: Permute images and batches again in each epoch. Without, images are in the order of ``index`` within
             their bucket, and so are the batches by their last image.
         drop_last: Leave incomplete batches out. Without, they come with what is left, filled up to equal length on all
             ranks with images of their own.
@@ -144,11 +144,7 @@ def data_parallel_part(trainer: Any) -> dict[str, Any]:
 
 
 class KeyedBatches(Dataset[list[Any]]):
-    """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``.
-
-    Args:
-        dataset: Its items are found by (index, variant).
-    """
+    """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -167,12 +167,12 @@ def examine(loader: object) -> tuple[bool, str]:
     elif _is_stateful(loader):
         return False, ""
     if not isinstance(loader, DataLoader):
-        return False, f"a {kind} without state_dict() starts anew when the run is resumed"
+        return False, f"a {kind} without state_dict() starts again when the run is resumed"
     if isinstance(loader.dataset, IterableDataset):
         dataset = type(loader.dataset).__name__
         return (
             False,
-            f"the iterable dataset {dataset} starts anew when the run is resumed; give the loader a state_dict()",
+            f"the iterable dataset {dataset} starts again when the run is resumed; give the loader a state_dict()",
         )
     if type(loader).__iter__ not in (DataLoader.__iter__, ResumableLoader.__iter__):
         return False, f"{kind} overrides __iter__, so its batches cannot be counted; give it state_dict()"

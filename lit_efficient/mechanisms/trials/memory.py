@@ -142,7 +142,7 @@ class AllocationMeter(TorchDispatchMode):
 class SavedTensors(saved_tensors_hooks):
     """Count the bytes that operators save for the backward pass while active, each storage once.
 
-    What stood there before, hooks that offload or a checkpoint's that discard, goes on inside.
+    Earlier hooks (that offload, or a checkpoint's that discard) still run inside.
 
     Args:
         without: Tensors whose storages do not count, such as parameters, which exist anyway.

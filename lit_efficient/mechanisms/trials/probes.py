@@ -114,7 +114,7 @@ class ProbeBatches:
         return indices
 
     def batch(self) -> Any:
-        """A batch, read anew."""
+        """A batch, read again."""
         return self._fetcher.fetch(self._indices)
 
 

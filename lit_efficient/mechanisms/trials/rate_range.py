@@ -41,15 +41,12 @@ def smoothed(losses: Sequence[float], decay: float = 0.8) -> list[float]:
 
 
 def suggest_lr(rates: Sequence[float], losses: Sequence[float], decay: float = 0.8) -> float:
-    """The rate at which the smoothed loss falls fastest for a relative increase of the rate, before its minimum.
+    """The one of ``rates`` at which the smoothed loss falls fastest for a relative increase of it, before the minimum.
 
     Args:
         rates: Rates that were tried, rising.
         losses: The loss at each; what follows one that is not finite is left out.
         decay: How much the losses are smoothed, in [0, 1).
-
-    Returns:
-        One of ``rates``.
 
     Raises:
         ConfigurationError: If fewer than three losses are finite, or the loss never falls.

@@ -4,7 +4,7 @@
 
 A checkpoint is not enough to undo steps that were only a test: it knows neither gradients, train and eval mode, metrics
 and progress counters, nor attributes of a user's own. So this walks the objects themselves: values of tensors and
-arrays, contents of dicts, lists and sets, attributes of objects, states of generators. Identity is kept: whoever holds
+arrays, contents of dicts, lists and sets, attributes of objects, states of generators. Identity is kept: who holds
 a tensor or a list holds the same one afterwards, with the old contents.
 """
 

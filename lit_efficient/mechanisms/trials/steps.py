@@ -113,7 +113,7 @@ class Trials:
         return float(value)
 
     def finish(self) -> None:
-        """Wrap the model for several processes anew, if it is: the old wrapper has seen backward passes of trials."""
+        """Wrap the model for several processes again, if it was: the old wrapper has seen backward passes of trials."""
         strategy = self.trainer.strategy
         if self.trainer.world_size > 1:
             strategy.model = self.trainer.lightning_module

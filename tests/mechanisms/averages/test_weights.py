@@ -13,7 +13,6 @@ from lit_efficient.mechanisms.averages.weights import (
     gamma_of,
     position_weights,
     power_decay,
-    sigma_rel_of,
     synthesis_weights,
     update_,
     weighted_mean,
@@ -107,7 +106,8 @@ def test_weights_by_position() -> None:
 def test_widths_and_exponents_are_those_of_the_paper() -> None:
     assert [round(gamma_of(s), 2) for s in (0.05, 0.10, 0.15, 0.20)] == [16.97, 6.94, 3.56, 1.83]
     for sigma_rel in (0.01, 0.05, 0.25, 0.28):
-        assert sigma_rel_of(gamma_of(sigma_rel)) == pytest.approx(sigma_rel, rel=1e-9)
+        g = gamma_of(sigma_rel)
+        assert (g + 1) ** 0.5 / ((g + 2) * (g + 3) ** 0.5) == pytest.approx(sigma_rel, rel=1e-9)
     for bad in (0, -0.1, 0.29):
         with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2886751346, got"):
             gamma_of(bad)

@@ -195,7 +195,7 @@ class Remembering(EveryThird):
     ("loader", "takes", "remark"),
     [
         (DataLoader(DATA, shuffle=True), True, ""),
-        (DataLoader(Stream()), False, "iterable dataset Stream starts anew"),
+        (DataLoader(Stream()), False, "iterable dataset Stream starts again"),
         ([1, 2], False, "a list without state_dict()"),
         (Counting(DATA), False, "Counting overrides __iter__"),
         (DataLoader(DATA, sampler=Remembering()), False, "Remembering has a state of its own"),
