@@ -28,21 +28,13 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of one token as a function of its logits.
+    """The loss of one token as a function of its logits."""
 
-    Args:
-        ignore_index: Label that counts for nothing.
-        label_smoothing: eps, at least 0 and below 1.
-        z_loss: z, at least 0 (1e-4 in PaLM).
-        softcap: Bound of the logits, above 0 (30 in Gemma 2), or ``None``.
-        logit_scale: Factor on the logits, before the bound.
-    """
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
+    ignore_index: int = -100  # label that counts for nothing
+    label_smoothing: float = 0.0  # eps, at least 0 and below 1
+    z_loss: float = 0.0  # z, at least 0 (1e-4 in PaLM)
+    softcap: float | None = None  # bound of the logits, above 0 (30 in Gemma 2), or ``None``
+    logit_scale: float = 1.0  # factor on the logits, before the bound
 
     def __post_init__(self) -> None:
         check_number(_WHO, "label_smoothing", self.label_smoothing, least=0, below=1)

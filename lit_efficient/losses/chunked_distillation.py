@@ -56,17 +56,11 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """A teacher by its hidden states and its head.
+    """A teacher by its hidden states and its head."""
 
-    Args:
-        hidden: ``[N, H_t]``, constants.
-        head: gives ``[n, V_t]``.
-        vocab_size: tokens that both know; None takes the smaller vocabulary.
-    """
-
-    hidden: Tensor
-    head: Head
-    vocab_size: int | None = None
+    hidden: Tensor  # ``[N, H_t]``, constants
+    head: Head  # gives ``[n, V_t]``
+    vocab_size: int | None = None  # tokens that both know; None takes the smaller vocabulary
 
     def compare(self, rows: slice, logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
         """See `Teacher`."""
@@ -81,17 +75,11 @@ class LiveTeacher:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """A teacher by what `lit_efficient.losses.distillation.top_k_of` kept of it.
+    """A teacher by what `lit_efficient.losses.distillation.top_k_of` kept of it."""
 
-    Args:
-        ids: ``[N, k]``.
-        log_probs: ``[N, k + 1]``, or ``[N, k]`` if k is the whole vocabulary.
-        vocab_size: of the teacher; None takes all of the student's.
-    """
-
-    ids: Tensor
-    log_probs: Tensor
-    vocab_size: int | None = None
+    ids: Tensor  # ``[N, k]``
+    log_probs: Tensor  # ``[N, k + 1]``, or ``[N, k]`` if k is the whole vocabulary
+    vocab_size: int | None = None  # of the teacher; None takes all of the student's
 
     def compare(self, rows: slice, logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
         """See `Teacher`."""
