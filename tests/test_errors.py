@@ -64,11 +64,7 @@ def test_a_choice_is_one_of_its_kind() -> None:
 BY_HAND = {
     "callbacks/hidden_alignment.py",
     "callbacks/latent_alignment.py",
-    "data/encoded_data.py",
-    "data/image_data.py",
-    "data/latents/encoded_fields.py",
     "data/latents/encoded_mds.py",
-    "data/photo_crops.py",
     "models/dit.py",
     "models/gpt.py",
     "models/text_network.py",
