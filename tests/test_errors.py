@@ -70,11 +70,7 @@ def test_a_choice_is_one_of_its_kind() -> None:
 
 # Files that still say by hand what an argument must be: convert one, and take it out. No file is added.
 BY_HAND = {
-    "data/encoded_data.py",
-    "data/image_data.py",
-    "data/latents/encoded_fields.py",
     "data/latents/encoded_mds.py",
-    "data/photo_crops.py",
 }
 
 

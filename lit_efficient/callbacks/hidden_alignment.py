@@ -162,5 +162,4 @@ class HiddenAlignment(Alignment):
                 "HiddenAlignment: no clean image: the batch must hold features, images, or latents (or mean) for a "
                 f"module with a codec; it holds {sorted(map(str, batch)) or 'no names'}. Or name them by source="
             )
-        decoded: Tensor = codec.decode(latents)
-        return decoded
+        return codec.decode(latents)

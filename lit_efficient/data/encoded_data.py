@@ -19,25 +19,22 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lit_efficient.data.images.image_source import collate_images
+from lit_efficient.data.images.image_module import KeyedModule
 from lit_efficient.data.latents.encoded_dataset import EncodedRows
 from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, check_fields, open_encoded
 from lit_efficient.data.latents.stage_one import forked_rng
-from lit_efficient.errors import ConfigurationError, check_choice, check_number
-from lit_efficient.mechanisms.order.keyed_batch_sampler import module_loader
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.latent_codec import LatentCodec
 
 
-class EncodedData(LightningDataModule):
+class EncodedData(KeyedModule):
     """A local folder of latents, as the data module of ``LatentDiffusion``.
 
     Args:
@@ -63,6 +60,9 @@ class EncodedData(LightningDataModule):
         ConfigurationError: For a folder, field or number that cannot be.
     """
 
+    variants = 1
+    bucket_of = None  # all have one shape
+
     def __init__(
         self,
         folder: str,
@@ -86,9 +86,7 @@ class EncodedData(LightningDataModule):
         check_number("EncodedData", "batch_size", batch_size, least=1, whole=True)
         check_choice("EncodedData", "layout", layout, get_args(Layout))
         if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
-            raise ConfigurationError(
-                f"EncodedData: statistics must be measured, declared, none, or a mean and std; got {statistics!r}."
-            )
+            raise refusal("EncodedData", "statistics", "measured, declared, none, or a mean and std", statistics)
         if statistics == "declared" and autoencoder is None:
             raise ConfigurationError("EncodedData: statistics: declared needs the autoencoder that declares them.")
         self.folder = folder
@@ -139,8 +137,7 @@ class EncodedData(LightningDataModule):
         rows = EncodedRows(sources, self.fields, self.numbers)
         self.train_index, self.val_index = self._split([len(source) for source in sources])
         if self.classes is None and self.fields.label is not None:
-            labels = rows.labels(range(len(rows)))
-            self.classes = max(labels) + 1
+            self.classes = max(rows.labels(range(len(rows)))) + 1
             rank_zero_info(f"EncodedData: {self.classes} classes; num_classes: {self.classes} saves looking for it.")
         rows.num_classes = self.num_classes
         autoencoder = None
@@ -152,34 +149,6 @@ class EncodedData(LightningDataModule):
             self.codec = LatentCodec(autoencoder, mean, std)
         rows.mean, rows.std = mean, std
         self.dataset = rows
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled: a pure function of (seed, epoch)."""
-        return self._loader(self.train_index, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """In order."""
-        return self._loader(self.val_index, shuffle=False)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Those for validation."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Those for validation."""
-        return self.val_dataloader()
-
-    def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
-        return module_loader(
-            self.trainer,
-            self.dataset,
-            index,
-            collate_images,
-            self.batch_size,
-            training=shuffle,
-            seed=self.seed,
-            num_workers=self.num_workers,
-        )
 
     def _opened(self) -> list[EncodedSource]:
         root = Path(self.folder).expanduser()
@@ -196,10 +165,8 @@ class EncodedData(LightningDataModule):
         if len(lengths) == 2:
             return list(range(lengths[0])), list(range(lengths[0], sum(lengths)))
         if not 1 <= self.held_out < lengths[0]:
-            raise ConfigurationError(
-                f"EncodedData: held_out must be in [1, {lengths[0]}), the number of rows, not {self.held_out}, unless "
-                "there are val_files."
-            )
+            allowed = f"in [1, {lengths[0]}), the number of rows, unless there are val_files"
+            raise refusal("EncodedData", "held_out", allowed, self.held_out)
         order = torch.randperm(lengths[0], generator=torch.Generator().manual_seed(self.seed)).tolist()
         return sorted(order[self.held_out :]), sorted(order[: self.held_out])
 
@@ -220,8 +187,6 @@ class EncodedData(LightningDataModule):
         else:
             mean, std = rows.measured(self.train_index)
         if mean.shape != (channels,) or std.shape != (channels,) or not bool((std > 0).all()):
-            raise ConfigurationError(
-                f"EncodedData: statistics must be {channels} means and {channels} deviations above 0, as many as "
-                f"channels; got {mean.tolist()} and {std.tolist()}."
-            )
+            allowed = f"{channels} means and {channels} deviations above 0, as many as channels"
+            raise refusal("EncodedData", "statistics", allowed, (mean.tolist(), std.tolist()))
         return mean, std

@@ -25,7 +25,7 @@ from lit_efficient.data.images.image_store import StoredImages
 from lit_efficient.data.images.image_tables import ImageSplits
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.data.images.keyed_images import KeyedImageFiles, classes_of, forget_lone_class, together
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 
 class ImageData(ImageModule):
@@ -76,9 +76,9 @@ class ImageData(ImageModule):
         for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             check_number("ImageData", name, value, least=0, below=1)
         if val is None and val_fraction == 0.0:
-            raise ConfigurationError("ImageData: val_fraction must be above 0 unless val names images.")
+            raise refusal("ImageData", "val_fraction", "above 0 unless val names images", val_fraction)
         if val_fraction + test_fraction >= 1.0:
-            raise ConfigurationError("ImageData: val_fraction + test_fraction must be below 1: nothing would be left.")
+            raise refusal("ImageData", "val_fraction + test_fraction", "below 1", val_fraction + test_fraction)
         self.train, self.val, self.test = train, val, test
         self.splits = splits
         self.columns = columns

@@ -7,6 +7,7 @@ Saves: padding (packing fills 99 % and more of a batch), and tokenising (once fo
 Costs: reading and hashing the sources at every start; tokenising 1,000 short conversations a CPU-second, once.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,13 @@ from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, refusal
 
 
+@dataclass(eq=False)
 class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
-    """Rows of a packed batch: item i holds the pieces of bin i, as ids, labels and bytes of text.
+    """Rows of a packed batch: item i holds the pieces of bin i, as ids, labels and bytes of text."""
 
-    Args:
-        documents: the tokens.
-        pieces: what of them is left.
-        bins: numbers of the pieces of each row.
-    """
-
-    def __init__(self, documents: Documents, pieces: Pieces, bins: Bins) -> None:
-        self.documents = documents
-        self.pieces = pieces
-        self.bins = bins
+    documents: Documents  # the tokens
+    pieces: Pieces  # what of them is left
+    bins: Bins  # numbers of the pieces of each row
 
     def __len__(self) -> int:
         return len(self.bins)

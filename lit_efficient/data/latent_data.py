@@ -14,6 +14,7 @@ Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a v
 import hashlib
 import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,9 +22,9 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lit_efficient.data.images.image_source import ImageSource, collate_images
+from lit_efficient.data.images.image_module import KeyedModule
+from lit_efficient.data.images.image_source import ImageSource
 from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtype, normalize_item
 from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
@@ -31,7 +32,7 @@ from lit_efficient.data.latents.stage_one import forked_rng
 from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.cache import cache_root
-from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
@@ -46,7 +47,7 @@ _WAY_OUT = (
 )
 
 
-class LatentData(LightningDataModule):
+class LatentData(KeyedModule):
     """Images of a source as latents, cached or encoded live; the data module of ``LatentDiffusion``.
 
     The cache is never made in passing: ``python -m lit_efficient cache-latents --config X`` writes it, X being the very
@@ -123,6 +124,18 @@ class LatentData(LightningDataModule):
         return int(self.images.num_classes)
 
     @property
+    def source(self) -> Any:
+        """The images, whose parts, order and batches are those of the latents."""
+        return self.images
+
+    @property
+    def items(self) -> Any:
+        """What the cache holds, normalised; without one the images."""
+        if self._store is None:
+            return self.images.dataset
+        return NormalizedLatents(self._store, self.codec.mean, self.codec.std)
+
+    @property
     def class_names(self) -> list[str]:
         """Name of each class."""
         return list(self.images.class_names)
@@ -165,7 +178,12 @@ class LatentData(LightningDataModule):
         self.text_encoder = encoders.text
         if self.cached:
             self._store = self._open(thorough=False)
-        self.codec = self._codec(encoders.codec.autoencoder)
+        autoencoder = encoders.codec.autoencoder
+        if self.statistics == "declared":
+            self.codec = LatentCodec.declared(autoencoder)
+        else:
+            statistics = self._measured() if self._store is None else self._store.statistics
+            self.codec = LatentCodec(autoencoder, *statistics)
         buckets = Counter(self.images.bucket_of(index) for index in self.images.train_index)
         self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
 
@@ -232,16 +250,8 @@ class LatentData(LightningDataModule):
 
     def _open(self, thorough: bool) -> LatentStore:
         folder = self.cache_folder()
-        manifest = read_manifest(folder)
-        refuse_other(folder, manifest["identity"], self.identity(), _WAY_OUT)
+        refuse_other(folder, read_manifest(folder)["identity"], self.identity(), _WAY_OUT)
         return LatentStore(folder, thorough)
-
-    def _codec(self, autoencoder: Any) -> LatentCodec:
-        if self.statistics == "declared":
-            return LatentCodec.declared(autoencoder)
-        if self._store is not None:
-            return LatentCodec(autoencoder, *self._store.statistics)
-        return LatentCodec(autoencoder, *self._measured())
 
     def _measured(self) -> tuple[Tensor, Tensor]:
         """Without a cache: of one that would be it if it is there, else of some images."""
@@ -260,22 +270,6 @@ class LatentData(LightningDataModule):
         mean, std = ([float(f"{value:.4g}") for value in values] for values in Moments.join(parts).mean_and_std())
         return torch.tensor(mean), torch.tensor(std)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled, one shape a batch, one variant of each image an epoch: a pure function of (seed, epoch)."""
-        return self._loader(self.images.train_index, training=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """In order, variant 0."""
-        return self._loader(self.images.val_index)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """In order, variant 0."""
-        return self._loader(self.images.test_index)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """The test part."""
-        return self.test_dataloader()
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Live, the teacher's features of a batch; cached, they are in it."""
         teacher = self.encoders().teacher
@@ -285,38 +279,14 @@ class LatentData(LightningDataModule):
         assert self.features is not None
         return {**batch, "features": stored_features(teacher, batch["images"], self.features.dtype).float()}
 
-    def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
-        source = self.images
-        dataset = source.dataset
-        if self._store is not None:
-            dataset = NormalizedLatents(self._store, self.codec.mean, self.codec.std)
-        return module_loader(
-            self.trainer,
-            dataset,
-            index,
-            collate_images,
-            source.batch_size,
-            training=training,
-            bucket_of=source.bucket_of,
-            variants=source.variants,
-            seed=source.seed,
-            num_workers=source.num_workers,
-        )
 
-
+@dataclass(eq=False)
 class NormalizedLatents:
-    """The items of a cache, of mean 0 and variance 1 in each channel.
+    """The items of a cache, of mean 0 and variance 1 in each channel."""
 
-    Args:
-        store: The cache.
-        mean: Of each channel, [c].
-        std: Likewise.
-    """
-
-    def __init__(self, store: LatentStore, mean: Tensor, std: Tensor) -> None:
-        self.store = store
-        self.mean = mean
-        self.std = std
+    store: LatentStore  # the cache
+    mean: Tensor  # of each channel, [c]
+    std: Tensor  # of each channel, [c]
 
     def __len__(self) -> int:
         return len(self.store)

@@ -117,8 +117,7 @@ class LatentDigits(DigitsDataModule):
         return judge_digits(self.judge, self._reference, images.cpu().float(), meant)
 
     def _folder(self, key: str) -> Path:
-        root = cache_root() if self.cache_dir is None else Path(self.cache_dir).expanduser()
-        return root / "latent_digits" / key[:16]
+        return cache_root(self.cache_dir) / "latent_digits" / key[:16]
 
     def _key(self, images: Tensor, labels: Tensor) -> str:
         """Hash of the data, the settings and the code that stage one's result depends on."""

@@ -15,6 +15,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.images.image_pixels import to_tensor
 from lit_efficient.data.latents import stage_one
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import check_choice, check_number, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
@@ -97,25 +98,15 @@ def parts_of_blocks(seed: int) -> dict[tuple[int, int, int], str]:
     return parts
 
 
+@dataclass(eq=False)
 class PhotoCropDataset:
-    """Crops by (index, variant); variant 1 is mirrored.
+    """Crops by (index, variant); variant 1 is mirrored."""
 
-    Args:
-        photos: the photographs, [427, 640, 3] uint8 each.
-        crops: where the crops lie.
-        resolution: side of an item in pixels.
-        classes: as for :class:`PhotoCrops`.
-        variants: 1 or 2.
-    """
-
-    def __init__(
-        self, photos: list[np.ndarray], crops: list[PhotoCrop], resolution: int, classes: str, variants: int
-    ) -> None:
-        self.photos = photos
-        self.crops = crops
-        self.resolution = resolution
-        self.classes = classes
-        self.variants = variants
+    photos: list[np.ndarray]  # the photographs, [427, 640, 3] uint8 each
+    crops: list[PhotoCrop]  # where the crops lie
+    resolution: int  # side of an item in pixels
+    classes: str  # as for :class:`PhotoCrops`
+    variants: int  # 1 or 2
 
     def __len__(self) -> int:
         return len(self.crops)
@@ -125,7 +116,7 @@ class PhotoCropDataset:
 
         index, variant = key
         if not 0 <= variant < self.variants:
-            raise ConfigurationError(f"PhotoCrops: the variant must be in [0, {self.variants}), not {variant!r}.")
+            raise refusal("PhotoCrops", "the variant", f"in [0, {self.variants})", variant)
         photo, row, _, top, left, side = self.crops[index]
         # Cut out first: a resampling kernel would reach beyond the crop, and into another part.
         square = Image.fromarray(self.photos[photo][top : top + side, left : left + side])
@@ -173,10 +164,9 @@ class PhotoCrops(ImageModule):
         if resolution % 8:
             raise refusal("PhotoCrops", "resolution", "a multiple of 8", resolution)
         if not scales or not all(1.0 <= scale <= _BLOCK / resolution for scale in scales):
-            raise ConfigurationError(
-                f"PhotoCrops: scales must be numbers in [1, {_BLOCK / resolution:g}] for a resolution of {resolution} "
-                f"(a crop lies within {_BLOCK} pixels of the photograph), not {list(scales)}."
-            )
+            reason = f"a crop lies within {_BLOCK} pixels of the photograph"
+            allowed = f"numbers in [1, {_BLOCK / resolution:g}] for a resolution of {resolution} ({reason})"
+            raise refusal("PhotoCrops", "scales", allowed, list(scales))
         self.resolution = resolution
         self.scales = tuple(scales)
         self.crops = crops
@@ -263,8 +253,7 @@ class PhotoCrops(ImageModule):
         self.dataset = PhotoCropDataset(_photographs(), crops, self.resolution, self.classes, self.variants)
 
     def _folder(self) -> Path:
-        root = cache_root() if self.cache_dir is None else Path(self.cache_dir).expanduser()
-        return root / "photo_crops" / self._key()[:16]
+        return cache_root(self.cache_dir) / "photo_crops" / self._key()[:16]
 
     def _key(self) -> str:
         sources = (conv_features.__file__, sample_quality.__file__, stage_one.__file__, __file__)

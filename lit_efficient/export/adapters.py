@@ -154,8 +154,7 @@ def _from_folder(folder: str) -> Any:
 
 def _described(checkpoint: Mapping[str, Any]) -> str | None:
     """The configuration of transformers that a checkpoint of ``LanguageModeling`` holds, as JSON."""
-    kept: str | None = checkpoint.get("language_modeling", {}).get("model", {}).get("hugging_face")
-    return kept
+    return checkpoint.get("language_modeling", {}).get("model", {}).get("hugging_face")
 
 
 def _from_checkpoint(checkpoint: Mapping[str, Any], described: str | None, prefix: str) -> Any:

@@ -18,29 +18,17 @@ EVERY: tuple[SamplerName, ...] = ("ddim", "euler", "heun", "dpmsolver++")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trained run has to offer.
+    """What a trained run has to offer."""
 
-    Args:
-        network: A model of diffusers, in evaluation mode.
-        vae: Likewise; its latents are normalised as the network knows them.
-        text_encoder: A ``TextEncoder``; None without text.
-        process: Of the training.
-        prediction: What the network predicts.
-        sampler: Of the run.
-        guidance_scale: Likewise.
-        steps: Likewise.
-        size: Height and width of the latents that it trained on, if it trained.
-    """
-
-    network: Any
-    vae: Any
-    text_encoder: Any
-    process: DiffusionProcess
-    prediction: Any
-    sampler: Sampler
-    guidance_scale: float
-    steps: int
-    size: tuple[int, int] | None = None
+    network: Any  # a model of diffusers, in evaluation mode
+    vae: Any  # one, too; its latents are normalised as the network knows them
+    text_encoder: Any  # a ``TextEncoder``; None without text
+    process: DiffusionProcess  # of the training
+    prediction: Any  # what the network predicts
+    sampler: Sampler  # of the run
+    guidance_scale: float  # of the run
+    steps: int  # of the run
+    size: tuple[int, int] | None = None  # height and width of the latents that it trained on, if it trained
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,17 @@ from lit_efficient.files.atomic_file import write_folder
 MANIFEST = "manifest.json"
 
 
-def cache_root() -> Path:
-    """The folder for all caches: ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``. Creates nothing."""
-    configured = os.environ.get("LIT_EFFICIENT_CACHE")
+def cache_root(cache_dir: str | None = None) -> Path:
+    """The folder for caches: ``cache_dir``, else ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``."""
+    configured = cache_dir or os.environ.get("LIT_EFFICIENT_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "lit_efficient"
 
 
 def cache_folder(cache_dir: str | None, kind: str, made_from: Any) -> Path:
     """The place of a cache, named by the hash of what it is made from; None as ``cache_dir`` is `cache_root`."""
-    root = Path(cache_dir).expanduser() if cache_dir else cache_root()
-    return root / kind / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
+    return (
+        cache_root(cache_dir) / kind / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
+    )
 
 
 def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callable[[Path], str | None]) -> Path:

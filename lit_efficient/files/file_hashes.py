@@ -30,7 +30,7 @@ def hash_files(root: Path, files: Sequence[Path], cache_dir: str | None = None) 
     Raises:
         ConfigurationError: If a file cannot be read.
     """
-    folder = (Path(cache_dir).expanduser() if cache_dir else cache_root()) / "file_hashes"
+    folder = cache_root(cache_dir) / "file_hashes"
     listing = folder / f"{hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:32]}.json"
     known, now, fresh = _read(listing), time.time_ns(), False
     entries: dict[str, list[Any]] = {}

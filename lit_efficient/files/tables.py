@@ -38,7 +38,7 @@ def map_table(
         ) from error
     import pyarrow
 
-    root = Path(cache_dir).expanduser() if cache_dir else cache_root()
+    root = cache_root(cache_dir)
     names = [glob.escape(str(path.absolute())) for path in files]
     errors = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, tarfile.TarError, ValueError, OSError)
     try:

@@ -11,8 +11,7 @@ Sources: https://arxiv.org/abs/2411.09009 (why logits dominate), https://github.
 (gradients in the forward pass); z-loss https://arxiv.org/abs/2204.02311; softcap https://arxiv.org/abs/2408.00118.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead
+from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, drawing_again, random_states
 
 _WHO = "chunked_cross_entropy"
 CHUNK_SIZE = 256  # tokens; benchmarks/cross_entropy.py
@@ -29,21 +28,13 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of one token as a function of its logits.
+    """The loss of one token as a function of its logits."""
 
-    Args:
-        ignore_index: Label that counts for nothing.
-        label_smoothing: eps, at least 0 and below 1.
-        z_loss: z, at least 0 (1e-4 in PaLM).
-        softcap: Bound of the logits, above 0 (30 in Gemma 2), or ``None``.
-        logit_scale: Factor on the logits, before the bound.
-    """
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
+    ignore_index: int = -100  # label that counts for nothing
+    label_smoothing: float = 0.0  # eps, at least 0 and below 1
+    z_loss: float = 0.0  # z, at least 0 (1e-4 in PaLM)
+    softcap: float | None = None  # bound of the logits, above 0 (30 in Gemma 2), or ``None``
+    logit_scale: float = 1.0  # factor on the logits, before the bound
 
     def __post_init__(self) -> None:
         check_number(_WHO, "label_smoothing", self.label_smoothing, least=0, below=1)
@@ -251,16 +242,14 @@ class _Sweep:
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sweep: _Sweep, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        scale = None
+        ctx.sweep, ctx.dtypes, scale = sweep, [tensor.dtype for tensor in (hidden, *parameters)], None
         if sweep.trains:
+            wide = torch.promote_types(hidden.dtype, torch.float32)
             scale = (
                 torch.ones(len(hidden), dtype=wide, device=hidden.device) if sweep.weights is None else sweep.weights
             )
-        ctx.sweep, ctx.dtypes = sweep, [tensor.dtype for tensor in (hidden, *parameters)]
-        if sweep.trains:
             ctx.save_for_backward(hidden, *parameters)
-            ctx.random = _random_states(hidden.device)
+            ctx.random = random_states(hidden.device)
         losses, ctx.gradients = sweep(hidden, parameters, ctx.needs_input_grad[1:], scale)
         return losses if sweep.per_token else losses.sum()
 
@@ -274,30 +263,12 @@ class _ChunkedLoss(torch.autograd.Function):
         sweep: _Sweep = ctx.sweep
         gradients, ctx.gradients = ctx.gradients, None  # handed out, not copied: autograd may take them as they are
         among = upstream[sweep.valid()] if sweep.per_token else upstream[None]
-        alike = len(among) == 0 or len(among) == 1 or bool((among == among[0]).all())
+        alike = len(among) <= 1 or bool((among == among[0]).all())
         if gradients is None or not alike:  # a second backward pass, or tokens whose gradients were mixed too early
-            gradients = None
             hidden, *parameters = ctx.saved_tensors
             scale = upstream.expand(len(hidden)) if sweep.weights is None else upstream * sweep.weights
-            with _as_before(hidden.device, sweep.autocast, ctx.random):
+            with drawing_again(hidden.device, ctx.random, sweep.autocast):
                 _, gradients = sweep(hidden, tuple(parameters), ctx.needs_input_grad[1:], scale)
         elif len(among):
             gradients = [g if g is None else g.mul_(among[0]) for g in gradients]
         return None, *(g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-@contextmanager
-def _as_before(device: torch.device, autocast: torch.dtype | None, random: list[Tensor]) -> Iterator[None]:
-    """The dropout masks and the autocast of the forward pass."""
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.autocast(device.type, autocast, enabled=autocast is not None),
-    ):
-        torch.set_rng_state(random[0])
-        for state in random[1:]:
-            torch.cuda.set_rng_state(state, device)
-        yield

@@ -13,8 +13,7 @@ Source: gradients in the forward pass as in https://github.com/mgmalek/efficient
     `lit_efficient.losses.distillation`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lit_efficient.errors import check_number, refusal
 from lit_efficient.losses.distillation import Divergence, coarse, log_probabilities, shared_vocabulary
+from lit_efficient.losses.head_chunks import ModuleHead, drawing_again, random_states
 
 CHUNK_SIZE = 128  # tokens: 64 MiB a tensor for a vocabulary of 128k, and about ten of them
 
@@ -56,17 +56,11 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """A teacher by its hidden states and its head.
+    """A teacher by its hidden states and its head."""
 
-    Args:
-        hidden: ``[N, H_t]``, constants.
-        head: gives ``[n, V_t]``.
-        vocab_size: tokens that both know; None takes the smaller vocabulary.
-    """
-
-    hidden: Tensor
-    head: Head
-    vocab_size: int | None = None
+    hidden: Tensor  # ``[N, H_t]``, constants
+    head: Head  # gives ``[n, V_t]``
+    vocab_size: int | None = None  # tokens that both know; None takes the smaller vocabulary
 
     def compare(self, rows: slice, logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
         """See `Teacher`."""
@@ -81,17 +75,11 @@ class LiveTeacher:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """A teacher by what `lit_efficient.losses.distillation.top_k_of` kept of it.
+    """A teacher by what `lit_efficient.losses.distillation.top_k_of` kept of it."""
 
-    Args:
-        ids: ``[N, k]``.
-        log_probs: ``[N, k + 1]``, or ``[N, k]`` if k is the whole vocabulary.
-        vocab_size: of the teacher; None takes all of the student's.
-    """
-
-    ids: Tensor
-    log_probs: Tensor
-    vocab_size: int | None = None
+    ids: Tensor  # ``[N, k]``
+    log_probs: Tensor  # ``[N, k + 1]``, or ``[N, k]`` if k is the whole vocabulary
+    vocab_size: int | None = None  # of the teacher; None takes all of the student's
 
     def compare(self, rows: slice, logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
         """See `Teacher`."""
@@ -201,33 +189,25 @@ class _Sweep:
     autocast: torch.dtype | None
     trains: bool
 
-    def __call__(self, hidden: Tensor, scale: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def __call__(self, hidden: Tensor, scale: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """Losses ``[3, N]``, and the gradients of the losses' sum, or of their sum weighted with ``scale`` ``[N]``."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.zeros(3, len(hidden), dtype=wide, device=hidden.device)
-        totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.parameters]
-        gradients = [torch.zeros_like(hidden), *totals] if self.trains else []
+        head = ModuleHead(self.head, hidden, self.parameters)
+        gradient = torch.zeros_like(hidden) if self.trains else hidden
         for start in range(0, len(hidden), self.chunk_size):
             rows = slice(start, start + self.chunk_size)
-            with torch.set_grad_enabled(self.trains), self._uncached(hidden.device.type):
-                x = hidden[rows].detach().requires_grad_(self.trains)
-                logits = self.head(x)
-                with torch.no_grad():
-                    slope = self._chunk(rows, logits.detach(), losses[:, rows])
-            if not self.trains:
-                continue
-            if scale is not None:
-                slope.mul_(scale[rows, None])
-            parts = torch.autograd.grad(logits, [x, *self.parameters], slope.to(logits.dtype), materialize_grads=True)
-            gradients[0][rows] = parts[0]
-            for total, part in zip(totals, parts[1:]):
-                total.add_(part)
-        return losses, gradients
+            logits = head.logits(hidden[rows], keep=self.trains)
+            with torch.no_grad():
+                slope = self._chunk(rows, logits, losses[:, rows])
+            if self.trains:
+                gradient[rows] = head.backward(slope if scale is None else slope.mul_(scale[rows, None]))
+        return losses, [gradient, *head.gradients()]
 
     def _chunk(self, rows: slice, logits: Tensor, losses: Tensor) -> Tensor:
         """Write the losses ``[3, n]`` and return the gradient of their first row in the logits ``[n, V_s]``."""
         losses_of_all, entropies, divergences = losses
-        weight, logits = self.weight, logits.to(losses.dtype)
+        weight = self.weight
         slope = torch.zeros_like(logits) if self.trains else logits
         if self.teacher is not None:
             values, gradient = self.teacher.compare(rows, logits, self.divergence)
@@ -244,15 +224,6 @@ class _Sweep:
                 slope.scatter_add_(1, label, torch.full_like(label, weight - 1, dtype=slope.dtype))
         return slope
 
-    @contextmanager
-    def _uncached(self, device: str) -> Iterator[None]:
-        """Autocast without its cache, whose casts of the weights would be shared with graphs that are gone."""
-        if self.autocast is None:
-            yield
-            return
-        with torch.autocast(device, self.autocast, cache_enabled=False):
-            yield
-
 
 class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
@@ -260,7 +231,7 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx.sweep, ctx.dtypes = sweep, [tensor.dtype for tensor in (hidden, *parameters)]
         if sweep.trains:
             ctx.save_for_backward(hidden, *parameters)  # so that a change of them before backward is an error
-            ctx.random = [torch.get_rng_state(), *([torch.cuda.get_rng_state(hidden.device)] if hidden.is_cuda else [])]
+            ctx.random = random_states(hidden.device)
         losses, ctx.gradients = sweep(hidden, None)
         loss, entropies, divergences = losses.unbind()
         ctx.mark_non_differentiable(entropies, divergences)
@@ -273,20 +244,10 @@ class _ChunkedLosses(torch.autograd.Function):
         hidden, *parameters = ctx.saved_tensors
         alike = len(upstream) == 0 or not parameters or bool((upstream == upstream[0]).all())
         if gradients is None or not alike:  # a second backward pass, or tokens whose gradients were mixed too early
-            with _drawing_again(hidden.device, ctx.random):
+            with drawing_again(hidden.device, ctx.random, ctx.sweep.autocast):
                 _, gradients = ctx.sweep(hidden, upstream)
         elif len(upstream):
             gradients[0].mul_(upstream[:, None])
             for gradient in gradients[1:]:
                 gradient.mul_(upstream[0])
         return None, *(gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes))
-
-
-@contextmanager
-def _drawing_again(device: torch.device, states: list[Tensor]) -> Iterator[None]:
-    """The dropout masks of the forward pass."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, device)
-        yield

@@ -18,28 +18,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import check_choice, refusal
-from lit_efficient.losses.noise_process import T_RANGE, DiffusionProcess, Schedule, as_process
-from lit_efficient.losses.timesteps import TimestepSampling, sample_timesteps
-
-__all__ = [
-    "T_RANGE",
-    "DiffusionProcess",
-    "Prediction",
-    "Schedule",
-    "TimestepSampling",
-    "add_noise",
-    "alpha_sigma",
-    "check_prediction",
-    "convert",
-    "draw_noise",
-    "edm_weight",
-    "log_snr",
-    "per_sample",
-    "preconditioning",
-    "sample_timesteps",
-    "target",
-    "to_x0_eps",
-]
+from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_process
 
 Prediction = Literal["flow", "eps", "v", "x0", "edm"]
 

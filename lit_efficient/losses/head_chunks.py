@@ -92,9 +92,9 @@ class ModuleHead:
         self.parameters = list(parameters)
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self.device_type = hidden.device.type
-        self.sums: list[Tensor] | None = None
-        self.inputs: Tensor | None = None
-        self.output: Tensor | None = None
+        self.sums: list[Tensor] = []
+        self.inputs: Tensor
+        self.output: Tensor
 
     def logits(self, x: Tensor, keep: bool) -> Tensor:
         """As :meth:`MatrixHead.logits`."""
@@ -114,21 +114,34 @@ class ModuleHead:
 
     def backward(self, gradient: Tensor) -> Tensor:
         """As :meth:`MatrixHead.backward`."""
-        assert self.output is not None
-        assert self.inputs is not None
         wanted = [self.inputs, *self.parameters]
         parts = torch.autograd.grad(self.output, wanted, gradient.to(self.output.dtype), materialize_grads=True)
-        self.inputs = self.output = None
-        if self.sums is None:
-            self.sums = [
-                torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.parameters
-            ]
+        del self.inputs, self.output
+        if not self.sums:
+            wider = [torch.promote_types(parameter.dtype, torch.float32) for parameter in self.parameters]
+            self.sums = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(self.parameters, wider)]
         for total, part in zip(self.sums, parts[1:]):
             total.add_(part)
         return parts[0]
 
     def gradients(self) -> list[Tensor | None]:
         """As :meth:`MatrixHead.gradients`."""
-        if self.sums is not None:
-            return list(self.sums)
-        return [torch.zeros_like(parameter) for parameter in self.parameters]
+        return list(self.sums or map(torch.zeros_like, self.parameters))
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """What :func:`drawing_again` goes back to."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def drawing_again(device: torch.device, states: list[Tensor], autocast: torch.dtype | None) -> Iterator[None]:
+    """The dropout masks and the autocast of the forward pass."""
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.autocast(device.type, autocast, enabled=autocast is not None),
+    ):
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state, device)
+        yield

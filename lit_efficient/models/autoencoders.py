@@ -78,8 +78,7 @@ class DiffusersAutoencoder(nn.Module):
 
     def decode(self, z: Tensor) -> Tensor:
         """Latents [B, c, h, w] to images [B, C, factor h, factor w], about in [-1, 1] (not clamped)."""
-        decoded: Tensor = self.network.decode(self._as_weights(z), return_dict=False)[0]
-        return decoded
+        return self.network.decode(self._as_weights(z), return_dict=False)[0]
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Images to (reconstruction through one posterior sample, mean, logvar or None)."""

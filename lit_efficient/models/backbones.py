@@ -59,8 +59,7 @@ def call_backbone(
     process = as_process(process)
     if isinstance(network, DiT):
         text = {} if condition.text is None else {"context": condition.text, "context_mask": condition.mask}
-        prediction: Tensor = network(x, process.network_time(t), condition.labels, **text)
-        return prediction
+        return network(x, process.network_time(t), condition.labels, **text)
     return diffusers_backbones.call(network, x, process.timestep(t), condition)
 
 

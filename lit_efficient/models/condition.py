@@ -19,19 +19,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Condition:
-    """Conditions of a batch of B samples; a part that is None is none.
+    """Conditions of a batch of B samples; a part that is None is none."""
 
-    Args:
-        labels: Classes, [B] int64.
-        text: Token embeddings of captions, [B, L, D].
-        mask: Which of the tokens count, [B, L] bool; None: all.
-        pooled: One embedding a caption, [B, P].
-    """
-
-    labels: Tensor | None = None
-    text: Tensor | None = None
-    mask: Tensor | None = None
-    pooled: Tensor | None = None
+    labels: Tensor | None = None  # classes, [B] int64
+    text: Tensor | None = None  # token embeddings of captions, [B, L, D]
+    mask: Tensor | None = None  # which of the tokens count, [B, L] bool; None: all
+    pooled: Tensor | None = None  # one embedding a caption, [B, P]
 
     def dropped(self, hidden: Tensor, null: "Condition") -> "Condition":
         """B conditions, of which some are replaced by that of nothing; shorter texts are padded with masked tokens.

@@ -58,8 +58,7 @@ def prepared(network: Any) -> nn.Module:
     for module in network.modules():
         if type(module).__name__ == "LabelEmbedding":
             module.dropout_prob = 0.0
-    prepared_network: nn.Module = network
-    return prepared_network
+    return network
 
 
 def call(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> Tensor:

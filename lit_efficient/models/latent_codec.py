@@ -55,6 +55,8 @@ class LatentCodec:
     def __init__(self, autoencoder: ImageAutoencoder, mean: Tensor, std: Tensor) -> None:
         assert isinstance(autoencoder, nn.Module)
         self.autoencoder: Any = autoencoder.eval().requires_grad_(False)
+        self.image_channels, self.latent_channels = autoencoder.image_channels, autoencoder.latent_channels
+        self.factor = autoencoder.factor  # pixels per latent position, on each side
         self.mean = mean.detach().float().cpu()
         self.std = std.detach().float().cpu()
         expected = (autoencoder.latent_channels,)
@@ -89,21 +91,6 @@ class LatentCodec:
         for batch in images:
             statistics.update(sample_posterior(*codec.moments(batch), generator))
         return cls(autoencoder, statistics.mean, statistics.std)
-
-    @property
-    def image_channels(self) -> int:
-        """Channels of the images."""
-        return int(self.autoencoder.image_channels)
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the latents."""
-        return int(self.autoencoder.latent_channels)
-
-    @property
-    def factor(self) -> int:
-        """Pixels per latent position, on each side."""
-        return int(self.autoencoder.factor)
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -23,17 +23,11 @@ _WANTED = "what can be split is a head that is called once, before a constant fa
 
 @dataclass(frozen=True)
 class OutputHead:
-    """From hidden states to logits.
+    """From hidden states to logits."""
 
-    Args:
-        module: the linear map, whatever techniques made of it.
-        scale: factor on its output.
-        softcap: bound c of ``c tanh(x / c)``, after the factor; None for none.
-    """
-
-    module: nn.Module
-    scale: float = 1.0
-    softcap: float | None = None
+    module: nn.Module  # the linear map, whatever techniques made of it
+    scale: float = 1.0  # factor on its output
+    softcap: float | None = None  # bound c of ``c tanh(x / c)``, after the factor; None for none
 
     @property
     def rows(self) -> int:

@@ -158,12 +158,10 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
 
     try:
         if not spec.endswith(".json"):
-            loaded: nn.Module = AutoModel.from_pretrained(spec)
-            return loaded
+            return AutoModel.from_pretrained(spec)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            made: nn.Module = AutoModel.from_config(AutoConfig.from_pretrained(spec))
-            return made
+            return AutoModel.from_config(AutoConfig.from_pretrained(spec))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         allowed = f"a module, data.NAME, or the folder, name or config.json of a transformers model ({reason})"

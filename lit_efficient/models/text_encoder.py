@@ -66,8 +66,7 @@ class TextEncoder:
     @property
     def network(self) -> nn.Module:
         """The first network."""
-        network: nn.Module = self.parts[0].network
-        return network
+        return self.parts[0].network
 
     @property
     def tokens(self) -> CaptionTokens:

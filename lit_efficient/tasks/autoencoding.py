@@ -110,8 +110,7 @@ class Autoencoding(LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         """Reconstruct images [B, C, H, W] through the posterior's mean."""
         assert self.autoencoder is not None, "configure_model() builds the network"
-        reconstruction: Tensor = self.autoencoder.decode(self.autoencoder.encode(images)[0])
-        return reconstruction
+        return self.autoencoder.decode(self.autoencoder.encode(images)[0])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss through one posterior sample an image, drawn from the global generator."""
@@ -231,5 +230,4 @@ def _images(batch: Any) -> Tensor:
     if not isinstance(batch, Mapping) or "images" not in batch:
         has = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise refusal("Autoencoding", "batches", "dictionaries with 'images'", has)
-    images: Tensor = batch["images"]
-    return images
+    return batch["images"]

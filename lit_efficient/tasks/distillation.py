@@ -9,7 +9,6 @@ Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rat
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -257,8 +256,7 @@ class Distillation(LanguageModeling):
         if k > size:
             raise refusal("Distillation", "cache_top_k", f"at most {size}, the tokens there are", k)
         settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}
-        root = Path(self.cache_dir).expanduser() if self.cache_dir else cache_root()
-        folder = root / "teacher" / cache_key(self._source.digest(), settings, batches())
+        folder = cache_root(self.cache_dir) / "teacher" / cache_key(self._source.digest(), settings, batches())
 
         def answer(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}

@@ -17,15 +17,10 @@ _PROMPTS = 64
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Makes conditions of just the parts that a network takes.
+    """Makes conditions of just the parts that a network takes."""
 
-    Args:
-        shape: What it takes.
-        encoder: Of captions; without one, batches bring embeddings, and there is none of nothing.
-    """
-
-    shape: BackboneShape
-    encoder: TextEncoder | None
+    shape: BackboneShape  # what it takes
+    encoder: TextEncoder | None  # of captions; without one, batches bring embeddings, and there is none of nothing
 
     def check(self, num_classes: int | None = None) -> None:
         """Refuse labels of another number of classes, and a text encoder that does not fit.

@@ -40,8 +40,7 @@ class LatentSource(Protocol):
 
 def text_encoder_of(data: Any) -> TextEncoder | None:
     """The encoder of a data module's captions, if it has one."""
-    encoder: TextEncoder | None = getattr(data, "text_encoder", None)
-    return encoder
+    return getattr(data, "text_encoder", None)
 
 
 def batch_size(batch: dict[str, Any]) -> int:
@@ -83,8 +82,7 @@ def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str
 def draw_latents(batch: dict[str, Any], generator: torch.Generator | None) -> Tensor:
     """Latents [B, c, h, w] float32 of an encoded batch; a posterior is sampled."""
     if "latents" in batch:
-        latents: Tensor = batch["latents"].float()
-        return latents
+        return batch["latents"].float()
     if "mean" not in batch:
         raise ConfigurationError(
             f"LatentDiffusion: a batch must have images, latents, or mean (and logvar); this one has {sorted(batch)}."

@@ -15,19 +15,12 @@ _FILLING = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a batch of pairs.
+    """What became of a batch of pairs."""
 
-    Args:
-        losses: ``[B]``.
-        chosen: rewards of the chosen answers ``[B]``, without a gradient.
-        rejected: those of the rejected ones ``[B]``.
-        router_loss: the balancing loss of a mixture of experts, if it asks for one.
-    """
-
-    losses: Tensor
-    chosen: Tensor
-    rejected: Tensor
-    router_loss: Tensor | None = None
+    losses: Tensor  # ``[B]``
+    chosen: Tensor  # rewards of the chosen answers ``[B]``, without a gradient
+    rejected: Tensor  # those of the rejected ones ``[B]``
+    router_loss: Tensor | None = None  # the balancing loss of a mixture of experts, if it asks for one
 
     def figures(self) -> dict[str, Tensor]:
         """Means over the batch, by the names that are logged; a tie is half right."""

@@ -84,8 +84,7 @@ class RewardModeling(PairTask):
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Rewards ``[B]``, for pairs by how much the chosen one is higher ``[B]``."""
         if "input_ids" in batch:
-            rewards: Tensor = self(batch["input_ids"], batch.get("attention_mask"))
-            return rewards
+            return self(batch["input_ids"], batch.get("attention_mask"))
         done = self.compare(batch)
         return done.chosen - done.rejected
 

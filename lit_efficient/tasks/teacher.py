@@ -75,8 +75,7 @@ class TeacherSource:
         self.check()
         if self.checkpoint is None:
             return hugging_face_tokenizer(self.config)
-        packed: dict[str, Any] | None = read_language_model(self.checkpoint)["language_modeling"]["tokenizer"]
-        return packed
+        return read_language_model(self.checkpoint)["language_modeling"]["tokenizer"]
 
     def load(self) -> FrozenNetwork:
         """The network on the CPU; the global random state stays as it is."""

@@ -533,12 +533,12 @@ def test_parts_whose_names_do_not_pair_them_are_refused(tmp_path, parts, message
         ({"layout": "zip"}, "layout must be one of auto, arrays, .*, got 'zip'"),
         (
             {"numbers": EncodedNumbers([1.0, 2.0])},
-            r"numbers.scale must be one number or 4, one a channel, not \[1.0, 2",
+            r"numbers.scale must be one number or 4, one a channel, got \[1.0, 2",
         ),
-        ({"numbers": EncodedNumbers(zero=[0.0] * 8)}, r"numbers.zero must be one number or 4, one a channel, not \[0"),
+        ({"numbers": EncodedNumbers(zero=[0.0] * 8)}, r"numbers.zero must be one number or 4, one a channel, got \[0"),
         (
             {"numbers": EncodedNumbers(shape=[4, 4, 4])},
-            r"numbers.shape must have as many .* 24, not \[4, 4, 4\] \(64\)",
+            r"numbers.shape must be of as many .* 24, got \[4, 4, 4\]",
         ),
         ({"statistics": "guessed"}, "statistics must be measured, declared, none"),
         ({"statistics": "declared"}, "declared needs the autoencoder"),
@@ -556,7 +556,7 @@ def test_mistakes_are_told(tmp_path, arguments, message):
         use()
     with pytest.raises(ConfigurationError, match=r"scale must be above 0"):
         EncodedNumbers(scale=[1.0, 0.0])
-    with pytest.raises(ConfigurationError, match=r"fields.logvar must be of the latents' shape, \[4, 3, 2\], not \[3"):
+    with pytest.raises(ConfigurationError, match=r"fields.logvar must be of the latents' shape, \[4, 3, 2\], got \[3"):
         EncodedNumbers().read(LATENTS[0], LATENTS[0, 0])
     with pytest.raises(ConfigurationError, match=r"scale must be above 0, .*, got '2'"):
         EncodedNumbers(scale="2")

@@ -139,7 +139,7 @@ def test_the_judge_is_trained_once_and_leaves_the_random_state_alone(ready, shar
     [
         ({"resolution": 36}, "resolution must be a multiple of 8, got 36"),
         ({"resolution": 4}, "resolution must be a whole number of at least 8, got 4"),
-        ({"scales": (1.0, 5.0)}, r"scales must be numbers in \[1, 4\] for a resolution of 32 .* not \[1.0, 5.0\]"),
+        ({"scales": (1.0, 5.0)}, r"scales must be numbers in \[1, 4\] for a resolution of 32 .* got \[1.0, 5.0\]"),
         ({"scales": ()}, r"scales must be numbers in \[1, 4\]"),
         ({"crops": 1}, "crops must be a whole number of at least 2, got 1"),
         ({"judge_steps": -1}, "judge_steps must be a whole number of at least 0, got -1"),

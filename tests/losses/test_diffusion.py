@@ -6,7 +6,7 @@ import torch
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses import diffusion
-from lit_efficient.losses.noise_process import DiffusionProcess, alphas_cumprod, karras_time
+from lit_efficient.losses.noise_process import T_RANGE, DiffusionProcess, alphas_cumprod, karras_time
 
 SCHEDULES = ("flow", "cosine")
 PREDICTIONS = ("flow", "eps", "v", "x0", "edm")
@@ -167,7 +167,7 @@ def test_schedules_run_from_data_to_noise():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_log_snr_is_zero_in_the_middle_falls_and_is_finite_where_training_draws(schedule):
-    t = torch.linspace(*diffusion.T_RANGE, 101)
+    t = torch.linspace(*T_RANGE, 101)
     values = diffusion.log_snr(t, schedule)
     assert values.isfinite().all()
     assert (values.diff() < 0).all()

@@ -24,7 +24,55 @@ class NoImages:
         raise ConfigurationError("This data module holds no images yet: call prepare_data() and setup('fit') first.")
 
 
-class ImageModule(LightningDataModule):
+class KeyedModule(LightningDataModule):
+    """A data module of three parts, whose items are found by key, in orders that depend on (seed, epoch) alone.
+
+    A subclass has what an :class:`~lit_efficient.data.images.image_source.ImageSource` has, or a ``source`` that does.
+    """
+
+    @property
+    def source(self) -> Any:
+        """Where parts, order and batches are described."""
+        return self
+
+    @property
+    def items(self) -> Any:
+        """The data set that is loaded."""
+        return self.source.dataset
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled, one shape a batch, one variant of each image an epoch."""
+        return self._loader(self.source.train_index, training=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """In order within each shape, variant 0."""
+        return self._loader(self.source.val_index)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """As for validation."""
+        return self._loader(self.source.test_index)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The test part."""
+        return self.test_dataloader()
+
+    def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
+        source = self.source
+        return module_loader(
+            self.trainer,
+            self.items,
+            index,
+            collate_images,
+            source.batch_size,
+            training=training,
+            bucket_of=source.bucket_of,
+            variants=source.variants,
+            seed=source.seed,
+            num_workers=source.num_workers,
+        )
+
+
+class ImageModule(KeyedModule):
     """An :class:`~lit_efficient.data.images.image_source.ImageSource` whose subclass fills in what ``setup`` finds out.
 
     Args:
@@ -57,36 +105,6 @@ class ImageModule(LightningDataModule):
     def bucket_of(self, index: int) -> tuple[int, int]:
         """Height and width of an image as an item."""
         raise NotImplementedError
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled by (seed, epoch), one variant of each image an epoch."""
-        return self._loader(self.train_index, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """In order within each shape, variant 0."""
-        return self._loader(self.val_index, shuffle=False)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """As for validation."""
-        return self._loader(self.test_index, shuffle=False)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """The test part, likewise."""
-        return self.test_dataloader()
-
-    def _loader(self, index: list[int], shuffle: bool) -> DataLoader[Any]:
-        return module_loader(
-            self.trainer,
-            self.dataset,
-            index,
-            collate_images,
-            self.batch_size,
-            training=shuffle,
-            bucket_of=self.bucket_of,
-            variants=self.variants,
-            seed=self.seed,
-            num_workers=self.num_workers,
-        )
 
     def _split_digest(self) -> str:
         parts = (self.train_index, self.val_index, self.test_index)

@@ -54,7 +54,7 @@ class StoredImages:
         named = [file.relative_to(root).as_posix() if root in file.parents else file.name for file in self.table.files]
         key = json.dumps([FORMAT, list(zip(named, content)), self.table.image, skip_unreadable])
         digest = hashlib.sha256(key.encode()).hexdigest()
-        folder = (Path(cache_dir).expanduser() if cache_dir else cache_root()) / "images" / digest[:32]
+        folder = cache_root(cache_dir) / "images" / digest[:32]
         prepared_folder(folder, partial(_examine, table=self.table, skip=skip_unreadable), _problem)
         self.unreadable: list[tuple[int, str]] = [(row, why) for row, why in _json(folder / "unreadable.json")]
         bad = {row for row, _ in self.unreadable}

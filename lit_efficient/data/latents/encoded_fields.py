@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_efficient.data.latents.encoded_rows import Value
 from lit_efficient.data.latents.latent_format import dequantize
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 
 _SMALLEST_VARIANCE = 1e-20
 _COUNT_OF = {"uint8": 1, "int8": 1, "float16": 2, "float32": 4}
@@ -69,26 +69,20 @@ class EncodedNumbers:
     raw: Literal["uint8", "int8", "float16", "float32"] = "uint8"
 
     def __post_init__(self) -> None:
-        if self.content not in ("latents", "mean_logvar", "mean_std"):
-            raise ConfigurationError(
-                f"EncodedNumbers: content must be latents, mean_logvar or mean_std, got {self.content!r}."
-            )
-        if self.raw not in _COUNT_OF:
-            raise ConfigurationError(f"EncodedNumbers: raw must be one of {', '.join(_COUNT_OF)}, got {self.raw!r}.")
+        check_choice("EncodedNumbers", "content", self.content, ("latents", "mean_logvar", "mean_std"))
+        check_choice("EncodedNumbers", "raw", self.raw, _COUNT_OF)
         if self.shape is not None and (
             not isinstance(self.shape, list | tuple)
             or len(self.shape) != 3
             or not all(isinstance(size, int) and size >= 1 for size in self.shape)
         ):
-            raise ConfigurationError(f"EncodedNumbers: shape must be [c, h, w], all at least 1, got {self.shape!r}.")
+            raise refusal("EncodedNumbers", "shape", "[c, h, w], all at least 1", self.shape)
         for name, least in (("scale", 0.0), ("zero", -math.inf)):
             value = getattr(self, name)
             values = value if isinstance(value, list) else [value]
             if not values or not all(isinstance(v, int | float) and least < v < math.inf for v in values):
-                raise ConfigurationError(
-                    f"EncodedNumbers: {name} must be {'above 0' if name == 'scale' else 'finite'}, a number or one a "
-                    f"channel, got {value!r}."
-                )
+                allowed = f"{'above 0' if name == 'scale' else 'finite'}, a number or one a channel"
+                raise refusal("EncodedNumbers", name, allowed, value)
 
     def read(self, value: Value, logvar: Value | None = None) -> dict[str, Tensor]:
         """A stored value as ``latents``, or ``mean`` and ``logvar``, [c, h, w] float32.
@@ -101,22 +95,17 @@ class EncodedNumbers:
             stored = stored[0]
         if self.shape is not None:
             if math.prod(self.shape) != stored.numel():
-                raise ConfigurationError(
-                    f"EncodedData: numbers.shape must have as many numbers as a row, {stored.numel()}, not "
-                    f"{list(self.shape)} ({math.prod(self.shape)})."
-                )
+                allowed = f"of as many numbers as a row, {stored.numel()}"
+                raise refusal("EncodedData", "numbers.shape", allowed, list(self.shape))
             stored = stored.reshape(self.shape)
         if stored.ndim != 3 or (self.content != "latents" and len(stored) % 2):
-            raise ConfigurationError(
-                f"EncodedData: a row has the shape {list(stored.shape)}; {self.content} must be [c, h, w]"
-                f"{'' if self.content == 'latents' else ' with c even'}: give numbers.shape ([4, 32, 32])."
-            )
+            even = "" if self.content == "latents" else " with c even"
+            allowed = f"[c, h, w]{even} (numbers.shape says so, [4, 32, 32])"
+            raise refusal("EncodedData", f"the shape of {self.content}", allowed, list(stored.shape))
         width = None if logvar is None else self.array(logvar)
         if width is not None and width.numel() != stored.numel():
-            raise ConfigurationError(
-                f"EncodedData: fields.logvar must be of the latents' shape, {list(stored.shape)}, not "
-                f"{list(width.shape)}."
-            )
+            allowed = f"of the latents' shape, {list(stored.shape)}"
+            raise refusal("EncodedData", "fields.logvar", allowed, list(width.shape))
         width = None if width is None else width.reshape(stored.shape)
         if self.content != "latents":
             stored, width = stored.chunk(2)
@@ -132,9 +121,8 @@ class EncodedNumbers:
         """``scale`` or ``zero`` of each channel."""
         value = torch.tensor(getattr(self, name), dtype=torch.float32)
         if value.numel() not in (1, channels):
-            raise ConfigurationError(
-                f"EncodedData: numbers.{name} must be one number or {channels}, one a channel, not {value.tolist()}."
-            )
+            allowed = f"one number or {channels}, one a channel"
+            raise refusal("EncodedData", f"numbers.{name}", allowed, value.tolist())
         return value.expand(channels)
 
     def array(self, value: Value) -> Tensor:
@@ -146,7 +134,7 @@ class EncodedNumbers:
         if isinstance(value, bytes) and len(value) % _COUNT_OF[self.raw] == 0:
             value = np.frombuffer(value, self.raw)
         if not isinstance(value, np.ndarray):
-            raise ConfigurationError(f"EncodedData: a field that must be an array holds {value!r:.60}.")
+            raise ConfigurationError(f"EncodedData: a field of arrays holds {value!r:.60}.")
         return torch.from_numpy(value.astype(np.float32))
 
 

@@ -92,17 +92,11 @@ def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[s
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over latents, by channel; sums of parts add up.
+    """Sums over latents, by channel; sums of parts add up."""
 
-    Args:
-        count: Positions that were added.
-        total: Sum of the values, one number a channel.
-        squares: Sum of their squares.
-    """
-
-    count: int
-    total: tuple[float, ...]
-    squares: tuple[float, ...]
+    count: int  # positions that were added
+    total: tuple[float, ...]  # sum of the values, one number a channel
+    squares: tuple[float, ...]  # sum of their squares
 
     @classmethod
     def of(cls, mean: Tensor, logvar: Tensor | None = None) -> Moments:

@@ -52,23 +52,14 @@ _CONTENT = {MANIFEST, INDEX, _JOURNAL, "shards", "text"}  # a folder with anythi
 
 @dataclass
 class Encoders:
-    """What images and captions go through. Nothing in it is trained.
+    """What images and captions go through. Nothing in it is trained."""
 
-    Args:
-        codec: The autoencoder; its statistics must be 0 and 1.
-        text: The encoder of captions, or None; embeddings are kept in the format that it gives.
-        teacher: A network whose features are kept beside the latents, or None; of one layer.
-        format: As in `encode_rows`.
-        dtype: Likewise.
-        feature_dtype: Number format of the teacher's features.
-    """
-
-    codec: LatentCodec
-    text: TextEncoder | None = None
-    teacher: Teacher | None = None
-    format: Format = "posterior"
-    dtype: StoredDtype = "float32"
-    feature_dtype: StoredDtype = "float16"
+    codec: LatentCodec  # the autoencoder; its statistics must be 0 and 1
+    text: TextEncoder | None = None  # the encoder of captions, or None; embeddings are kept in the format that it gives
+    teacher: Teacher | None = None  # a network whose features are kept beside the latents, or None; of one layer
+    format: Format = "posterior"  # as in `encode_rows`
+    dtype: StoredDtype = "float32"  # as in `encode_rows`
+    feature_dtype: StoredDtype = "float16"  # number format of the teacher's features
 
     def encode(self, batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """A batch of images to its rows: moments and features on the CPU, and what came with the images."""

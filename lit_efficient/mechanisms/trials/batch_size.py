@@ -147,8 +147,7 @@ class BatchSizeTarget:
         if self._passed is not None:
             return int(loaders_in(self._source.instance)[0].batch_size)
         holder, name = self._places[0]
-        value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
-        return value
+        return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
     def set(self, size: int) -> None:
         """Change the batch size wherever it is held; loaders that exist already do not follow."""
