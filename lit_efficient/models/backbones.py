@@ -83,7 +83,7 @@ def shape_of(spec: BackboneSpec) -> BackboneShape:
 
 def as_spec(stored: Mapping[str, Any]) -> BackboneSpec:
     """The description that a checkpoint holds as a dictionary."""
-    return rebuild(DiffusersModelConfig if "config_fields" in stored else DiTConfig, stored)
+    return rebuild(DiffusersModelConfig, stored) if "config_fields" in stored else rebuild(DiTConfig, stored)
 
 
 def self_contained(spec: BackboneSpec) -> dict[str, Any]:

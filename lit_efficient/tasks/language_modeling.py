@@ -70,7 +70,8 @@ class LanguageModeling(LightningModule):
     ) -> None:
         super().__init__()
         if isinstance(model, Mapping):  # as hyper-parameters are stored: a safe load gives primitives only
-            model = rebuild(CausalLMConfig if "config_fields" in model else GPTConfig, model)
+            named = "config_fields" in model
+            model = rebuild(CausalLMConfig, model) if named else rebuild(GPTConfig, model)
         check_number("LanguageModeling", "learning_rate", learning_rate, above=0)
         check_number("LanguageModeling", "weight_decay", weight_decay, least=0)
         check_number("LanguageModeling", "warmup_steps", warmup_steps, least=0, whole=True)
