@@ -23,7 +23,6 @@ from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
-from lit_efficient.files.moved import translate
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
@@ -101,7 +100,7 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     if base is not None and described is not None:  # what the backbone names need not be there: base has its weights
         arguments = {**arguments, "backbone": described}
     with torch.random.fork_rng(devices=[]):
-        module = LatentDiffusion(**translate("LatentDiffusion", arguments))
+        module = LatentDiffusion(**arguments)
         module.configure_model()
     if base is not None:
         _load_base(module, base)

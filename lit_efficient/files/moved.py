@@ -3,7 +3,8 @@
 A config with an old key, path or module is refused with the new one. A checkpoint is not: its arguments are translated.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _VIEW = ("resolution", "channels", "buckets", "crop", "horizontal_flip", "variants", "resample")
@@ -79,6 +80,16 @@ def moved_key(owner: type | None, key: str) -> str:
 def moved_path(path: str) -> str:
     """Where a config or a module is now, as the end of a sentence; "" for one that has not moved."""
     return next((f": it is now {new!r}" for old, new in MOVED_PATHS.items() if path.endswith(old)), "")
+
+
+def takes_moved_keys(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that is given what checkpoints record, under the keys of the release before or of now."""
+
+    @functools.wraps(init)
+    def translated(self: object, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **translate(init.__qualname__.split(".")[0], kwargs))
+
+    return translated
 
 
 def translate(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

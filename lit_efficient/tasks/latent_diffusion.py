@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lit_efficient.files.moved import takes_moved_keys
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
@@ -69,6 +70,7 @@ class LatentDiffusion(LatentGenerator):
         samples: How many images are sampled at each validation, of which captions, and how they are shown.
     """
 
+    @takes_moved_keys
     def __init__(
         self,
         backbone: DiTConfig | DiffusersModelConfig = DiTConfig(),  # noqa: B008 (frozen)

@@ -9,7 +9,7 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar, get_args
 
@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.files.moved import translate
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
@@ -257,11 +256,6 @@ class LatentGenerator(LightningModule):
             what, way_out = "texts of another encoder", "Give the data the encoder of the original run, or start again."
             saved = checkpoint[_TEXT_KEY]
             self.text_encoder = latent_source.restored(TextEncoder, saved, self.text_encoder, must_agree, what, way_out)
-        moved = translate("LatentDiffusion", checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})).get("samples")
-        if trainer is None and moved:  # Lightning drops the keys of the release before
-            self.samples = Samples(**moved)
-            self._prompts = Prompts(self.samples.prompts)
-            self.hparams["samples"] = asdict(self.samples)
         own = checkpoint.get(_OWN_KEY)
         if own is not None:
             self._prompts.load(own["prompts"])
