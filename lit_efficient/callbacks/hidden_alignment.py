@@ -120,8 +120,8 @@ class HiddenAlignment(Alignment):
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
         """The projection h."""
         (name,) = self.names(module)
-        told = None if self._teacher is None else self._teacher.width(self.teacher_layer)
-        ours, theirs = self.head.widths or (width_of(module, name), told)
+        given = None if self._teacher is None else self._teacher.width(self.teacher_layer)
+        ours, theirs = self.head.widths or (width_of(module, name), given)
         if ours is None or theirs is None:
             what = f"{name!r}" if ours is None else f"the teacher's {self.teacher_layer!r}"
             raise unknown_width("HiddenAlignment", what, "give head.widths: [block's, teacher's]")
