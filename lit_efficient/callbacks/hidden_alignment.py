@@ -8,8 +8,6 @@ Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940; that it can hurt lat
     https://arxiv.org/abs/2505.16792
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
