@@ -7,8 +7,6 @@ A check builds the technique anew, trains a toy with it, and raises an ``Asserti
 technique is *for* only its author knows: ``effect`` gets the :class:`Run` and asserts it.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

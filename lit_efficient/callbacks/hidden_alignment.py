@@ -8,8 +8,6 @@ Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940; that it can hurt lat
     https://arxiv.org/abs/2505.16792
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -120,8 +118,8 @@ class HiddenAlignment(Alignment):
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
         """The projection h."""
         (name,) = self.names(module)
-        told = None if self._teacher is None else self._teacher.width(self.teacher_layer)
-        ours, theirs = self.head.widths or (width_of(module, name), told)
+        given = None if self._teacher is None else self._teacher.width(self.teacher_layer)
+        ours, theirs = self.head.widths or (width_of(module, name), given)
         if ours is None or theirs is None:
             what = f"{name!r}" if ours is None else f"the teacher's {self.teacher_layer!r}"
             raise unknown_width("HiddenAlignment", what, "give head.widths: [block's, teacher's]")

@@ -8,8 +8,6 @@ Costs: the encoder's forward, W while training, and for w_a a backward pass of e
 Source: Yao et al. (2025), https://arxiv.org/abs/2501.01423
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

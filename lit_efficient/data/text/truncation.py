@@ -5,8 +5,6 @@ predicted once. A conversation loses its end, its beginning, or itself; one with
 All of it follows from five numbers of each document, so that documents can be stored whole and cut for any length.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
