@@ -140,7 +140,7 @@ class LatentGenerator(LightningModule):
             allowed = f"{height}, as the data's latents are"
             check("backbone.size", self.backbone.size, allowed, self.backbone.size == height)
         self.codec = self.codec if data.codec is None else data.codec
-        self.text_encoder = latent_source.text_encoder_of(data) or self.text_encoder
+        self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
         self.latent_size = (height, width)
         self.conditioning.check(data.num_classes)
         self._check_nothing()
@@ -320,12 +320,11 @@ class LatentGenerator(LightningModule):
         if labels is not None:
             known = bool(((labels >= 0) & (labels <= classes)).all())
             check("labels", labels.tolist(), f"in [0, {classes}], the last of which is no label", known)
-        numbers = {len(given) for given in (labels, captions) if given is not None}
-        numbers |= set() if count is None else {count}
+        numbers = {len(given) for given in (labels, captions) if given is not None} | ({count} - {None})
         if len(numbers) != 1:
             allowed = "one, given by labels, captions or count"
             raise refusal("LatentDiffusion", "the number of samples", allowed, sorted(numbers))
-        return next(iter(numbers))
+        return numbers.pop()
 
     def _decode(self, latents: Tensor, viewer: PreviewDecoder | None = None) -> Tensor:
         """Latents to images, some at a time."""
