@@ -320,7 +320,8 @@ class LatentGenerator(LightningModule):
         if labels is not None:
             known = bool(((labels >= 0) & (labels <= classes)).all())
             check("labels", labels.tolist(), f"in [0, {classes}], the last of which is no label", known)
-        numbers = {len(given) for given in (labels, captions) if given is not None} | ({count} - {None})
+        numbers = {len(given) for given in (labels, captions) if given is not None}
+        numbers |= set() if count is None else {count}
         if len(numbers) != 1:
             allowed = "one, given by labels, captions or count"
             raise refusal("LatentDiffusion", "the number of samples", allowed, sorted(numbers))
