@@ -213,24 +213,21 @@ class LatentData(KeyedModule):
     def identity(self) -> dict[str, str]:
         """All that the cache's content depends on, by name; hashed once."""
         if self._identity is None:
-            self._identity = self._hashed()
+            encoders = self.encoders()
+            parts = (self.images.train_index, self.images.val_index, self.images.test_index)
+            images = {"variants": str(self.images.variants)} | self.images.identity()
+            images.pop("split", None)  # said below, of any source
+            self._identity = {
+                "version": VERSION,
+                "autoencoder": encoders.codec.fingerprint(),
+                "text_encoder": "none" if encoders.text is None else encoders.text.fingerprint(),
+                **({} if encoders.teacher is None or not self.features else self.features.identity(encoders.teacher)),
+                "format": self.format,
+                "dtype": "uint8" if self.format == "int8" else self.dtype,
+                "split": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+                **{f"images.{name}": value for name, value in images.items()},
+            }
         return self._identity
-
-    def _hashed(self) -> dict[str, str]:
-        encoders = self.encoders()
-        parts = (self.images.train_index, self.images.val_index, self.images.test_index)
-        images = {"variants": str(self.images.variants)} | self.images.identity()
-        images.pop("split", None)  # said below, of any source
-        return {
-            "version": VERSION,
-            "autoencoder": encoders.codec.fingerprint(),
-            "text_encoder": "none" if encoders.text is None else encoders.text.fingerprint(),
-            **({} if encoders.teacher is None or not self.features else self.features.identity(encoders.teacher)),
-            "format": self.format,
-            "dtype": "uint8" if self.format == "int8" else self.dtype,
-            "split": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
-            **{f"images.{name}": value for name, value in images.items()},
-        }
 
     def encoders(self) -> Encoders:
         """Autoencoder, text encoder and teacher, loaded once."""

@@ -135,7 +135,7 @@ class LatentDigits(DigitsDataModule):
         )
         train, val, _ = digits.stratified_split(labels, digits.HELD_OUT, self.seed)
         autoencoder = stage_one.fit_autoencoder(images[train], self.autoencoder, self.autoencoder_steps, self.seed)
-        judge = stage_one.fit_judge(images[train], labels[train], self.judge_steps, self.seed)
+        judge = stage_one.fit_classifier(DigitFeatures, images[train], labels[train], self.judge_steps, self.seed)
         with torch.no_grad():
             moments = [autoencoder.encode(part) for part in images.split(256)]
             mean, logvar = (torch.cat(parts) for parts in zip(*moments, strict=True))

@@ -158,7 +158,7 @@ class PythonCorpus(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader:
         """The prompts, one a batch."""
-        return DataLoader(self.prompts, batch_size=1, collate_fn=_prompt_batch)  # type: ignore[arg-type]
+        return DataLoader(self.prompts, batch_size=1, collate_fn=lambda texts: {"prompts": texts})  # type: ignore[arg-type]
 
     def _prepare(self, thorough: bool) -> Path:
         files = find_files(self.files.paths or [standard_library()], self.files.suffixes, self.files.exclude)
@@ -186,7 +186,3 @@ class PythonCorpus(LightningDataModule):
             token_cache.write_token_cache(target, tokenizer, train, val, settings | about)
 
         return prepared_folder(folder, build, lambda path: broken_seal(path, token_cache.FORMAT, thorough))
-
-
-def _prompt_batch(prompts: list[str]) -> dict[str, list[str]]:
-    return {"prompts": prompts}

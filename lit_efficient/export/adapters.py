@@ -129,12 +129,17 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
 
 
 def _merged_transformers(checkpoint: Mapping[str, Any], folder: str | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
     where, _ = _adapters(checkpoint)
     own = "network" if "language_modeling" in checkpoint else ""
     root = where["root"] if where else checkpoint.get("lit_efficient", {}).get("ia3", {}).get("root", own)
     prefix = f"{root}." if root else ""
     described = where["config"] if where else _described(checkpoint)
-    model = _from_checkpoint(checkpoint, described, prefix) if folder is None else _from_folder(folder)
+    if folder is None:
+        model = _from_checkpoint(checkpoint, described, prefix)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     for name in where["kinds"] if where else ():
         layer = model.get_submodule(name)
         if is_tied(model, layer):  # the adapter belongs to one use of the weight
@@ -144,12 +149,6 @@ def _merged_transformers(checkpoint: Mapping[str, Any], folder: str | None) -> A
     merged = merge_state(checkpoint, base, keep_int4=False)
     model.load_state_dict({key.removeprefix(prefix): t for key, t in merged.items() if key in base})
     return model
-
-
-def _from_folder(folder: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
 def _described(checkpoint: Mapping[str, Any]) -> str | None:

@@ -54,6 +54,7 @@ class DeferredLogits:
 
     def __init__(self, hidden: Tensor, before: float = 1.0, bounded: bool = False, after: float = 1.0) -> None:
         self.hidden, self.before, self.bounded, self.after = hidden, before, bounded, after
+        self.device, self.dtype = hidden.device, hidden.dtype  # those of the logits before the loss
 
     def terms(self, terms: TokenLoss) -> TokenLoss:
         """``terms`` with the scale and the softcap that were noted."""
@@ -93,16 +94,6 @@ class DeferredLogits:
         return self
 
     contiguous = float
-
-    @property
-    def device(self) -> torch.device:
-        """Where the logits would be."""
-        return self.hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the logits would be before the loss."""
-        return self.hidden.dtype
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> DeferredLogits:
@@ -246,9 +237,10 @@ class _DeferringNetwork:
         **kwargs: Any,
     ) -> Tensor:
         if not _deferred(logits):
-            given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            given |= {"vocab_size": vocab_size, "shift_labels": shift_labels, **kwargs}
-            return own(logits, labels, **({} if own is token_losses else given))
+            if own is token_losses:
+                return own(logits, labels)
+            counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            return own(logits, labels, vocab_size=vocab_size, shift_labels=shift_labels, **counted, **kwargs)
         self.chunked_loss_used = True
         how = self.chunked_loss
         smoothing, z_loss = (how.label_smoothing, how.z_loss) if self.training else (0.0, 0.0)
@@ -268,9 +260,7 @@ class _DeferringNetwork:
         total = head(logits.hidden, request=_Request(flat, terms, how, "sum"))
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum().clamp(min=1)
-        return total / (
-            num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-        )
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
 
 def _deferred(value: object) -> bool:

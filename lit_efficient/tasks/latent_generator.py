@@ -139,7 +139,7 @@ class LatentGenerator(LightningModule):
             allowed = f"{height}, as the data's latents are"
             check("backbone.size", self.backbone.size, allowed, self.backbone.size == height)
         self.codec = self.codec if data.codec is None else data.codec
-        self.text_encoder = latent_source.text_encoder_of(data) or self.text_encoder
+        self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
         self.latent_size = (height, width)
         self.conditioning.check(data.num_classes)
         self._check_nothing()
@@ -319,7 +319,7 @@ class LatentGenerator(LightningModule):
         if len(numbers) != 1:
             allowed = "one, given by labels, captions or count"
             raise refusal("LatentDiffusion", "the number of samples", allowed, sorted(numbers))
-        return next(iter(numbers))
+        return numbers.pop()
 
     def _decode(self, latents: Tensor, viewer: PreviewDecoder | None = None) -> Tensor:
         """Latents to images, some at a time."""

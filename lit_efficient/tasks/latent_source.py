@@ -38,11 +38,6 @@ class LatentSource(Protocol):
         """Channels, height and width of a latent; of the most frequent ones if there are several."""
 
 
-def text_encoder_of(data: Any) -> TextEncoder | None:
-    """The encoder of a data module's captions, if it has one."""
-    return getattr(data, "text_encoder", None)
-
-
 def batch_size(batch: dict[str, Any]) -> int:
     """B."""
     for name in ("latents", "mean", "images", "labels", "captions"):

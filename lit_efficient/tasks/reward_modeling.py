@@ -94,7 +94,8 @@ class RewardModeling(PairTask):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """As for `LanguageModeling`; a language model's own checkpoint is refused."""
-        if "language_modeling" in checkpoint and "score.weight" not in _last_names(checkpoint["state_dict"]):
+        scored = any(f".{name}".endswith(".score.weight") for name in checkpoint["state_dict"])
+        if "language_modeling" in checkpoint and not scored:
             raise ConfigurationError(
                 "RewardModeling: this is the checkpoint of a language model, which has no score: give it as start_from"
             )
@@ -111,7 +112,3 @@ class RewardModeling(PairTask):
         self._built()
         assert self.score is not None
         return self.score
-
-
-def _last_names(names: Mapping[str, Any]) -> set[str]:
-    return {".".join(name.split(".")[-2:]) for name in names}

@@ -66,7 +66,7 @@ def test_an_item_is_cut_from_the_photograph_and_depends_on_its_key_alone():
         assert ("temple" in item["captions"], "dahlia" in item["captions"]) == (crop.photo == 0, crop.photo == 1)
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == np.random.get_state()[1].tolist()
-    with pytest.raises(ConfigurationError, match=r"variant must be in \[0, 2\), not 2"):
+    with pytest.raises(ConfigurationError, match=r"variant must be in \[0, 2\), got 2"):
         data.dataset[(0, 2)]
 
 

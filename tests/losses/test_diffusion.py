@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.losses import diffusion
+from lit_efficient.losses import diffusion, timesteps
 from lit_efficient.losses.noise_process import T_RANGE, DiffusionProcess, alphas_cumprod, karras_time
 
 SCHEDULES = ("flow", "cosine")
@@ -200,4 +200,4 @@ def test_unknown_names_are_refused_with_what_is_allowed(call):
         "sample_timesteps": (3, "lognormal"),
     }[call]
     with pytest.raises(ConfigurationError, match=r"must be one of .*, got '(epsilon|exponential|lognormal)'"):
-        getattr(diffusion, call)(*arguments)
+        getattr(timesteps if call == "sample_timesteps" else diffusion, call)(*arguments)

@@ -43,18 +43,17 @@ def decode(content: bytes, channels: Channels = "rgb") -> Image:
     Raises:
         UnreadableImage: If there are none.
     """
+    from PIL import Image as Images
     from PIL import ImageOps
 
     image = _opened(content, load=True)
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16") or (upright.mode == "I" and image.format == "PNG"):
         grey = np.asarray(upright).astype(np.uint32)
-        return _from_array(((grey * 255 + 32767) // 65535).astype(np.uint8)).convert(_MODES[channels])
+        return Images.fromarray(((grey * 255 + 32767) // 65535).astype(np.uint8)).convert(_MODES[channels])
     if upright.mode in ("I", "F"):
         raise UnreadableImage(f"{image.format} with 32 bits a pixel: what is white in it is not said")
     if upright.has_transparency_data:
-        from PIL import Image as Images
-
         opaque = upright.convert("RGBA")
         upright = Images.alpha_composite(Images.new("RGBA", opaque.size, "white"), opaque)
     elif upright.mode == "P":
@@ -139,9 +138,3 @@ def _trying(call: Any, *args: Any) -> Any:
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Images.DecompressionBombError) as error:
         reason = str(error).split("<_io")[0].strip().rstrip(":") or type(error).__name__
         raise UnreadableImage(reason) from error
-
-
-def _from_array(array: np.ndarray) -> Image:
-    from PIL import Image as Images
-
-    return Images.fromarray(array)

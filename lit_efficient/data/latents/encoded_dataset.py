@@ -30,7 +30,7 @@ class EncodedRows:
         self.names = names
         self.numbers = numbers
         self.num_classes = 0  # 0: labels are not checked
-        self.shape: tuple[int, ...] = tuple(next(iter(self._latents(self._row(0))[0].values())).shape)
+        self.shape: tuple[int, ...] = tuple(next(iter(self._latents(self._row(0)).values())).shape)
         self.mean = torch.zeros(self.shape[0])
         self.std = torch.ones(self.shape[0])
 
@@ -39,7 +39,8 @@ class EncodedRows:
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
         row, variant = key
-        latents, rest = self._latents(self._row(row))
+        stored = self._row(row)
+        latents = self._latents(stored)
         for name, values in latents.items():
             if values.shape != self.shape:
                 raise ConfigurationError(
@@ -48,7 +49,7 @@ class EncodedRows:
                 )
         return {
             **normalize_item(latents, self.mean, self.std),
-            **self._rest(row, rest),
+            **self._rest(row, stored),
             "index": row,
             "variant": variant,
         }
@@ -63,7 +64,7 @@ class EncodedRows:
         count = min(len(rows), MEASURED_ROWS)
         parts = []
         for i in range(count):
-            latents, _ = self._latents(self._row(rows[i * len(rows) // count]))
+            latents = self._latents(self._row(rows[i * len(rows) // count]))
             mean = latents["mean"] if "mean" in latents else latents["latents"]
             logvar = latents.get("logvar")
             parts.append(Moments.of(mean[None], None if logvar is None else logvar[None]))
@@ -78,9 +79,9 @@ class EncodedRows:
             start += len(source)
         raise IndexError(row)
 
-    def _latents(self, row: Mapping[str, Value]) -> tuple[dict[str, Tensor], Mapping[str, Value]]:
+    def _latents(self, row: Mapping[str, Value]) -> dict[str, Tensor]:
         logvar = None if self.names.logvar is None else row[self.names.logvar]
-        return self.numbers.read(row[self.names.latents], logvar), row
+        return self.numbers.read(row[self.names.latents], logvar)
 
     def _rest(self, row: int, stored: Mapping[str, Value]) -> dict[str, Any]:
         names = self.names

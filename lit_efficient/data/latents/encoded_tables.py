@@ -62,10 +62,5 @@ def _value_of(scalar: Any) -> Value:
         lengths.append(len(values))
         values = values.flatten()
     array = values.to_numpy(zero_copy_only=False)
-    return array.reshape(_axes(lengths, len(array)))
-
-
-def _axes(lengths: Sequence[int], total: int) -> list[int]:
-    """Axes of nested lists from how many there are at each depth: [4, 128] lists with 4096 numbers: 4 x 32 x 32."""
-    counts = [*lengths, total]
-    return [counts[0], *(after // before for before, after in itertools.pairwise(counts))]
+    counts = [*lengths, len(array)]  # at each depth: [4, 128] lists with 4096 numbers are 4 x 32 x 32
+    return array.reshape(counts[0], *(after // before for before, after in itertools.pairwise(counts)))

@@ -13,6 +13,7 @@ Costs: one pass over all images and variants; memory for one shard.
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -71,13 +72,6 @@ class Encoders:
             self.teacher.to(device)
             rows["features"] = stored_features(self.teacher, images, self.feature_dtype).cpu()
         return rows
-
-
-class Absent:
-    """A progress bar that shows nothing."""
-
-    def update(self, count: int) -> None:
-        """So many images more are done."""
 
 
 def plan_shards(images: ImageSource, rows: int) -> list[list[Key]]:
@@ -211,10 +205,12 @@ class _Build:
     def run(self, num_workers: int, progress: Any, about: dict[str, str]) -> dict[str, Any]:
         missing = [n for n in range(len(self.plan)) if _shard_name(n) not in self.journal.entries]
         rows = sum(map(len, self.plan))
-        bar = Absent() if progress is None else progress(rows, rows - sum(len(self.plan[n]) for n in missing))
+        bar = progress and progress(rows, rows - sum(len(self.plan[n]) for n in missing))
         for number, batches in self._encoded(missing, num_workers, bar):
             self._write_shard(number, batches)
-        texts = self._texts() if self.encoders.text is not None else []
+        texts: list[str] = []  # all captions, each once, in order
+        if self.encoders.text is not None:
+            texts = sorted({caption for n in range(len(self.plan)) for caption in self._captions(_shard_name(n))})
         for number, captions in enumerate(_chunks(texts, TEXT_ROWS)):
             if f"text/{number:05d}.safetensors" not in self.journal.entries:
                 self._write_texts(number, captions)
@@ -237,7 +233,8 @@ class _Build:
 
         def encode(batch: dict[str, Any]) -> dict[str, Any]:
             rows = self.encoders.encode(batch, self.device)
-            bar.update(len(batch["index"]))
+            if bar is not None:
+                bar.update(len(batch["index"]))
             return rows
 
         for number, pairs in groupby(zip((n for n, _ in batches), loader), key=lambda pair: pair[0]):
@@ -261,10 +258,6 @@ class _Build:
         if "captions" in parts[0]:
             tensors |= _packed([caption for part in parts for caption in part["captions"]])
         self._write(_shard_name(number), tensors, _moments(stored, keys[:, 0], self.images.train_index))
-
-    def _texts(self) -> list[str]:
-        """All captions, each once, in order."""
-        return sorted({caption for n in range(len(self.plan)) for caption in self._captions(_shard_name(n))})
 
     def _write_texts(self, number: int, captions: list[str]) -> None:
         assert self.encoders.text is not None
@@ -315,12 +308,11 @@ class _Build:
 
     def _shapes(self) -> dict[str, int]:
         """Rows by the shape of their latents."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for number in range(len(self.plan)):
             file = self._open(_shard_name(number))
             rows, *shape = file.get_slice("mean" if "mean" in file.keys() else "latents").get_shape()  # noqa: SIM118
-            name = "x".join(map(str, shape))
-            counts[name] = counts.get(name, 0) + rows
+            counts["x".join(map(str, shape))] += rows
         return counts
 
     def _psnr(self) -> float:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, autoencoder_loss
 from lit_efficient.models.conv_features import ConvFeatures
-from lit_efficient.models.digit_features import DigitFeatures
 
 KL_WEIGHT = 1e-4
 _Judge = TypeVar("_Judge", bound=ConvFeatures)
@@ -45,20 +44,8 @@ def fit_autoencoder(images: Tensor, config: AutoencoderConfig, steps: int, seed:
     return model.eval().requires_grad_(False)
 
 
-def fit_judge(images: Tensor, labels: Tensor, steps: int, seed: int = 0) -> DigitFeatures:
-    """Train the judge of digits on the CPU: a few seconds for 400 steps.
-
-    Args:
-        images: [N, 1, H, W] in [-1, 1].
-        labels: [N].
-        steps: Optimizer steps of 64 images each.
-        seed: Seed of the initial weights and of every draw.
-    """
-    return fit_classifier(DigitFeatures, images, labels, steps, seed)
-
-
 def fit_classifier(build: Callable[[], _Judge], images: Tensor, labels: Tensor, steps: int, seed: int = 0) -> _Judge:
-    """Train any small classifier on the CPU.
+    """Train any small classifier on the CPU: a few seconds for 400 steps.
 
     Args:
         build: Makes it, with weights from torch's global generator.
