@@ -68,12 +68,6 @@ def test_a_choice_is_one_of_its_kind() -> None:
             check_choice("Owner", "bits", value, (8, 4, "fp8"))
 
 
-# Files that still say by hand what an argument must be: convert one, and take it out. No file is added.
-BY_HAND = {
-    "data/latents/encoded_mds.py",
-}
-
-
 def by_hand(source: str) -> list[str]:
     """The texts of a file that say what something must be, in a ConfigurationError or a ConflictError."""
     raised = {"ConfigurationError", "ConflictError"}
@@ -87,4 +81,4 @@ def test_what_an_argument_must_be_is_said_by_the_validator() -> None:
     assert by_hand('raise ConfigurationError(f"Owner: {name} must be above 0, got {value}")')
     package = Path(lit_efficient.__file__).parent
     sources = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in package.rglob("*.py")}
-    assert {path for path, source in sources.items() if by_hand(source)} - {"errors.py"} == BY_HAND
+    assert {path for path, source in sources.items() if by_hand(source)} == {"errors.py"}

@@ -165,7 +165,7 @@ class EncodedData(KeyedModule):
         if len(lengths) == 2:
             return list(range(lengths[0])), list(range(lengths[0], sum(lengths)))
         if not 1 <= self.held_out < lengths[0]:
-            allowed = f"in [1, {lengths[0]}), the number of rows, unless there are val_files"
+            allowed = f"at least 1 and below {lengths[0]}, the number of rows, unless there are val_files"
             raise refusal("EncodedData", "held_out", allowed, self.held_out)
         order = torch.randperm(lengths[0], generator=torch.Generator().manual_seed(self.seed)).tolist()
         return sorted(order[self.held_out :]), sorted(order[: self.held_out])

@@ -77,8 +77,7 @@ class ImageData(ImageModule):
             check_number("ImageData", name, value, least=0, below=1)
         if val is None and val_fraction == 0.0:
             raise refusal("ImageData", "val_fraction", "above 0 unless val names images", val_fraction)
-        if val_fraction + test_fraction >= 1.0:
-            raise refusal("ImageData", "val_fraction + test_fraction", "below 1", val_fraction + test_fraction)
+        check_number("ImageData", "val_fraction + test_fraction", val_fraction + test_fraction, below=1)
         self.train, self.val, self.test = train, val, test
         self.splits = splits
         self.columns = columns

@@ -116,7 +116,7 @@ class PhotoCropDataset:
 
         index, variant = key
         if not 0 <= variant < self.variants:
-            raise refusal("PhotoCrops", "the variant", f"in [0, {self.variants})", variant)
+            raise refusal("PhotoCrops", "the variant", f"at least 0 and below {self.variants}", variant)
         photo, row, _, top, left, side = self.crops[index]
         # Cut out first: a resampling kernel would reach beyond the crop, and into another part.
         square = Image.fromarray(self.photos[photo][top : top + side, left : left + side])
@@ -163,10 +163,9 @@ class PhotoCrops(ImageModule):
         check_choice("PhotoCrops", "classes", classes, ("photograph", "band"))
         if resolution % 8:
             raise refusal("PhotoCrops", "resolution", "a multiple of 8", resolution)
-        if not scales or not all(1.0 <= scale <= _BLOCK / resolution for scale in scales):
-            reason = f"a crop lies within {_BLOCK} pixels of the photograph"
-            allowed = f"numbers in [1, {_BLOCK / resolution:g}] for a resolution of {resolution} ({reason})"
-            raise refusal("PhotoCrops", "scales", allowed, list(scales))
+        for scale in scales or [scales]:
+            name = f"scales for a resolution of {resolution}"
+            check_number("PhotoCrops", name, scale, least=1, most=_BLOCK / resolution)  # a crop lies within a block
         self.resolution = resolution
         self.scales = tuple(scales)
         self.crops = crops

@@ -85,18 +85,15 @@ class DiTConfig:
             check_number("DiTConfig", name, getattr(self, name), least=1, whole=True)
         for name in ("num_classes", "context_width"):
             check_number("DiTConfig", name, getattr(self, name), least=0, whole=True)
-        self._check("patch_size", f"a divisor of size {self.size}", self.size % self.patch_size == 0)
-        self._check("width", f"a multiple of heads {self.heads}", self.width % self.heads == 0)
-        self._check("width", "a multiple of 4 (2-D positions)", self.width % 4 == 0)
+        if self.size % self.patch_size:
+            raise refusal("DiTConfig", "patch_size", f"a divisor of size {self.size}", self.patch_size)
+        units = {f"heads {self.heads}": self.heads, "4 (2-D positions)": 4}
         if self.variant.positions == "rope":
-            allowed = (
-                f"a multiple of 4 times heads {self.heads} for variant.positions='rope' (pairs of rows and of columns)"
-            )
-            self._check("width", allowed, self.width % (4 * self.heads) == 0)
-
-    def _check(self, name: str, allowed: str, holds: bool) -> None:
-        if not holds:
-            raise refusal("DiTConfig", name, allowed, getattr(self, name))
+            said = f"4 times heads {self.heads} for variant.positions='rope' (pairs of rows and of columns)"
+            units[said] = 4 * self.heads
+        for said, unit in units.items():
+            if self.width % unit:
+                raise refusal("DiTConfig", "width", f"a multiple of {said}", self.width)
 
 
 class DiT(nn.Module):

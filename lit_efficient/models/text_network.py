@@ -83,17 +83,18 @@ class TextEncoderConfig:
             raise refusal(_OWNER, "name_or_path", allowed, None)
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
-        _check(
-            "final_norm", self.final_norm, "false for layer -1, which has it", not self.final_norm or self.layer < -1
-        )
+        if self.final_norm and self.layer == -1:
+            raise refusal(_OWNER, "final_norm", "false for layer -1, which has it", self.final_norm)
         check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
     def _check_pipeline(self) -> None:
         check_choice(_OWNER, "pipeline", self.pipeline, ("sdxl", "sd3", "flux"), null=True)
         free = {"name_or_path", "max_length", "pipeline", "revision", "dtype"}
         fixed = [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]
-        _check("pipeline", self.pipeline, f"null with {', '.join(fixed)}, which a pipeline fixes", not fixed)
-        _check("name_or_path", self.name_or_path, "the pipeline's folder or name", self.name_or_path is not None)
+        if fixed:
+            raise refusal(_OWNER, "pipeline", f"null with {', '.join(fixed)}, which a pipeline fixes", self.pipeline)
+        if self.name_or_path is None:
+            raise refusal(_OWNER, "name_or_path", "the pipeline's folder or name", None)
 
 
 class TextEmbedding(NamedTuple):
@@ -222,8 +223,9 @@ class TextNetwork:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
-            allowed = f"at most {positions}, the positions of {type(self.network).__name__}"
-            _check("max_length", self.spec.max_length, allowed, self.spec.max_length <= positions)
+            if self.spec.max_length > positions:
+                allowed = f"at most {positions}, the positions of {type(self.network).__name__}"
+                raise refusal(_OWNER, "max_length", allowed, self.spec.max_length)
             try:  # some count their positions from behind the padding's: RoBERTa has two fewer than it says
                 real = next(i for i in range(3) if i not in (self.tokens.pad, getattr(text, "pad_token_id", None)))
                 with torch.no_grad():
@@ -232,9 +234,9 @@ class TextNetwork:
                 allowed = f"less than {positions}: {type(self.network).__name__} keeps some of its positions"
                 raise refusal(_OWNER, "max_length", allowed, self.spec.max_length) from error
         layers = getattr(text, "num_hidden_layers", None)
-        if layers is not None:
+        if layers is not None and self.spec.layer < -1 - layers:
             allowed = f"-1 to {-1 - layers}, as {type(self.network).__name__} has {layers} layers"
-            _check("layer", self.spec.layer, allowed, self.spec.layer >= -1 - layers)
+            raise refusal(_OWNER, "layer", allowed, self.spec.layer)
         if self.spec.final_norm and not set(_FINAL_NORMS) & set(dict(self.network.named_modules())):
             raise ConfigurationError(f"{_OWNER}: final_norm: {type(self.network).__name__} has none that is known.")
         rows = getattr(text, "vocab_size", None)
@@ -311,8 +313,3 @@ def _reader(architecture: Any, model: Any) -> nn.Module:
     whole = architecture.__name__ == "AutoModel" and model.config.is_encoder_decoder
     reader: nn.Module = model.get_encoder() if whole else model
     return reader
-
-
-def _check(name: str, value: object, allowed: str, holds: bool) -> None:
-    if not holds:
-        raise refusal(_OWNER, name, allowed, value)

@@ -15,7 +15,6 @@ weights each batch of it is evaluated twice.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie (2022), https://arxiv.org/abs/2212.09748.
 """
 
-import math
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lit_efficient.errors import check_number
 from lit_efficient.files.moved import takes_moved_keys
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction
@@ -87,8 +87,8 @@ class LatentDiffusion(LatentGenerator):
         super().__init__(backbone, prediction, schedule, guidance_scale, sampling_steps, sampler, samples)
         self.timestep_sampling = described(TimestepSampling, "timestep_sampling", timestep_sampling, Distribution)
         check_sampling("LatentDiffusion", self.timestep_sampling, self.process)
-        check("label_dropout", label_dropout, "in [0, 1)", 0.0 <= label_dropout < 1.0)
-        check("learning_rate", learning_rate, "a finite number > 0", 0.0 < learning_rate < math.inf)
+        check_number("LatentDiffusion", "label_dropout", label_dropout, least=0, below=1)
+        check_number("LatentDiffusion", "learning_rate", learning_rate, above=0)
         if label_dropout == 0.0:
             allowed = "1 when label_dropout is 0 (untrained null)"
             check("guidance_scale", guidance_scale, allowed, guidance_scale == 1.0)

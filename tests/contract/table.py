@@ -1,9 +1,12 @@
-"""The table that drives the contract tests: one row a technique. A public technique without a row fails the suite."""
+"""The table that drives the contract tests: one row a technique, here or in its own test file, as ``ROW``.
+
+A public technique without a row fails the suite.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import inspect
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,6 +44,7 @@ from lit_efficient import (
 from lit_efficient.declaration import check_conflicts
 from lit_efficient.testing import Case, Run
 from tests.contract import effects
+from tests.contract.row import Row
 from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet, convolved
 
 
@@ -49,36 +53,6 @@ class OffloadOptimizer(lit_efficient.OffloadOptimizer):
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse nothing."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """How to test one technique on the toy of :mod:`lit_efficient.testing`.
-
-    Args:
-        make: Builds the technique at a setting that visibly changes the toy's training.
-        effect: Asserts what it is for, of a run that it took part in (:mod:`tests.contract.effects`).
-        neutral: Builds it at a setting under which training must equal plain Lightning bit for bit; ``None`` where the
-            technique has no such setting.
-        changes: Whether ``make`` changes the weights that a short run ends with.
-        shadows: Whether evaluation uses other weights than the module's own.
-        repacks: Whether a weight has another shape afterwards, under its old name.
-        trainer: Arguments that its trainer needs.
-        network: What the toy is made of; another one than the usual takes its place in all sets with the technique.
-        beside: How to build it beside another technique that excludes the setting of ``make``.
-        convolution: Whether the network needs a convolution, whatever else it is made of.
-    """
-
-    make: Callable[[], Technique]
-    effect: Callable[[Run], None]
-    neutral: Callable[[], Technique] | None = None
-    changes: bool = True
-    shadows: bool = False
-    repacks: bool = False
-    trainer: dict[str, Any] = field(default_factory=dict)
-    network: type[nn.Module] = Net
-    beside: dict[str, Callable[[], Technique]] = field(default_factory=dict)
-    convolution: bool = False
 
 
 def _compile(backend: str) -> Compile:
@@ -188,6 +162,20 @@ CASES: dict[str, Row] = {
         trainer={"accumulate_grad_batches": 2},
     ),
 }
+
+
+def _elsewhere() -> dict[str, Row]:
+    """The rows of all other public techniques, from their own test files."""
+    rows = {}
+    for name in lit_efficient.PUBLIC.keys() - CASES:
+        kind = getattr(lit_efficient, name)
+        if inspect.isclass(kind) and issubclass(kind, Technique) and kind is not Technique:
+            slot, file = lit_efficient.PUBLIC[name].split(".")
+            rows[name] = import_module(f"tests.{slot}.test_{file}").ROW
+    return rows
+
+
+CASES |= _elsewhere()
 NAMES = sorted(CASES)
 
 

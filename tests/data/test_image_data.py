@@ -336,8 +336,8 @@ def test_any_vision_model_is_the_judge(tmp_path, folder):
         (ImageScores, {"judge": "x", "images": 1}, "scores.images must be a whole number of at least 2, got 1"),
         (ImageData, {"batch_size": 0}, "ImageData: batch_size must be a whole number of at least 1, got 0"),
         (ImageData, {"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
-        (ImageData, {"val_fraction": 0.0}, "val_fraction must be above 0 unless val names images"),
-        (ImageData, {"test_fraction": 0.95}, r"val_fraction \+ test_fraction must be below 1"),
+        (ImageData, {"val_fraction": 0.0}, "val_fraction must be above 0 unless val names images, got 0.0"),
+        (ImageData, {"test_fraction": 0.95}, r"val_fraction \+ test_fraction must be below 1, got 1.0"),
     ],
 )
 def test_arguments_are_checked_when_built(make, wrong, message):

@@ -66,7 +66,7 @@ def test_an_item_is_cut_from_the_photograph_and_depends_on_its_key_alone():
         assert ("temple" in item["captions"], "dahlia" in item["captions"]) == (crop.photo == 0, crop.photo == 1)
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == np.random.get_state()[1].tolist()
-    with pytest.raises(ConfigurationError, match=r"variant must be in \[0, 2\), got 2"):
+    with pytest.raises(ConfigurationError, match=r"variant must be at least 0 and below 2, got 2"):
         data.dataset[(0, 2)]
 
 
@@ -139,8 +139,8 @@ def test_the_judge_is_trained_once_and_leaves_the_random_state_alone(ready, shar
     [
         ({"resolution": 36}, "resolution must be a multiple of 8, got 36"),
         ({"resolution": 4}, "resolution must be a whole number of at least 8, got 4"),
-        ({"scales": (1.0, 5.0)}, r"scales must be numbers in \[1, 4\] for a resolution of 32 .* got \[1.0, 5.0\]"),
-        ({"scales": ()}, r"scales must be numbers in \[1, 4\]"),
+        ({"scales": (1.0, 5.0)}, "scales for a resolution of 32 must be at least 1 and at most 4, got 5.0"),
+        ({"scales": ()}, r"scales for a resolution of 32 must be at least 1 and at most 4, got \(\)"),
         ({"crops": 1}, "crops must be a whole number of at least 2, got 1"),
         ({"judge_steps": -1}, "judge_steps must be a whole number of at least 0, got -1"),
         ({"classes": "petals"}, "classes must be one of photograph, band, got 'petals'"),

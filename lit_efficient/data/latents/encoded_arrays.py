@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lit_efficient.data.latents.encoded_rows import Value, locate, refusal, rows_in
+from lit_efficient.data.latents.encoded_rows import Value, locate, pickled, rows_in
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.tensors import map_tensors
 
@@ -111,7 +111,7 @@ def _header(path: Path, start: int) -> tuple[tuple[int, ...], bool, np.dtype, in
         except ValueError as error:
             raise ConfigurationError(f"EncodedData: {path} holds no array ({error}).") from error
         if dtype.hasobject:
-            raise ConfigurationError(refusal(path.name))
+            raise pickled(path.name)
         if not shape:
             raise ConfigurationError(f"EncodedData: {path} holds a single number, not rows.")
         return shape, order, dtype, file.tell()

@@ -5,7 +5,7 @@ latents = zero + scale * stored;    posterior: mean = zero + scale * stored, std
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lit_efficient.data.latents.encoded_rows import Value
 from lit_efficient.data.latents.latent_format import dequantize
-from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.errors import check_choice, check_number, refusal
+
+Content = Literal["latents", "mean_logvar", "mean_std"]
 
 _SMALLEST_VARIANCE = 1e-20
 _COUNT_OF = {"uint8": 1, "int8": 1, "float16": 2, "float32": 4}
@@ -64,25 +66,22 @@ class EncodedNumbers:
 
     scale: float | list[float] = 1.0
     zero: float | list[float] = 0.0
-    content: Literal["latents", "mean_logvar", "mean_std"] = "latents"
+    content: Content = "latents"
     shape: list[int] | None = None
     raw: Literal["uint8", "int8", "float16", "float32"] = "uint8"
 
     def __post_init__(self) -> None:
-        check_choice("EncodedNumbers", "content", self.content, ("latents", "mean_logvar", "mean_std"))
-        check_choice("EncodedNumbers", "raw", self.raw, _COUNT_OF)
+        check_choice("EncodedData", "numbers.content", self.content, get_args(Content))
+        check_choice("EncodedData", "numbers.raw", self.raw, _COUNT_OF)
         if self.shape is not None and (
             not isinstance(self.shape, list | tuple)
             or len(self.shape) != 3
             or not all(isinstance(size, int) and size >= 1 for size in self.shape)
         ):
-            raise refusal("EncodedNumbers", "shape", "[c, h, w], all at least 1", self.shape)
-        for name, least in (("scale", 0.0), ("zero", -math.inf)):
-            value = getattr(self, name)
-            values = value if isinstance(value, list) else [value]
-            if not values or not all(isinstance(v, int | float) and least < v < math.inf for v in values):
-                allowed = f"{'above 0' if name == 'scale' else 'finite'}, a number or one a channel"
-                raise refusal("EncodedNumbers", name, allowed, value)
+            raise refusal("EncodedData", "numbers.shape", "[c, h, w], all at least 1", self.shape)
+        for name, value, above in (("numbers.scale", self.scale, 0.0), ("numbers.zero", self.zero, None)):
+            for number in value if isinstance(value, list) and value else [value]:
+                check_number("EncodedData", name, number, above=above)
 
     def read(self, value: Value, logvar: Value | None = None) -> dict[str, Tensor]:
         """A stored value as ``latents``, or ``mean`` and ``logvar``, [c, h, w] float32.
@@ -100,7 +99,7 @@ class EncodedNumbers:
             stored = stored.reshape(self.shape)
         if stored.ndim != 3 or (self.content != "latents" and len(stored) % 2):
             even = "" if self.content == "latents" else " with c even"
-            allowed = f"[c, h, w]{even} (numbers.shape says so, [4, 32, 32])"
+            allowed = f"[c, h, w]{even}, by numbers.shape (such as [4, 32, 32]) where it is stored flat"
             raise refusal("EncodedData", f"the shape of {self.content}", allowed, list(stored.shape))
         width = None if logvar is None else self.array(logvar)
         if width is not None and width.numel() != stored.numel():
@@ -134,7 +133,8 @@ class EncodedNumbers:
         if isinstance(value, bytes) and len(value) % _COUNT_OF[self.raw] == 0:
             value = np.frombuffer(value, self.raw)
         if not isinstance(value, np.ndarray):
-            raise ConfigurationError(f"EncodedData: a field of arrays holds {value!r:.60}.")
+            given = value[:60] if isinstance(value, str | bytes) else value
+            raise refusal("EncodedData", f"a field of {self.raw} numbers", "an array", given)
         return torch.from_numpy(value.astype(np.float32))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from lit_efficient.data.latents.encoded_rows import Value, locate, np_bytes, refusal, rows_in
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.data.latents.encoded_rows import Value, locate, np_bytes, pickled, rows_in
+from lit_efficient.errors import ConfigurationError, refusal
 
 _VALUES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -49,10 +49,8 @@ class MosaicShards:
             )
         for shard in self._shards:
             if shard["format"] != "mds" or shard["column_names"] != self._names:
-                raise ConfigurationError(
-                    f"EncodedData: {folder} has shards of other columns, or in the format {shard['format']}; all must "
-                    "be MDS with the same columns."
-                )
+                given = shard["format"], shard["column_names"]
+                raise refusal("EncodedData", f"the shards of {folder}", f"MDS with the columns {self._names}", given)
             self._check(shard)
         self._ends = rows_in([int(shard["samples"]) for shard in self._shards])
         self._opened: dict[int, Any] = {}
@@ -116,7 +114,7 @@ def decode(encoding: str, data: bytes) -> Value:
     """
     kind, _, details = encoding.partition(":")
     if kind == "pkl":
-        raise ConfigurationError(refusal("a column encoded as pkl"))
+        raise pickled("a column encoded as pkl")
     if kind == "ndarray":
         return _array(data, details)
     if kind in ("str", "json"):

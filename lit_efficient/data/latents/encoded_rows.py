@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lit_efficient.errors import ConfigurationError
+
 Value = np.ndarray | int | float | str | bytes
 """A field of a row: an array, a number, a text, or bytes whose meaning the files do not tell."""
 
 UNSAFE = (".pt", ".pth", ".pkl", ".pickle", ".pyd", ".bin", ".ckpt")
 
 
-def refusal(name: str) -> str:
-    """Why a file is not read."""
-    return (
+def pickled(name: str) -> ConfigurationError:
+    """The error of a file that is not read."""
+    return ConfigurationError(
         f"EncodedData: {name} is pickled: reading it would run whatever code it names. Convert it once, where you "
         "trust it, to .npy or .safetensors."
     )

@@ -26,7 +26,7 @@ import numpy as np
 
 from lit_efficient.data.latents.encoded_arrays import ArrayFiles
 from lit_efficient.data.latents.encoded_mds import MosaicShards
-from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, refusal
+from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, pickled
 from lit_efficient.data.latents.encoded_tables import TableRows
 from lit_efficient.errors import ConfigurationError
 
@@ -70,7 +70,7 @@ def open_encoded(
     chosen = f"match {files!r}" + ("" if without is None else f" and are not those of {without!r}")
     kinds = {kind: [path for path in found if path.suffix in suffixes] for kind, suffixes in _SUFFIXES.items()}
     if not any(kinds.values()) and (unsafe := [path for path in found if path.suffix in UNSAFE]):
-        raise ConfigurationError(refusal(unsafe[0].name))
+        raise pickled(unsafe[0].name)
     if layout == "auto":
         if (root / "index.json").is_file():
             layout = "mds"

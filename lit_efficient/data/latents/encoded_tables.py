@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, np_bytes, refusal
+from lit_efficient.data.latents.encoded_rows import UNSAFE, Value, np_bytes, pickled
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.tables import map_table
 
@@ -44,7 +44,7 @@ class TableRows:
 
     def _value(self, row: int, field: str) -> Value:
         if Path(field).suffix.lower() in UNSAFE:
-            raise ConfigurationError(refusal(f"a file .{field}"))
+            raise pickled(f"a file .{field}")
         scalar = self._rows.data.column(field)[row]
         if not scalar.is_valid:
             raise ConfigurationError(f"EncodedData: row {row} has no {field!r}.")

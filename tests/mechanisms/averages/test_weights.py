@@ -41,6 +41,7 @@ def test_averages_equal_those_of_diffusers(warmup: str) -> None:
 @pytest.mark.parametrize("power", [2 / 3, 1.0])
 def test_averages_equal_those_of_ema_pytorch(power: float) -> None:
     reference_package = pytest.importorskip("ema_pytorch", reason="it is in the extra `test`")
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
     generator = torch.Generator().manual_seed(0)
     reference = reference_package.EMA(net, beta=0.97, update_every=1, update_after_step=3, power=power)
@@ -53,7 +54,7 @@ def test_averages_equal_those_of_ema_pytorch(power: float) -> None:
         reference.update()
         update_(ours, weights, decay_at(step - 3, 0.97, "inverse_gamma", power))
     for a, b in zip(ours, reference.ema_model.parameters(), strict=True):
-        torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, b.detach(), rtol=0, atol=2e-6)  # its rounding; a step late is 80 times that
         assert not torch.equal(a, b)  # it takes its decays in float32: were they the same object, nothing was compared
 
 
