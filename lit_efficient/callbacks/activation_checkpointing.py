@@ -113,7 +113,6 @@ class ActivationCheckpointing(Technique):
         self._budget_before: float | None = None
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse what would recompute twice, or not at all."""
         if traits_of(trainer.strategy).recomputes:
             raise ConflictError(
                 "ActivationCheckpointing: this strategy recomputes activations by itself: build it without "
@@ -121,7 +120,6 @@ class ActivationCheckpointing(Technique):
             )
 
     def transform(self, module: nn.Module) -> Report:
-        """Mix the recomputation into each block's class."""
         found = recomputable_blocks(module, self.blocks, type(self).__name__)
         if self.every > len(found):
             allowed = f"at most the number of blocks, {len(found)}"
@@ -152,7 +150,6 @@ class ActivationCheckpointing(Technique):
                 block._recomputes, block._recompute_bytes = True, 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After the first batch choose the blocks that keep their activations."""
         blocks = {name: part for name, part in pl_module.named_modules() if isinstance(part, _Recomputed)}
         if self.memory_budget is None or all(block._recompute_bytes is None for block in blocks.values()):
             return
@@ -169,7 +166,6 @@ class ActivationCheckpointing(Technique):
             )
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Put the compiler's budget back."""
         if self._budget_before is not None:
             swap_setting("activation_memory_budget", self._budget_before)
             self._budget_before = None

@@ -76,7 +76,6 @@ class ChannelsLast(Technique):
             )
 
     def transform(self, module: nn.Module) -> Report:
-        """Lay out all weights and buffers."""
         found = {name: part for name, part in module.named_modules() if _dimensions([part])}
         if not found:
             raise ConfigurationError(
@@ -91,7 +90,6 @@ class ChannelsLast(Technique):
         )
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Lay out what was put in place of the weights since."""
         super().on_fit_start(trainer, pl_module)
         _lay_out_weights(pl_module)
 
@@ -106,13 +104,11 @@ class ChannelsLast(Technique):
                         lay_out(value, _dimensions(pl_module.modules()))
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Lay out the batch."""
         if self._kinds is None:
             self._kinds = _dimensions(pl_module.modules())
         apply_to_collection(batch, Tensor, lay_out, dimensions=self._kinds)
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Lay out the weights again after an optimizer that undid it, as bitsandbytes does in each step."""
         _lay_out_weights(pl_module)
 
     def on_validation_batch_start(

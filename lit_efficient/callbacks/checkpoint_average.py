@@ -86,7 +86,6 @@ class CheckpointAverage(ShadowWeights):
         self._step = 0
 
     def describe(self, module: Any) -> Report:
-        """How much memory the snapshots will take."""
         tracked = self._tracked(module)
         size = sum(p.numel() * p.itemsize for p in tracked.values()) * (self.last_k or 1)
         which = "all snapshots" if self.last_k is None else f"the last {self.last_k} snapshots"
@@ -100,7 +99,6 @@ class CheckpointAverage(ShadowWeights):
         )
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Statistics of BatchNorm need a training step that only computes."""
         if batch_norms(module) and not module.automatic_optimization:
             raise ConflictError(
                 f"CheckpointAverage computes statistics of BatchNorm by calling training_step, which would step the "
@@ -115,13 +113,11 @@ class CheckpointAverage(ShadowWeights):
 
     @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count steps from here, with restored snapshots sharded as the parameters are."""
         self._place(pl_module)
         self._step = trainer.global_step
 
     @outside_autograd
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take a snapshot when it is due, after an optimizer step."""
         before, self._step = self._step, trainer.global_step
         due = self._step // self.every_n_steps > before // self.every_n_steps
         if due and self._step > self.start_step:
@@ -186,7 +182,6 @@ class CheckpointAverage(ShadowWeights):
         self._raw_statistics = None
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
-        """As for all averages, with the statistics that belong to the weights."""
         alone = "callbacks" not in checkpoint
         if alone and self._snapshots and self._statistics is None and batch_norms(module):
             with self.averaged(module):  # computes them

@@ -61,7 +61,6 @@ class ChunkedCrossEntropy(Technique):
         self.label_smoothing = label_smoothing
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse Liger's kernel where it cannot run."""
         device = trainer.strategy.root_device.type
         if self.backend == "liger" and device == "cpu":
             raise ConfigurationError(
@@ -69,7 +68,6 @@ class ChunkedCrossEntropy(Technique):
             )
 
     def transform(self, module: nn.Module) -> Report:
-        """Let every network with a head and a loss put its logits off."""
         found = [(name, part) for name, part in module.named_modules() if takes_labels(part)]
         if not found:
             raise ConfigurationError(
@@ -91,7 +89,6 @@ class ChunkedCrossEntropy(Technique):
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After the first batch, check that the loss went this way."""
         networks = [part for part in pl_module.modules() if hasattr(part, "chunked_loss_used")]
         if not any(network.chunked_loss_used for network in networks):
             raise ConfigurationError(

@@ -107,11 +107,9 @@ class Compile(Technique):
         self._donated_before: bool | None = None
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Learn whether another technique takes gradients before the backward pass."""
         self._retains = any(getattr(callback, "retains_graph", False) for callback in trainer.callbacks)
 
     def transform(self, module: nn.Module) -> Report:
-        """Mark what is to be compiled, and compile it when it is first called."""
         found = self._found(module)
         for name, part in found:
             if any(True for child in part.modules() if is_compiled(child)):
@@ -126,7 +124,6 @@ class Compile(Technique):
         )
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Compile what a copy of a compiled module has lost, and begin to count."""
         super().on_fit_start(trainer, pl_module)
         if self._retains:  # a backward graph that may overwrite what it was given can be run once
             self._donated_before = swap_setting("donated_buffer", False)
@@ -136,7 +133,6 @@ class Compile(Technique):
         self._counted = counts()
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Say what was compiled, and what was not."""
         self._restore()
         graphs, tried, done = (now - before for now, before in zip(counts(), self._counted or counts(), strict=True))
         rank_zero_info(f"Compile: {graphs} new graphs of {done} functions in this fit")
@@ -147,7 +143,6 @@ class Compile(Technique):
             )
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Leave torch's settings as they were."""
         self._restore()
         super().on_exception(trainer, pl_module, exception)
 

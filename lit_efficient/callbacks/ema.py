@@ -96,7 +96,6 @@ class EMA(ShadowWeights):
         self._average, self._updates = {}, 0
 
     def describe(self, module: Any) -> Report:
-        """How much is averaged, and how."""
         tracked = self._tracked(module)
         elements = sum(p.numel() for p in tracked.values())
         size = sum(p.numel() * precise(p.dtype).itemsize for p in tracked.values())
@@ -144,7 +143,6 @@ class EMA(ShadowWeights):
 
     @outside_autograd
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Update after an optimizer step, not after a micro-batch."""
         before, step = self._step, trainer.global_step
         self._step = step
         since = step - 1 - self.start_step
@@ -158,7 +156,6 @@ class EMA(ShadowWeights):
 
     @outside_autograd
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take in what the module, or another callback, has thawed."""
         for name, p in self._tracked(pl_module).items():
             if name not in self._parameters:
                 self._parameters[name] = p

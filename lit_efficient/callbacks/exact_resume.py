@@ -58,7 +58,6 @@ class ExactResume(Technique):
         self._loaders: list[ResumableLoader] | None = None  # in a fit
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Agree on the seed and start to watch for training loaders."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -76,12 +75,10 @@ class ExactResume(Technique):
         self._say_limits(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave the strategy as it was."""
         self._unwrap(trainer)
         super().teardown(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the loaders to where the checkpoint left them, and put back an open accumulation window's gradients."""
         assert self._loaders is not None
         assert self._run_seed is not None
         for loader in self._loaders:
@@ -95,15 +92,12 @@ class ExactResume(Technique):
                     parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Seed what hooks draw at the start of an epoch."""
         seed_all(self._seed_at(trainer, -1))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Seed what the step draws."""
         seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx))
 
     def describe(self, module: Any) -> Report:
-        """The seed that decides order and draws."""
         return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,7 +117,6 @@ class ExactResume(Technique):
         self._gradients = state_dict.get("gradients")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the gradients gathered so far if the checkpoint falls inside an accumulation window."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if not _window_is_open(trainer, pl_module):
             return
@@ -135,7 +128,6 @@ class ExactResume(Technique):
         checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())["gradients"] = gradients
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Say so if the checkpoint comes from a run without this callback."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._loaders is not None and self.state_key not in checkpoint.get("callbacks", {}):
             self._say("the checkpoint was written without ExactResume: its epoch's data order cannot be known")

@@ -112,7 +112,6 @@ class GradualUnfreezing(Technique):
         self._open = 0  # groups that train now
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse strategies that join parameters into larger ones."""
         traits = traits_of(trainer.strategy)
         if traits.flattens:
             raise ConflictError(
@@ -137,12 +136,10 @@ class GradualUnfreezing(Technique):
             raise refusal("GradualUnfreezing", "milestones", allowed, late)
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        """All groups that are open or thaw later."""
         thawing = self._names[: len(self._times()) + 1]
         return [module.get_parameter(name) for names in thawing for name in names]
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Split the optimizer's groups by depth, once."""
         if type(optimizer).__name__ == "LBFGS":
             raise ConfigurationError(
                 "GradualUnfreezing: LBFGS keeps one state for all parameters, frozen ones too: use another optimizer"
@@ -219,7 +216,6 @@ class GradualUnfreezing(Technique):
         self._stilled = [item for item in self._stilled if item[0] >= groups]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the modes as they would be without this."""
         self._wake(len(self._names))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

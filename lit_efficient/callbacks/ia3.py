@@ -63,12 +63,10 @@ class IA3(Technique):
         self.save_base = save_base
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let sharded modules, too, be restored from checkpoints without the base."""
         super().setup(trainer, pl_module, stage)
         restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
-        """Add the factors and freeze the rest."""
         outputs, inputs = self._patterns(module)
         scaled = [(match_modules(module, outputs, who="IA3: targets", where=_is_linear), "output")] if outputs else []
         scaled += [(match_modules(module, inputs, who="IA3: feedforward", where=_is_linear), "input")] if inputs else []
@@ -111,18 +109,15 @@ class IA3(Technique):
         )
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        """The factors."""
         return left_to_train(module)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen base out, and say where the factors belong."""
         trim(module, checkpoint)
         checkpoint["lit_efficient"][cls.keeps] = ia3_placement(module)
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:
-        """Whether a layer is still scaled."""
         return any(isinstance(part, IA3Scaled) for part in module.modules())
 
     @classmethod

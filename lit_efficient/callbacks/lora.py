@@ -94,12 +94,10 @@ class LoRA(Technique):
         self.seed = seed
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let sharded modules, too, be restored from checkpoints without the base."""
         super().setup(trainer, pl_module, stage)
         restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
-        """Add the adapters and freeze the rest."""
         saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA") if id(item[1]) not in whole]
@@ -147,14 +145,12 @@ class LoRA(Technique):
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen base out, and say where the adapters belong."""
         trim(module, checkpoint)
         checkpoint["lit_efficient"][cls.keeps] = placement(module)
         checkpoint["lit_efficient"]["quantized"] = quantization_of(module)
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:
-        """Whether a matrix still stands beside a weight."""
         return any(isinstance(part, LowRank) for part in module.modules())
 
     @classmethod

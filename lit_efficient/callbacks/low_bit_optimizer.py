@@ -83,7 +83,6 @@ class LowBitOptimizer(Technique):
         self.decay_norm_and_bias = decay_norm_and_bias
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse paging without a GPU, and checkpoints that cannot be loaded, before anything is built."""
         device = trainer.strategy.root_device.type
         if self.paged and device != "cuda":
             raise ConfigurationError(

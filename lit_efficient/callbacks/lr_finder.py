@@ -97,7 +97,6 @@ class LRFinder(Technique):
         self.losses: list[float] = []
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse what has no single rate, or no loss to watch."""
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"LRFinder: {type(module).__name__} optimizes manually, with rates and losses of its own; call "
@@ -116,17 +115,14 @@ class LRFinder(Technique):
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: Any) -> Report:
-        """What will be tested."""
         use = "the suggested one is taken" if self.apply else "only reported"
         return Report(f"{self.num_steps} steps at rates {self.min_lr:g} to {self.max_lr:g}, {self.mode}; {use}")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the first epoch."""
         super().on_fit_start(trainer, pl_module)
         schedule(trainer, lambda _: None, partial(self._test, trainer), order=1)  # after the batch size is found
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget a test that was never due."""
         unschedule(trainer)
         super().teardown(trainer, pl_module, stage)
 
@@ -233,7 +229,6 @@ class _Losses(Callback):
         self.losses = losses
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the loss that backward was called on."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().float())

@@ -123,7 +123,6 @@ class MaxBatchSize(Technique):
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []  # the loaders' own, then
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse what cannot be tried without harm."""
         name, strategy = type(self).__name__, trainer.strategy
         if trainer.world_size > 1 and not traits_of(strategy).replicates:
             raise ConflictError(
@@ -145,13 +144,11 @@ class MaxBatchSize(Technique):
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: Any) -> Report:
-        """What will be searched."""
         limit = f"within {self.memory_limit}" if self.memory_limit else "within the device's memory"
         kept = "divisors of the effective batch" if self.keep_effective_batch else "any size"
         return Report(f"the largest batch {limit}, {self.margin:.0%} kept free; {kept}, mode {self.mode}")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look for what holds the size, and wait for the first epoch."""
         super().on_fit_start(trainer, pl_module)
         self._place = BatchSizeTarget(trainer, self.target, type(self).__name__)
         self._asked = (self._place.value, trainer.accumulate_grad_batches)

@@ -50,7 +50,6 @@ class OffloadOptimizer(Technique):
         self.piece_mb = piece_mb
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse to save nothing."""
         device = trainer.strategy.root_device.type
         if device == "cpu":
             raise ConfigurationError(

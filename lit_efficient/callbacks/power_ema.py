@@ -84,7 +84,6 @@ class PowerEMA(Technique):
         self._step = 0
 
     def describe(self, module: Any) -> Report:
-        """How much memory the averages take and where snapshots go."""
         tracked = self._tracked(module)
         size = len(self.sigma_rels) * sum(p.numel() * precise(p.dtype).itemsize for p in tracked.values())
         widths = ", ".join(f"{sigma_rel:g}" for sigma_rel in self.sigma_rels)
@@ -107,7 +106,6 @@ class PowerEMA(Technique):
 
     @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Allocate the averages, or put restored ones where the parameters are."""
         self._parameters = tracked = self._tracked(pl_module)
         sources = self._averages if self._updates else [tracked] * len(self.sigma_rels)
         self._averages = [
@@ -118,7 +116,6 @@ class PowerEMA(Technique):
 
     @outside_autograd
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Update after an optimizer step, and write a snapshot when it is due."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step

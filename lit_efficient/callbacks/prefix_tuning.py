@@ -114,12 +114,10 @@ class PrefixTuning(Technique):
         return arguments
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let sharded modules, too, be restored from checkpoints without the base."""
         super().setup(trainer, pl_module, stage)
         restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
-        """Add the prefix and freeze the rest."""
         saved = (
             match_modules(module, self.modules_to_save, who="PrefixTuning: modules_to_save")
             if self.modules_to_save
@@ -142,7 +140,6 @@ class PrefixTuning(Technique):
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen base out, and say where the prefix belongs."""
         trim(module, checkpoint)
         name, decoder = find_decoder(module)
         checkpoint["lit_efficient"][cls.keeps] = {"decoder": name, "transformers": not isinstance(decoder, GPT)}

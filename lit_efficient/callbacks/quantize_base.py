@@ -79,7 +79,6 @@ class QuantizeBase(Technique):
             )
 
     def transform(self, module: nn.Module) -> Report:
-        """Put a quantised layer in the place of each linear one."""
         found = self._layers(module)
         before = sum(linear.weight.nbytes for _, linear in found)
         elements = sum(linear.weight.numel() for _, linear in found)
@@ -101,12 +100,10 @@ class QuantizeBase(Technique):
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Say how the layers are quantised, so that an export can round a float base as the run did."""
         checkpoint["lit_efficient"]["quantized"] = quantization_of(module)
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:
-        """Whether a weight is still stored in codes."""
         return any(is_quantized(part) for part in module.modules())
 
     def _layers(self, module: nn.Module) -> list[tuple[str, Any]]:

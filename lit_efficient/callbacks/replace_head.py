@@ -129,7 +129,6 @@ class ReplaceHead(Technique):
         self.seed = seed
 
     def transform(self, module: nn.Module) -> Report:
-        """Put the new weights in."""
         name = find_head(module, self.at)
         before = outputs_of(module.get_submodule(name))
         replace_head(module, self.num_outputs, name.replace(".", r"\."), std=self.std, seed=self.seed)
@@ -141,7 +140,6 @@ class ReplaceHead(Technique):
         )
 
     def prepare_parameters(self, module: nn.Module) -> None:
-        """Freeze the rest for now. Adapters have frozen the base for good, and what they train goes on training."""
         release(module)
         heads = [part for part in module.modules() if isinstance(part, NewLayer)]
         own = {id(p) for head in heads for p in head.parameters()}
@@ -157,11 +155,9 @@ class ReplaceHead(Technique):
             hold(module, [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in own])
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        """The new head."""
         return [p for part in module.modules() if isinstance(part, NewLayer) for p in part.parameters()]
 
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
-        """Refuse the old head's weights."""
         for name, part in module.named_modules():
             if not isinstance(part, NewLayer):
                 continue

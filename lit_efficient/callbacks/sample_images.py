@@ -76,14 +76,12 @@ class SampleImages(Callback):
         self._validations = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a module that cannot sample before any work is done."""
         if not callable(getattr(pl_module, "sample_images", None)):
             raise ConfigurationError(
                 f"SampleImages: {type(pl_module).__name__} must have a method sample_images(num, seed) -> [N, C, H, W]."
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sample on every process (a sharded module needs all of them), write and log on the first."""
         if trainer.sanity_checking:
             return
         self._validations += 1

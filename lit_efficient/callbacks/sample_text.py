@@ -58,7 +58,6 @@ class SampleText(Callback):
         self.chat = chat
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a module that cannot write, before anything is trained."""
         if not callable(getattr(pl_module, "generate_text", None)):
             raise ConfigurationError(
                 f"SampleText: {type(pl_module).__name__} has no generate_text(prompts, *, max_new_tokens, temperature, "
@@ -92,7 +91,6 @@ class SampleText(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Print predictions that are texts."""
         for text in outputs if isinstance(outputs, list) else []:
             if isinstance(text, str):
                 pl_module.print(framed("prediction", text))

@@ -75,16 +75,13 @@ class ScheduleFree(Technique):
         wrap_method(pl_module, "on_save_checkpoint", _save_averages)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Validate the averaged weights."""
         _switch(trainer, training=False)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Go on with the training weights."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             _switch(trainer, training=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the averaged weights in the module."""
         _switch(trainer, training=False)
         unwrap_method(pl_module, "on_save_checkpoint", _save_averages)
 

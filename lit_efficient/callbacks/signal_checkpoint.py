@@ -78,25 +78,21 @@ class SignalCheckpoint(Callback):
         self._install(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start to listen, and give the processes a way to agree."""
         self._install(trainer)
         if trainer.world_size > 1 and self._group is None:
             self._group = distributed.new_group(backend="gloo")  # between CPUs: nobody waits for a GPU
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save and exit if a signal has come and the optimizer has just stepped."""
         if not (pl_module.automatic_optimization and accumulates(trainer)):
             self._answer(trainer)
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Do not let a long validation run delay the answer, where one process can decide alone."""
         if self._previous and trainer.world_size == 1:
             self._answer(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Answer a signal that came after the last step, then stop to listen."""
         self._answer(trainer)
         self._uninstall()
         if self._group is not None:
@@ -104,11 +100,9 @@ class SignalCheckpoint(Callback):
             self._group = None
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop to listen."""
         self._uninstall()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop to listen."""
         self._uninstall()
         self._group = None
 

@@ -71,7 +71,6 @@ class SNRWeighting(LossHooks, Technique):
         self.adapter = adapter
 
     def describe(self, module: nn.Module) -> Report:
-        """The rule and the target it is converted to."""
         gamma = self.gamma if self.gamma is not None else GAMMAS.get(self.rule)
         strength = "" if gamma is None else f" with gamma {gamma:g}"
         where = " where it calls F.mse_loss" if self.adapter == "mse_loss" else ""

@@ -242,7 +242,6 @@ class StochasticDepth(Technique):
         self.seed = seed
 
     def transform(self, module: nn.Module) -> Report:
-        """Mix the drop into each block's class."""
         found, left_out = self._blocks_of(module)
         rates = linear_rates(self.rate, len(found)) if self.mode == "linear" else [self.rate] * len(found)
         for (_, block), rate in zip(found, rates, strict=True):
@@ -277,7 +276,6 @@ class StochasticDepth(Technique):
         return [(name, block) for name, block in found if name not in left_out], left_out
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        """Set the batch's draws."""
         number = trainer.fit_loop.total_batch_idx
         rank = trainer.global_rank if self.skip == "sample" else 0
         for i, block in enumerate(_droppable(pl_module)):
@@ -286,7 +284,6 @@ class StochasticDepth(Technique):
             block._drop_now = drop and not self.worst_case
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Outside the loop draw from torch's global generator again."""
         for block in _droppable(pl_module):
             block._drop_seed = block._drop_now = None
 

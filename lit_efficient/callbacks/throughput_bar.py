@@ -52,7 +52,6 @@ class ThroughputBar(TQDMProgressBar):
         return super().is_disabled or not self._interactive
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Look where the output goes."""
         super().setup(trainer, pl_module, stage)
         self._interactive = sys.stdout.isatty() or "ipykernel" in sys.modules  # a notebook draws bars, too
 
@@ -83,17 +82,14 @@ class ThroughputBar(TQDMProgressBar):
             self._refresh(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show figures of the epoch."""
         if not self.is_disabled:
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock of training."""
         self._paused = time.monotonic()
         super().on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the figures of the validation and let the clock go on."""
         super().on_validation_end(trainer, pl_module)
         if self.is_enabled and not self._interactive and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._print_line(trainer, pl_module)
@@ -112,7 +108,6 @@ class ThroughputBar(TQDMProgressBar):
         return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in shown.items()}
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bar, or plainly where there is none."""
         if self.is_disabled:
             print(*args, sep=sep, flush=True, **kwargs)
         else:

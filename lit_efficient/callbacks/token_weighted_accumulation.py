@@ -98,7 +98,6 @@ class TokenWeightedAccumulation(Technique):
         self._complete = False
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse loops and strategies that do not hand the loss and the gradients of a window over."""
         name = type(module).__name__
         if not module.automatic_optimization:
             raise ConflictError(
@@ -116,7 +115,6 @@ class TokenWeightedAccumulation(Technique):
             )
 
     def describe(self, module: nn.Module) -> Report:
-        """How tokens are counted."""
         source = f"{_COUNTER}(batch)" if self.count == "auto" and hasattr(module, _COUNTER) else self.count
         return Report(f"sums over tokens by all tokens of an optimizer step, counted by {source}")
 
@@ -144,11 +142,9 @@ class TokenWeightedAccumulation(Technique):
         self._complete = False
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Complete the gradients where the window's last step returned no loss."""
         self._finish(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the wrap off."""
         unwrap_method(pl_module, "backward", _backward)
         super().teardown(trainer, pl_module, stage)
 

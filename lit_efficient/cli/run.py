@@ -85,7 +85,6 @@ class SaveRunConfig(SaveConfigCallback):
     saved: Path | None = None  # where it was written
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Save once, before data is loaded."""
         if self.already_saved:
             return
         self.already_saved = True

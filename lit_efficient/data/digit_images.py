@@ -106,20 +106,16 @@ class DigitsDataModule(LightningDataModule):
         self.test_index: list[int] = []
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Shuffled from the global generator."""
         data = Subset(self.dataset, self.train_index)
         return DataLoader(data, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """In order."""
         return self._in_order(self.val_index)
 
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """In order."""
         return self._in_order(self.test_index)
 
     def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """The test part, in order."""
         return self._in_order(self.test_index)
 
     def _in_order(self, index: list[int]) -> DataLoader[dict[str, Tensor]]:

@@ -91,7 +91,6 @@ class ImageData(ImageModule):
         self._judge: ImageJudge | None = None
 
     def prepare_data(self) -> None:
-        """Read every image once, unless that was done, and say what was found. Runs in one process a machine."""
         self._open()
         for store in self._stores:
             store.say()

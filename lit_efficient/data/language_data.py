@@ -127,7 +127,6 @@ class LanguageData(ChatDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """All rows held out, in order."""
         assert self.val_rows is not None
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, count_bytes=True)
         return DataLoader(self.val_rows, self.val_batch_size, num_workers=self.num_workers, collate_fn=collate)

@@ -172,7 +172,6 @@ class LatentData(KeyedModule):
                 self._open(thorough=True)
 
     def setup(self, stage: str) -> None:
-        """Load the encoders and open the cache. No random number is drawn."""
         self.images.setup(stage)
         encoders = self.encoders()
         self.text_encoder = encoders.text

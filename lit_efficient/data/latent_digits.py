@@ -78,7 +78,6 @@ class LatentDigits(DigitsDataModule):
         return self.autoencoder.latent_channels, self.image_size // FACTOR, self.image_size // FACTOR
 
     def prepare_data(self) -> None:
-        """Train stage one unless it is cached. One process does it, the others wait."""
         images, labels = digits.load_digit_images(self.image_size)
         key = self._key(images, labels)
         make_once(self._folder(key), key, lambda: self._stage_one(images, labels))

@@ -180,7 +180,6 @@ class PhotoCrops(ImageModule):
         self._crops: list[PhotoCrop] = []
 
     def prepare_data(self) -> None:
-        """Train the judge unless it is cached. Of processes that start together one does it, the others wait."""
         if self.judge_steps:
             self._open()
             make_once(self._folder(), self._key(), self._train_judge)

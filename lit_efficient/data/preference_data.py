@@ -113,7 +113,6 @@ class PreferenceData(ChatDataModule):
         return self._loader(self.train_pairs, self.batch_size, training=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """All pairs held out, in order."""
         return self._loader(self.val_pairs, self.val_batch_size, training=False)
 
     def summary(self, counts: dict[str, int]) -> str:

@@ -101,7 +101,6 @@ class PythonCorpus(LightningDataModule):
         return self._vocab_size if self._tokenizer is None else self._tokenizer.get_vocab_size()
 
     def prepare_data(self) -> None:
-        """Make the cache, or check all of it. Runs in one process a machine."""
         check_length(self, "sequence_length", self.sequence_length)
         self._folder = self._prepare(thorough=True)
         manifest = read_manifest(self._folder)
@@ -117,7 +116,6 @@ class PythonCorpus(LightningDataModule):
         )
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the cache, in every process."""
         if self.train_windows is not None:
             return
         folder = self._folder or self._prepare(thorough=False)
@@ -148,7 +146,6 @@ class PythonCorpus(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader:
-        """Windows of the validation files, in order."""
         assert self.val_windows is not None
         return DataLoader(self.val_windows, self.val_batch_size, num_workers=self.num_workers)
 
@@ -157,7 +154,6 @@ class PythonCorpus(LightningDataModule):
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader:
-        """The prompts, one a batch."""
         return DataLoader(self.prompts, batch_size=1, collate_fn=lambda texts: {"prompts": texts})  # type: ignore[arg-type]
 
     def _prepare(self, thorough: bool) -> Path:

@@ -178,7 +178,6 @@ class Alignment(LossHooks, Technique):
         return arguments | {"teacher": None if teacher is None else name_of(teacher)}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find the teacher before the network is changed for it."""
         super().setup(trainer, pl_module, stage)
         self._names = None
         if self._teacher is None:
@@ -191,7 +190,6 @@ class Alignment(LossHooks, Technique):
             )
 
     def transform(self, module: nn.Module) -> Report:
-        """Make the layers ones that can be listened to, and put the heads beside them."""
         if self._teacher is None:
             self._teacher = self.find(None)
         self._names = None
@@ -216,7 +214,6 @@ class Alignment(LossHooks, Technique):
         )
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        """The heads."""
         return list(self.heads(module).parameters())
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
@@ -290,7 +287,6 @@ class Alignment(LossHooks, Technique):
         return heads[name](tokens)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let go of the last step."""
         self._calls = {}
 
     # Checkpoints: weights as without the technique, the heads beside them.
@@ -306,7 +302,6 @@ class Alignment(LossHooks, Technique):
         checkpoint["state_dict"] = {key: tensor for key, tensor in state.items() if key not in own}
 
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
-        """Put the heads that a checkpoint holds into the module."""
         aside: Mapping[str, Any] = checkpoint.get("lit_efficient", {}).get(_ASIDE, {})
         prefix = f"{self.heads_name}."
         kept = {key.removeprefix(prefix): t for key, t in aside.items() if key.startswith(prefix) and t is not None}

@@ -93,7 +93,6 @@ class Autoencoding(LightningModule):
         self._shown: Tensor | None = None
 
     def configure_model(self) -> None:
-        """Build the network, once, and find the one that looks at its reconstructions."""
         if self.autoencoder is None:
             try:
                 self._check_kind()
@@ -124,11 +123,9 @@ class Autoencoding(LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """The same draws at every validation."""
         self._evaluate("val", batch, batch_idx)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As validation."""
         self._evaluate("test", batch, batch_idx)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -128,7 +128,6 @@ class Distillation(LanguageModeling):
         self._checked: set[int] = set()  # networks whose head is known to be understood
 
     def setup(self, stage: str) -> None:
-        """Refuse a teacher of other tokens, and load it unless its answers are cached."""
         super().setup(stage)
         if stage == "predict":
             return
@@ -139,7 +138,6 @@ class Distillation(LanguageModeling):
             self._live = self._source.load()
 
     def on_train_start(self) -> None:
-        """Open the cache, made first if it is not there."""
         if self.cache_top_k is not None:
             self._cache = self._cached(self.cache_top_k)
 
@@ -172,12 +170,10 @@ class Distillation(LanguageModeling):
         return {"loss": loss, **output}
 
     def on_validation_epoch_start(self) -> None:
-        """Forget an epoch that was interrupted."""
         super().on_validation_epoch_start()
         self.epoch_divergence.reset()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Add the batch to the figures of the epoch."""
         parts, targets, _ = self._token_losses(batch, 0.0 if self._live is None else self.objective.weight)
         self.epoch_metrics.update(parts.cross_entropy, targets, batch.get("num_bytes"))
         if self._live is not None:

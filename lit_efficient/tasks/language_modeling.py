@@ -99,7 +99,6 @@ class LanguageModeling(LightningModule):
             self._adopt_tokenizer(pack_tokenizer(tokenizer, getattr(data, "stop_ids", ())), "the data")
 
     def configure_callbacks(self) -> list[Callback]:
-        """Let every token count the same where several batches, of one process or several, make an optimizer step."""
         trainer: Any = self.trainer
         several = trainer.accumulate_grad_batches > 1 or trainer.world_size > 1
         several = several or any(_changes_accumulation(callback) for callback in trainer.callbacks)
@@ -117,7 +116,6 @@ class LanguageModeling(LightningModule):
         return int((targets_of(batch) != IGNORE).sum())
 
     def configure_model(self) -> None:
-        """Build the network, once. Without data and a vocabulary size it waits for the checkpoint's."""
         if isinstance(self.model, CausalLMConfig):
             waits = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not waits:
@@ -169,24 +167,19 @@ class LanguageModeling(LightningModule):
         return output
 
     def on_validation_epoch_start(self) -> None:
-        """Forget an epoch that was interrupted."""
         self.epoch_metrics.reset()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Add the batch to the figures of the epoch."""
         losses, targets, _ = self._losses(batch)
         self.epoch_metrics.update(losses, targets, batch.get("num_bytes"))
 
     def on_validation_epoch_end(self) -> None:
-        """Log the figures of the epoch."""
         self._log_epoch("val")
 
     def on_test_epoch_start(self) -> None:
-        """As for validation."""
         self.on_validation_epoch_start()
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As for validation."""
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
@@ -244,7 +237,6 @@ class LanguageModeling(LightningModule):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what is needed to build the network and to read its tokens."""
         checkpoint[_CHECKPOINT_KEY] = {
             "task": self.loads_as,
             "model": _described(self._built()),

@@ -105,7 +105,6 @@ class LatentDiffusion(LatentGenerator):
         self._judged = True
 
     def setup(self, stage: str) -> None:
-        """Take the encoders from the data module, and check that all agree with the backbone."""
         super().setup(stage)
         if stage == "fit" and self.codec is not None and self.text_encoder is None and self.shape.takes_text:
             allowed = "0 without a text encoder, of which the empty caption is needed: give the data one (text_encoder)"
@@ -125,15 +124,12 @@ class LatentDiffusion(LatentGenerator):
         return output
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """The same posterior samples, times and noise at every validation."""
         self._evaluate("val", batch, batch_idx)
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """As validation."""
         self._evaluate("test", batch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the averages by noise level, and the captions to make samples for."""
         self._by_noise.reset()
         self._prompts.begin()
 
@@ -146,7 +142,6 @@ class LatentDiffusion(LatentGenerator):
         self._conclude("val")
 
     def on_test_epoch_end(self) -> None:
-        """As validation."""
         self._conclude("test")
 
     def configure_optimizers(self) -> Any:

@@ -129,7 +129,6 @@ class LatentGenerator(LightningModule):
         return Conditioning(self.shape, self.text_encoder)
 
     def setup(self, stage: str) -> None:
-        """Take the encoders from the data module, and check that shapes, classes and text agree with the backbone."""
         data = self._source()
         if data is None:
             return
@@ -149,7 +148,6 @@ class LatentGenerator(LightningModule):
             self._preview = PreviewDecoder(self._decoder(), self.samples.preview)
 
     def configure_model(self) -> None:
-        """Build the network, once."""
         if self.network is not None:
             return
         if not self.shape.conditions:
@@ -245,7 +243,6 @@ class LatentGenerator(LightningModule):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {"backbone": self._described}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the encoders from the checkpoint, unless weights and data disagree about the latents or the text."""
         trainer = trainer_of(self)
         must_agree = not (trainer is not None and trainer.predicting)  # which needs nothing of the data
         if _CODEC_KEY in checkpoint:

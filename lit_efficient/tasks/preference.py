@@ -94,7 +94,6 @@ class Preference(PairTask):
         return self.loss in _DPO
 
     def on_fit_start(self) -> None:
-        """Remember the network as it is, unless it is known already how it was."""
         self.reference()
 
     def reference(self) -> Reference | None:
@@ -144,13 +143,11 @@ class Preference(PairTask):
         return done.chosen - done.rejected
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what proves the reference."""
         super().on_save_checkpoint(checkpoint)
         kept = self._fingerprint if self._reference is None else self._reference.fingerprint()
         checkpoint[_KEY] = {"reference": kept}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember the network before the checkpoint's weights replace its own, and check that it is the same start."""
         built = self.network is not None
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint.get(_KEY)

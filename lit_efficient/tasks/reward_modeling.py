@@ -60,7 +60,6 @@ class RewardModeling(PairTask):
         self.score: nn.Linear | None = None
 
     def on_fit_start(self) -> None:
-        """Refuse a head that adapters have frozen."""
         score = self._score()
         if not all(parameter.requires_grad for name, parameter in score.named_parameters() if name == "weight"):
             raise ConfigurationError(

@@ -41,19 +41,15 @@ class KeyedModule(LightningDataModule):
         return self.source.dataset
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled, one shape a batch, one variant of each image an epoch."""
         return self._loader(self.source.train_index, training=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """In order within each shape, variant 0."""
         return self._loader(self.source.val_index)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """As for validation."""
         return self._loader(self.source.test_index)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The test part."""
         return self.test_dataloader()
 
     def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:

@@ -106,7 +106,6 @@ class ChatDataModule(LightningDataModule):
         return int(self.chat_tokenizer.eos_token_id if pad is None else pad)
 
     def prepare_data(self) -> None:
-        """Make the cache, or check all of it, and say what it holds. Runs in one process a machine."""
         check_length(self, "max_length", self.max_length)
         self._folder = self._prepare(thorough=True)
         _, report = self._open(self._folder)
@@ -124,7 +123,6 @@ class ChatDataModule(LightningDataModule):
         rank_zero_info(f"{self.owner}: cache {self._folder}")
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the cache and cut its documents, in every process."""
         if self._is_set_up:
             return
         self._folder = self._folder or self._prepare(thorough=False)

@@ -102,7 +102,6 @@ class ShadowWeights(Technique):
         checkpoint.setdefault("lit_efficient", {})["weights"] = "raw" if average is None else self.label
 
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
-        """An average in memory does not belong to the weights that are about to be loaded."""
         self.forget()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -113,18 +112,15 @@ class ShadowWeights(Technique):
         self._module = id(pl_module)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Validate with the average."""
         self.swap_in(pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Train on with the raw weights."""
         self.swap_out(pl_module)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The raw weights come back."""
         self.swap_out(pl_module)
         super().teardown(trainer, pl_module, stage)
 
