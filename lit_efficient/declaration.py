@@ -109,6 +109,7 @@ class Declaration:
     def after_step(self, optimizer: Optimizer, module: nn.Module) -> None:
         """Change weights after each step of ``optimizer``, without gradients; averages see what this leaves.
 
+        Change what the optimizer steps and what requires a gradient: beside adapters the rest is a frozen base.
         An optimizer that averages by itself offers the weights that it moves: the average keeps what is convex (a
         bound), and follows any other change.
         """

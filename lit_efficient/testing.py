@@ -27,6 +27,7 @@ from lit_efficient.application import ledger, reports_of
 from lit_efficient.declaration import Report, techniques_of
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.internals.torch_modules import forward_hooks
 from lit_efficient.technique import Technique
 
 WIDTH = 16
@@ -424,24 +425,28 @@ def check_resumes(case: Case) -> None:
 def check_loads_safely(case: Case) -> None:
     """Full checkpoints and those of weights alone load with ``weights_only=True`` and name the techniques."""
     run = case.fit(case.make())
-    expected = sorted(type(technique).__name__ for technique in case.make())
-    named = sorted(record["name"] for record in run.checkpoint["lit_efficient"]["techniques"])
-    assert named == expected, f"the checkpoint names {named}"
+    expected = {type(technique).__name__: technique.arguments() for technique in case.make()}
+    named = {record["name"]: record["arguments"] for record in run.checkpoint["lit_efficient"]["techniques"]}
+    assert named == expected, f"the checkpoint names {named}, not what was given: {expected}"
     run.exported()
 
 
 def check_stages(case: Case) -> None:
     """One module through fit, validation, test and prediction, and all again, is transformed once."""
     module = case.toy()
+    hooks: set[int] = set()
     for _ in range(2):
         run = trainer(case.make(), **case.trainer)
         run.fit(module, data(case.rows), data())
         before, kinds = weights(module), [type(part) for part in module.modules()]
+        hooks.add(forward_hooks(module))
         run.validate(module, data(), verbose=False)
         run.test(module, data(), verbose=False)
         predicted = run.predict(module, data())[0]
         assert_equal(before, weights(module), "evaluation changes the weights")
         assert kinds == [type(part) for part in module.modules()], "evaluation changes the network"
+        hooks.add(forward_hooks(module))
+    assert len(hooks) == 1, f"runs and evaluation leave forward hooks behind: {sorted(hooks)} of them"
     with torch.no_grad():
         same = torch.equal(predicted, module.eval().net(next(iter(data()))[0]))
     assert same is not case.shadows, f"predictions are {'not ' * case.shadows}of other weights than the module's"

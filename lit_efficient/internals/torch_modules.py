@@ -8,7 +8,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def forward_hooks(module: nn.Module) -> int:
+    """How many hooks the forwards of ``module`` and its parts call: ``_forward_hooks``, ``_forward_pre_hooks``."""
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
 class Loads:

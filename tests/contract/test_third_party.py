@@ -31,7 +31,7 @@ class Clamp(Technique):
         return Report(f"weights stay within {self.limit:g}")
 
     def after_step(self, optimizer: Optimizer, module: nn.Module) -> None:
-        for parameter in module.parameters():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             parameter.clamp_(-self.limit, self.limit)
 
 
@@ -89,6 +89,16 @@ class WorksInConfigureModelAlone(Clamp):
     def after_step(self, optimizer: Optimizer, module: nn.Module) -> None:
         if module.where == "configure_model":
             super().after_step(optimizer, module)
+
+
+class TurnsItsArgument(Clamp):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.limit *= 1 - 1e-7
+
+
+class LeavesAHook(Clamp):
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.head.register_forward_hook(lambda module, given, output: output + 1)
 
 
 class TakesALambda(Clamp):
@@ -165,7 +175,9 @@ BROKEN = [
     (ForgetsItsState, "check_resumes", "resumed is not uninterrupted"),
     (StoresAnObject, "check_loads_safely", "weights_only=True"),
     (StoresALambda, "check_loads_safely", "cannot be saved"),
+    (TurnsItsArgument, "check_loads_safely", "not what was given"),
     (ChangesWhatIsTested, "check_stages", "evaluation changes the weights"),
+    (LeavesAHook, "check_stages", "leave forward hooks behind"),
     (StaysInTheModule, "check_cleans_up", "stay wrapped"),
     (ForgetsToCallSuper, "check_cleans_up", "stay wrapped"),
     (ClosesOverForward, "check_deep_copy", "no longer train"),

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lit_efficient.internals.torch_modules import Loads, StaysFloat32
+from lit_efficient.internals.torch_modules import Loads, StaysFloat32, forward_hooks
 from tests.internals.leaning import leans_on
 
 
@@ -33,3 +33,13 @@ def test_a_parameter_is_moved_and_not_cast_to_less():
     network.to(torch.float64)
     assert network[0].weight.dtype is torch.float64
     assert network.to("meta")[0].weight.device.type == "meta"
+
+
+@leans_on("torch", "nn.Module._forward_hooks and _forward_pre_hooks", "torch_modules")
+def test_hooks_of_forwards_are_counted():
+    network = nn.Sequential(nn.Linear(1, 1))
+    network.register_forward_hook(print)
+    kept = network[0].register_forward_pre_hook(print)
+    assert forward_hooks(network) == 2
+    kept.remove()
+    assert forward_hooks(network) == 1
