@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_efficient.application import ledger, reports_of
+from lit_efficient.application import apply, ledger, reports_of
 from lit_efficient.declaration import Report, techniques_of
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
@@ -381,6 +381,9 @@ def check_arguments(case: Case) -> None:
 def check_acts(case: Case) -> None:
     """It acts wherever the network is built, reports it, keeps every name, and saving changes nothing."""
     plain = weights(case.fit([]).module)
+    state = torch.get_rng_state()
+    apply(case.toy("init"), case.make())
+    assert torch.equal(state, torch.get_rng_state()), "transform draws from torch's generator: use one of its own"
     runs = {where: case.fit(case.make(), case.toy(where), saves=where != "init") for where in _WHERE}
     for where, run in runs.items():
         now = weights(run.module)

@@ -12,7 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from lit_efficient import GPT, ConfigurationError, GPTConfig, StochasticDepth
 from lit_efficient.application import apply
 from lit_efficient.callbacks.stochastic_depth import drop_block, drop_rows, linear_rates
+from tests.contract import effects
+from tests.contract.row import Row
 from tests.support import Block, Net, Toy, assert_equal, data, trainer, weights
+
+ROW = Row(lambda: StochasticDepth(rate=0.7), effects.blocks_are_skipped, lambda: StochasticDepth(rate=0.0))
 
 
 def test_linear_rates_end_at_the_rate() -> None:

@@ -37,7 +37,6 @@ from lit_efficient import (
     ReplaceHead,
     ScheduleFree,
     SNRWeighting,
-    StochasticDepth,
     Technique,
     TokenWeightedAccumulation,
 )
@@ -151,9 +150,6 @@ CASES: dict[str, Row] = {
         lambda: SNRWeighting(gamma=1.0),
         effects.samples_are_weighed,
         lambda: SNRWeighting(gamma=1e30, prediction="eps"),
-    ),
-    "StochasticDepth": Row(
-        lambda: StochasticDepth(rate=0.7), effects.blocks_are_skipped, lambda: StochasticDepth(rate=0.0)
     ),
     "TokenWeightedAccumulation": Row(
         TokenWeightedAccumulation,

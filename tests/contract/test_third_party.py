@@ -74,6 +74,11 @@ class SaysNothing(Clamp):
         return None
 
 
+class DrawsForEverybody(Clamp):
+    def transform(self, module: nn.Module) -> Report:
+        return Report(f"a number was drawn: {torch.rand(())}")
+
+
 class IsUndone(Clamp):
     @torch.no_grad()
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -169,6 +174,7 @@ BROKEN = [
     (Reshapes, "check_acts", "other shapes"),
     (DoesNothing, "check_acts", "the weights are not those|the weights are those of a plain run"),
     (SaysNothing, "check_acts", "report nothing"),
+    (DrawsForEverybody, "check_acts", "draws from torch's generator"),
     (IsUndone, "check_acts", "beyond the limit"),
     (IsUndoneInCheckpoints, "check_acts", "beyond the limit"),
     (WorksInConfigureModelAlone, "check_acts", "built in init"),
