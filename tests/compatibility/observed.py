@@ -19,13 +19,12 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lit_efficient import PythonCorpus
 from lit_efficient.__main__ import main
 from lit_efficient.mechanisms.restore import (
     restore,
 )  # the only name here that is not public: if it moves, this line follows
 from tests.compatibility.cases import CASES, END, SAVED_AT, Notes, run
-from tests.compatibility.toys import WORDS, Mixed, Plain, latents
+from tests.compatibility.toys import WORDS, latents
 
 # Formats in which the command `export` writes a checkpoint, with further arguments of it.
 EXPORTS: dict[str, tuple[str, str, list[str]]] = {
@@ -169,19 +168,12 @@ def written(folder: Path, parts: dict[str, Any], *callbacks: Any) -> Path:
 
 
 def corpus(folder: Path) -> dict[str, Any]:
-    """Arguments of PythonCorpus."""
+    """Arguments of PythonCorpus, under the keys that it has now."""
     (folder / "text.py").write_text(TEXT)
     return {
-        **{"paths": [str(folder / "text.py")], "vocab_size": 257, "sequence_length": 8, "batch_size": 4},
+        **{"files": {"paths": [str(folder / "text.py")]}, "vocab_size": 257, "sequence_length": 8, "batch_size": 4},
         **{"val_fraction": 0.3, "cache_dir": str(folder / "cache")},
     }
-
-
-def tokens(folder: Path) -> list[str]:
-    """The names of all token caches that there are when data are made of the text of which there was one."""
-    shutil.copytree("tokens", folder / "cache" / "text")
-    PythonCorpus(**corpus(folder)).prepare_data()
-    return sorted(path.name for path in (folder / "cache" / "text").iterdir() if path.is_dir())
 
 
 def corpus_config(folder: Path) -> Path:
@@ -226,15 +218,3 @@ def fitted_mixed(folder: Path) -> dict[str, float]:
     arguments = ["-c", str(mixed_config(folder, [{"class_path": "PythonCorpus"}])), "--ckpt_path", "mixed.ckpt"]
     command("fit", "--allow-import", "tests", *arguments, "--trainer.max_steps", str(END))
     return figures(torch.load(folder / "run" / "last.ckpt", weights_only=True)["state_dict"])
-
-
-def parts_of(name: str, folder: Path) -> dict[str, Any]:
-    """What Lightning makes of such a checkpoint alone."""
-    # What an earlier command allows to import holds for the whole process.
-    command("fit", "--allow-import", "tests", "-c", str(mixed_config(folder, [])), "--print_config")
-    module = Plain.load_from_checkpoint(f"{name}.ckpt", weights_only=True)
-    data = Mixed.load_from_checkpoint(f"{name}.ckpt", weights_only=True)
-    return {
-        "weights": figures(module.state_dict()),
-        "parts": [[type(part).__name__, part.batch_size] for part in data.parts],
-    }

@@ -85,10 +85,6 @@ def test_images_are_sampled_by_the_checkpoint_alone() -> None:
     close(observed.sampled(), EXPECTED["sampled"], {"rtol": 0, "atol": 0.5})  # of 255
 
 
-def test_a_cache_of_tokens_is_found(tmp_path: Path) -> None:
-    assert observed.tokens(tmp_path) == EXPECTED["tokens"]
-
-
 def test_a_cache_of_latents_is_read(tmp_path: Path) -> None:
     close(observed.latent_means(tmp_path), EXPECTED["latents"], COMPUTED)
 
@@ -126,8 +122,3 @@ def test_fit_and_validate(tmp_path: Path) -> None:
 
 def test_fit_of_classes_that_keep_what_the_config_names(tmp_path: Path) -> None:
     close(observed.fitted_mixed(tmp_path), EXPECTED["fitted_mixed"], TRAINED)
-
-
-def test_hyper_parameters_name_our_classes(tmp_path: Path) -> None:
-    """Loaded by Lightning alone, which imports what they name: classes and arguments that have not moved since."""
-    close(observed.parts_of("mixed", tmp_path), EXPECTED["parts"]["mixed"], COMPUTED)
