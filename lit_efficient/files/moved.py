@@ -71,10 +71,9 @@ MOVED_PATHS = {
 
 def moved_key(owner: type | None, key: str) -> str:
     """Where an argument of a class (or of one that it inherits from) is now, as the end of a sentence; else ""."""
-    for cls in owner.__mro__ if owner else ():
-        if key in MOVED_KEYS.get(cls.__name__, {}):
-            return f": it is now {MOVED_KEYS[cls.__name__][key]!r}"
-    return ""
+    name, dot, inside = key.partition(".")
+    known = (MOVED_KEYS.get(cls.__name__, {}) for cls in (owner.__mro__ if owner else ()))
+    return next((f": it is now {keys[name] + dot + inside!r}" for keys in known if name in keys), "")
 
 
 def moved_path(path: str) -> str:

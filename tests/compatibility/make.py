@@ -6,8 +6,8 @@
 
 The keys of configs in these files are today's; the commit needs those of then (``paths`` of PythonCorpus, the number of
 samples of LatentDiffusion). ``SCRATCH`` is a new folder, whose name comes to stand in the checkpoint of the command
-line's run. ``files`` must not be there yet. What is written down in ``expected.json`` was computed then, too: each run is
-made whole and once more from its checkpoint on, and both must end alike.
+line's run. ``files`` must not be there yet. What is written down in ``expected.json`` was computed then, too: each run
+is made whole and once more from its checkpoint on, and both must end alike.
 
 A later release adds files of its own beside these, by a copy of this script; those of 1b73bea stay.
 """

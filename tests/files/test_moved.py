@@ -12,7 +12,7 @@ from torch import nn
 import lit_efficient
 from lit_efficient import LoRA
 from lit_efficient.application import apply, compare_techniques, replay
-from lit_efficient.files.moved import MOVED_KEYS, MOVED_PATHS, translate
+from lit_efficient.files.moved import MOVED_KEYS, MOVED_PATHS, moved_key, translate
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +40,13 @@ def test_a_moved_key_is_where_the_table_says(name: str, old: str, new: str) -> N
         block = type(arguments[group].default)
         assert is_dataclass(block)
         assert field in {one.name for one in fields(block)}
+
+
+def test_a_key_inside_a_block_that_moved_is_told_too() -> None:
+    assert moved_key(lit_efficient.LanguageData, "columns.text") == ": it is now 'rows.columns.text'"
+    assert moved_key(lit_efficient.PreferenceData, "chat_template") == ": it is now 'chat.template'"
+    assert moved_key(lit_efficient.LanguageData, "rows.columns") == ""
+    assert moved_key(None, "columns.text") == ""
 
 
 def test_checkpoints_arguments_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
