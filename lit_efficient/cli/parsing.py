@@ -241,7 +241,8 @@ class Parser(ChecksValues, LightningArgumentParser):
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
             advice = f"{did_you_mean(unknown['name'], dests)} (accepted: {accepted})"
-            message = f"no option {unknown['name']!r}{moved_key(parser.described, leaf) or advice}"
+            moved = moved_key(parser.described, leaf) or moved_key(parser.described, unknown["name"])
+            message = f"no option {unknown['name']!r}{moved or advice}"
         super().error(message, ex)
 
     def before_check(self, action: Any, value: Any, key: str) -> None:

@@ -58,3 +58,10 @@ def test_a_key_that_moved_is_refused_with_the_new_one(name, old, new, capsys):
     ]
     said = refused(capsys, "--data", name, f"--data.{key}={old.partition(': ')[2]}")
     assert said.strip() == f"error: data: {name}: no option {key!r}: it is now {new!r}"
+
+
+def test_a_block_that_moved_is_told_by_what_is_in_it(capsys):
+    with open("old.yaml", "w") as file:
+        file.write("data:\n  class_path: LanguageData\n  init_args:\n    columns: {text: body}\n")
+    said = refused(capsys, "-c", "old.yaml")
+    assert "error: data: LanguageData: no option 'columns.text': it is now 'rows.columns.text'" in said
