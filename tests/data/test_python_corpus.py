@@ -316,3 +316,9 @@ def test_a_few_files_of_the_standard_library(tmp_path: Path) -> None:
     assert text.isprintable() or "\n" in text
     prompts = list(data.predict_dataloader())
     assert prompts[0] == {"prompts": ["def main("]}
+
+
+@pytest.mark.parametrize(("field", "value"), [("suffixes", 5), ("suffixes", ".py"), ("exclude", [1])])
+def test_files_are_chosen_by_texts(field, value) -> None:
+    with pytest.raises(ConfigurationError, match=rf"PythonCorpus: files.{field} must be a list of texts, got "):
+        CorpusFiles(**{field: value})

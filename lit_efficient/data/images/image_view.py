@@ -40,6 +40,9 @@ class ImageView:
         check_choice("ImageData", "view.channels", self.channels, ("rgb", "grey"))
         check_choice("ImageData", "view.crop", self.crop, ("center", "random"))
         check_choice("ImageData", "view.resample", self.resample, ("lanczos", "bicubic"))
+        check_choice("ImageData", "view.horizontal_flip", self.horizontal_flip, (True, False))
+        if not isinstance(self.buckets, bool | AspectBuckets):
+            raise refusal("ImageData", "view.buckets", "true, false, or AspectBuckets", self.buckets)
         most = None if self.crop == "random" else 1 + self.horizontal_flip
         check_number("ImageData", "view.variants", self.variants, least=1, whole=True)
         if self.variants < (most or 2) or (most is not None and self.variants > most):

@@ -175,5 +175,8 @@ class CorpusFiles:
     exclude: Sequence[str] = EXCLUDE
 
     def __post_init__(self) -> None:
+        for name, texts in (("suffixes", self.suffixes), ("exclude", self.exclude)):
+            if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+                raise refusal("PythonCorpus", f"files.{name}", "a list of texts", texts)
         if self.paths is not None and not self.paths:
             raise refusal("PythonCorpus", "files.paths", "null, or at least one file or folder", self.paths)
