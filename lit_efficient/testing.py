@@ -27,6 +27,7 @@ from lit_efficient.application import apply, ledger, reports_of
 from lit_efficient.declaration import Report, techniques_of
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.files.records import rebuild
 from lit_efficient.internals.torch_modules import forward_hooks
 from lit_efficient.technique import Technique
 
@@ -373,7 +374,7 @@ def check_arguments(case: Case) -> None:
         kind, given = type(technique), technique.arguments()
         odd = {name: value for name, value in given.items() if " at 0x" in str(value)}
         assert not odd, f"{kind.__name__}: arguments must be primitives, got {odd}"
-        again = kind(**given).arguments()
+        again = rebuild(kind, given).arguments()
         assert again == given, f"{kind.__name__}: arguments must be attributes as given, {given} became {again}"
         pickle.dumps(technique.record())
 

@@ -293,5 +293,5 @@ def test_what_is_compiled_already_is_refused() -> None:
 
 
 def test_a_whole_network_is_refused_beside_stochastic_depth() -> None:
-    with pytest.raises(ConflictError, match=r"modules='network' beside StochasticDepth .* use blocks, or patterns"):
+    with pytest.raises(ConflictError, match=r"Compile\(modules='network'\): .* blocks or patterns"):
         trainer([StochasticDepth(0.5), Compile("network", backend="eager")]).fit(Toy(), data(), data())

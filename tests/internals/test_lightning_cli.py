@@ -2,6 +2,7 @@ import pytest
 import torch
 from lightning.pytorch.cli import SaveConfigCallback
 
+from lit_efficient.cli.parsing import set_import_policy
 from lit_efficient.internals import lightning_cli
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import module
@@ -75,6 +76,7 @@ def test_a_checkpoint_does_not_override_the_config(cli, tmp_path):
 def test_a_checkpoint_of_a_command_line_names_the_class(tmp_path):
     from lightning.pytorch.cli import LightningCLI
 
+    set_import_policy(["tests"])  # which an earlier test of the process may have set otherwise
     config = [
         "--trainer.limit_val_batches=0",
         "--model",
