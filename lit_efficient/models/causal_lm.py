@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import missing_folder
+from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 
@@ -164,6 +165,7 @@ def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "
             )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {str(error).splitlines()[0]}") from error
+    keep_unpacked(model)
     return model.train()
 
 

@@ -63,8 +63,13 @@ def test_random_weights_take_the_datas_token_ids_unless_told(folder: str) -> Non
     assert resolve(CausalLMConfig(folder), from_data).vocab_size == 97
 
 
+@pytest.mark.parametrize("avx512bf16", [False, True])
 @pytest.mark.parametrize(("quantize", "bytes_each"), [("nf4", 0.6), ("int8", 1.1)])
-def test_quantised_loading_keeps_the_head_and_the_function(folder: str, quantize: Any, bytes_each: float) -> None:
+def test_quantised_loading_keeps_the_head_and_the_function(
+    folder: str, quantize: Any, bytes_each: float, avx512bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any processor: those with AVX512-BF16 would repack the weights for an evaluation."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: avx512bf16)
     ids = torch.arange(12)[None]
     plain, small = build(CausalLMConfig(folder)), build(CausalLMConfig(folder, quantize=quantize))
     layer = small.model.layers[0].mlp.up_proj.weight

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.surgery import mix_in
 
@@ -45,7 +46,7 @@ def adopt(layer: Any) -> None:
     if any(base.__name__ == "Linear8bitLt" for base in type(layer).__mro__):
         mix_in(layer, _Loads8bit, quant_format="int8", quant_double=False)
         return
-    layer.support_avx512bf16_for_cpu = False  # its repacking in eval mode loses the gradient of the input
+    keep_unpacked(layer)
     # FSDP2 puts plain tensors in the place of the weight; the layer then looks for the constants on itself.
     layer.quant_state = layer.weight.quant_state
     mix_in(layer, _Loads4bit, quant_format=layer.weight.quant_type, quant_double=layer.weight.compress_statistics)

@@ -1,0 +1,13 @@
+"""What bitsandbytes does on some processors only: ``Linear4bit.support_avx512bf16_for_cpu``. Checked with 0.50."""
+
+from torch import nn
+
+
+def keep_unpacked(network: nn.Module) -> None:
+    """Keep 4-bit layers from repacking their weights in evaluation, as they do on processors with AVX512-BF16.
+
+    Packed, they lose the gradient of their input, and refuse sizes that are no multiples of 32.
+    """
+    for layer in network.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
