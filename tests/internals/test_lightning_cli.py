@@ -71,7 +71,7 @@ def test_a_checkpoint_does_not_override_the_config(cli, tmp_path):
     assert cli(f"--ckpt_path={path}").part is not None
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
 @leans_on("lightning", "the hyper-parameter _class_path", "lightning_cli")
 def test_a_checkpoint_of_a_command_line_names_the_class(tmp_path):
     from lightning.pytorch.cli import LightningCLI

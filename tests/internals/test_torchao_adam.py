@@ -5,7 +5,7 @@ from torch import nn
 from tests.internals.leaning import leans_on
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own compiler
 @leans_on("torchao", "torchao.optim.adam._AdamBase and _new_buffer", "torchao_adam")
 def test_states_of_one_s_own_making_step_as_torch_s_adamw():
     from lit_efficient.internals.torchao_adam import QuantisedAdam
