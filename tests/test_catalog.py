@@ -9,6 +9,7 @@ from lit_efficient import PUBLIC
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE, SLOTS, Card, pairs, read_cards
 from lit_efficient.commands.catalog_text import card_text, markdown, matrix, table
+from tests import stub
 
 SOURCE = '''"""Drop blocks: train a shorter network.
 
@@ -146,3 +147,7 @@ def test_the_command_prints_cards_and_refuses_unknown_names(capsys, monkeypatch,
     assert "Did you mean Drop?" in capsys.readouterr().err
     assert main(["techniques", "Drop", "Plain"]) == 2
     assert main(["techniques"]) == 0
+
+
+def test_type_checkers_read_the_names_that_there_are() -> None:
+    assert stub.STUB.read_text("utf-8") == stub.text(), "run: python -m tests.stub"

@@ -28,7 +28,7 @@ class Adapted(Toy):
         self.make, self.factor = make, factor
 
     def configure_model(self) -> None:
-        if self.net is not None:
+        if isinstance(self.net, torch.nn.Module):
             return
         super().configure_model()
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,7 +11,7 @@ from tests.ranks.toys import Sharded, Small, sharding
 from tests.support import assert_equal, data, trainer
 
 
-def fit(bits: int | str, epochs: int, ckpt_path: str | None = None) -> Any:
+def fit(bits: Literal[8, "fp8"], epochs: int, ckpt_path: str | None = None) -> Any:
     technique = LowBitOptimizer(bits, min_size=0, decay_norm_and_bias=False)
     run = trainer([technique], devices=2, strategy=sharding(), max_epochs=epochs, limit_val_batches=0)
     run.fit(Sharded("configure_model", network=Small), data(16), ckpt_path=ckpt_path)
@@ -27,7 +27,8 @@ def local(run: Any) -> dict[str, Any]:
 
 def resumed_exactly() -> None:
     torch.compiler.set_stance("force_eager")  # torchao's step would be compiled: the same numbers, minutes later
-    for bits in (8, "fp8"):
+    each: tuple[Literal[8, "fp8"], ...] = (8, "fp8")
+    for bits in each:
         whole = fit(bits, 2)
         half = fit(bits, 1)
         half.save_checkpoint(f"half_{bits}.ckpt")

@@ -31,7 +31,7 @@ class Sharded(Toy):
     """FSDP2 over each block and the rest."""
 
     def configure_model(self) -> None:
-        if self.net is None:
+        if not isinstance(self.net, nn.Module):
             super().configure_model()
             shard(self, self.net.blocks)
 
