@@ -18,6 +18,8 @@ PUBLIC: dict[str, str] = {
     "ConflictError": "errors",
     "ConfigurationError": "errors",
     "LitEfficientError": "errors",
+    "apply": "application",
+    "restore": "mechanisms.restore",
     "mix_in": "surgery",
     "merge_adapters": "mechanisms.adapters.merge",
     "depth_groups": "mechanisms.blocks.freezing",

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.budget import report
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("MPLBACKEND", "Agg")
+processes.prepare(heavy="PYTEST_XDIST_WORKER" in os.environ)  # before any other conftest imports the package
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     gc.disable()  # while all is imported: that stays, and need not be looked at again and again
+
+
+def pytest_unconfigure() -> None:
+    processes.end()
 
 
 def pytest_collection_finish() -> None:

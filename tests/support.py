@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from lit_efficient import testing
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.testing import QUIET, WIDTH, Block, Net, assert_equal, trainer, weights
+from tests import processes
 
 __all__ = ["QUIET", "WIDTH", "Block", "Net", "assert_equal", "trainer", "weights"]  # and what is defined below
 
@@ -168,14 +166,7 @@ def data(rows: int = 16, batch_size: int = 4, shuffle: bool = False) -> DataLoad
 def run_script(source: str, folder: Path, timeout: int = 240) -> str:
     """Run ``source`` in a fresh process, where what is tested is its start, and return what it printed."""
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(source))
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    for name in ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
-        environment.pop(name, None)
-    command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    script.write_text("import warnings\nwarnings.simplefilter('ignore')\n" + textwrap.dedent(source))
+    done = processes.python(script, cwd=folder, timeout=timeout)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout

@@ -7,6 +7,7 @@ import pytest
 
 from lit_efficient import __version__
 from lit_efficient.__main__ import SUBCOMMANDS, main
+from tests.processes import python
 
 
 def test_help_version_and_catalogue_do_not_import_torch():
@@ -43,12 +44,7 @@ def test_unknown_command_names_the_nearest(capsys):
 
 
 def test_a_wrong_config_is_one_sentence_and_exit_code_2(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "lit_efficient", "fit", "-c", "missing.yaml"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "lit_efficient", "fit", "-c", "missing.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: config: there is no file")

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.processes import python
 from tests.third_party_package import install
-
-ROOT = Path(__file__).parent.parent
 
 
 def _python(cwd: Path, *arguments: str, packages: list[Path]) -> subprocess.CompletedProcess[str]:
     """A fresh process in which ``packages`` are installed."""
-    path = os.pathsep.join(map(str, [ROOT, *packages]))
     cwd.mkdir(exist_ok=True)
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    return python(*arguments, cwd=cwd, path=packages)
 
 
 def test_a_config_names_it_and_a_checkpoint_cannot(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class _Run:
 
 
 def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping[str, Tensor] | None) -> _Run:
-    from lit_efficient.mechanisms.restore import restore
+    from lit_efficient.mechanisms.restore import take_weights
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
     arguments = checkpoint["hyper_parameters"]
@@ -107,7 +107,7 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     module.on_load_checkpoint(checkpoint)
     wanted: Any = {None: "auto", "ema": "average", "raw": "raw"}[weights]
     try:
-        held = restore(module, checkpoint, wanted)
+        held = take_weights(module, checkpoint, wanted)
     except CheckpointError as error:
         raise CheckpointError(f"export: {error}") from error
     return _Run(module, checkpoint, held)

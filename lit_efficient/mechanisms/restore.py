@@ -4,35 +4,69 @@ What a checkpoint records of techniques is enough to change a fresh network as t
 fit it. Of a run with `EMA` or `CheckpointAverage` the average is what evaluation used, so it is what is taken.
 """
 
+import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lit_efficient.application import replay, technique_of
-from lit_efficient.errors import CheckpointError
+from lit_efficient.errors import CheckpointError, check_choice
+from lit_efficient.files.checkpoints import read
 from lit_efficient.files.records import rebuild
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 
+Weights = Literal["auto", "average", "raw"]
+Module = TypeVar("Module", bound=nn.Module)
 
-def restore(module: nn.Module, checkpoint: Mapping[str, Any], weights: Literal["auto", "average", "raw"]) -> str:
-    """Give ``module`` what a checkpoint holds, in place, and put it into eval mode.
+
+def restore(
+    module: Module, path_or_checkpoint: str | os.PathLike[str] | Mapping[str, Any], weights: Weights = "auto"
+) -> Module:
+    """Give ``module`` the weights of a run with techniques, in place, and say which they are.
+
+    ``load_from_checkpoint`` knows no techniques: it misses the layers that adapters have changed, and takes the raw
+    weights of a run that was validated by their average.
+
+        module = restore(MyModule(), "runs/mine/latest/best.ckpt")
 
     Args:
-        module: as it was built before techniques changed it; its ``on_load_checkpoint`` has been called.
-        checkpoint: a Lightning checkpoint.
-        weights: ``average`` of a run that kept one, the ``raw`` weights, or ``auto``: the average where there is one.
+        module: as its class builds it, before any technique; one of Lightning builds its ``configure_model`` here.
+        path_or_checkpoint: a checkpoint's file, which is verified as it is read, or its content.
+        weights: the ``average`` of a run that kept one, the ``raw`` weights, or ``auto``: the average where there is
+            one, which is what such a run validates.
+
+    Returns:
+        The same module, in eval mode, on the device where it was.
+
+    Raises:
+        CheckpointError: for a file that is damaged, an average that it does not hold, or tensors that do not fit.
+        ConfigurationError: for a technique of somebody else's whose class is not imported.
+    """
+    check_choice("restore", "weights", weights, get_args(Weights))
+    checkpoint: Any = path_or_checkpoint
+    if not isinstance(checkpoint, Mapping):
+        checkpoint = read(checkpoint)
+    if isinstance(module, LightningModule):
+        module.configure_model()
+        module.on_load_checkpoint(dict(checkpoint))
+    held = take_weights(module, checkpoint, weights)
+    rank_zero_info(f"restore: {type(module).__name__} has the weights {held!r} of the checkpoint")
+    return module
+
+
+def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weights) -> str:
+    """As `restore`, of a module that is built and whose ``on_load_checkpoint`` has been called.
 
     Returns:
         Which weights they are: ``raw``, or what the technique calls its average.
-
-    Raises:
-        CheckpointError: for an average that the checkpoint does not hold, or tensors that do not fit.
     """
     replay(module, checkpoint)
     try:
-        module.load_state_dict(checkpoint["state_dict"])
+        module.load_state_dict(checkpoint["state_dict"], strict=getattr(module, "strict_loading", True))
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the model: {' '.join(str(error).split())[:300]}") from error
     module.eval()

@@ -9,7 +9,7 @@ import lit_efficient
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.checkpoints import read
-from lit_efficient.mechanisms.restore import restore
+from lit_efficient.mechanisms.restore import take_weights
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.tasks.language_modeling import LanguageModeling
 
@@ -19,7 +19,7 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
 
     Args:
         path: a checkpoint of `LanguageModeling`, or of a task derived from it.
-        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.mechanisms.restore.restore`.
+        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore`.
 
     Raises:
         CheckpointError: if the file cannot be read, or was not written by a language model.
@@ -29,7 +29,7 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
     known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
     model = cls(**{name: value for name, value in checkpoint["hyper_parameters"].items() if name in known})
     model.on_load_checkpoint(checkpoint)
-    return model, restore(model, checkpoint, weights)
+    return model, take_weights(model, checkpoint, weights)
 
 
 def read_language_model(path: str) -> dict[str, Any]:

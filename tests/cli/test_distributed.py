@@ -1,13 +1,11 @@
 """DDP from the command line: the launcher starts the second process with the same arguments."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from tests.cli.toy_runs import ALLOW, fit
+from tests.processes import python
 from tests.support import assert_equal
 
 
@@ -18,10 +16,8 @@ def test_two_processes_train_as_one_does_on_both_batches():
     alone = torch.load("rank0.pt", weights_only=True)
     Path("rank0.pt").unlink()
 
-    command = [sys.executable, "-W", "ignore", "-m", "lit_efficient", "fit", *ALLOW, "-c", "base.yaml", weights]
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--data.batch_size", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    done = subprocess.run([*command, *ddp], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = python("-m", "lit_efficient", "fit", *ALLOW, "-c", "base.yaml", weights, *ddp)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     first, second = (torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert (alone.pop("world"), first["world"]) == (1, 2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 from tests.models.diffusers_autoencoders import KL, small
 from tests.models.test_text_encoder_of_pipelines import clip, saved, t5
+from tests.processes import python
 from tests.support import QUIET
 
 CHANNELS, SIDE, CLASSES, SEED = 3, 4, 4, 7
@@ -122,8 +121,8 @@ class Samples:
 
     def sample(self) -> None:
         (self.folder / "jobs.json").write_text(json.dumps(self.jobs))
-        command = [sys.executable, "-I", "-c", SCRIPT, str(self.folder), str(SEED)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        (self.folder / "script.py").write_text(SCRIPT)
+        result = python(self.folder / "script.py", self.folder, SEED)
         assert result.returncode == 0, result.stderr[-3000:]
         self.found = torch.load(self.folder / "images.pt", weights_only=True)
 
