@@ -26,6 +26,13 @@ def from_config(kind: Any, config: Any, **options: Any) -> Any:
     return make(config, **options)
 
 
+def causal_model_of(config: Any) -> Any:
+    """The class of causal models that a configuration is for, or None: ``AutoModelForCausalLM._model_mapping``."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
 def fingerprint(dataset: Any) -> str:
     """The hash of what made a data set: ``datasets.Dataset._fingerprint``."""
     return str(dataset._fingerprint)

@@ -62,3 +62,11 @@ def test_messages_are_copied_for_a_template_with_thoughts_under_each_name():
     (seen,) = hugging_face.template_messages(given)
     assert seen is not given[0]
     assert seen == {**given[0], "thinking": "y"}
+
+
+@leans_on("transformers", "AutoModelForCausalLM._model_mapping", "hugging_face")
+def test_a_configuration_says_its_class_of_causal_models():
+    from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM
+
+    assert hugging_face.causal_model_of(LlamaConfig()) is LlamaForCausalLM
+    assert hugging_face.causal_model_of(CLIPVisionConfig()) is None
