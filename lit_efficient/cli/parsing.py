@@ -4,18 +4,19 @@ Everything here is decided before a class is imported, because importing what a 
 """
 
 import contextlib
+import dataclasses
 import difflib
 import os
 import re
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import yaml
-from jsonargparse import get_loader, set_loader, set_parsing_settings
+from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +25,16 @@ from lit_efficient import PUBLIC
 from lit_efficient.catalog import registered, third_party
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.moved import moved_key
-from lit_efficient.internals.jsonargparse_parser import ChecksValues, actions, is_section, subcommands, type_hint
+from lit_efficient.internals.jsonargparse_parser import (
+    ChangesValues,
+    ChecksValues,
+    actions,
+    changing,
+    is_section,
+    nested,
+    subcommands,
+    type_hint,
+)
 
 # Packages whose classes a config may name. Where an object is defined counts as well as where it was found, so
 # `lightning.pytorch.cli.os.system` is refused as `os.system` is.
@@ -48,6 +58,8 @@ _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
 _ALIASES |= {name: f"torch.optim.{name}" for name, value in vars(torch.optim).items() if isinstance(value, type)}
 # Their short names are resolved by Lightning.
 _LIGHTNINGS = {name for part in (callbacks, loggers, plugins, profilers, strategies) for name in part.__all__}
+# Fields of a mapping that say what it describes: another value is another thing, and nothing of the first remains.
+_KINDS = ("model_type", "_class_name")
 # Arguments by which schedulers call the length of the run. Left unset they are the run's number of optimizer steps.
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
 
@@ -193,6 +205,9 @@ class Parser(ChecksValues, LightningArgumentParser):
         """Add a class's arguments; the length of a scheduler may be left unset, also where torch wants it."""
         added = super().add_class_arguments(theclass, *args, **kwargs)
         self.described = theclass
+        for action in actions(self):
+            if _holds_mappings(type_hint(action)):
+                action.__class__ = changing(type(action), MergesMappings)
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
             for action in actions(self):
                 if action.dest in HORIZONS:
@@ -249,6 +264,53 @@ class Parser(ChecksValues, LightningArgumentParser):
         """Check null, too, which jsonargparse takes for "not given"."""
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(action):
             raise TypeError(f'Parser key "{key}":\n  Expected a {type_hint(action)}. Got value: null')
+
+
+class MergesMappings(ChangesValues):
+    """An argument of which a later file or option may give a part: the rest stays as it was."""
+
+    def changed(self, value: Any, earlier: Any) -> Any:
+        given = value
+        if (option := nested(value)) is not None:
+            key, value = option
+            with contextlib.suppress(yaml.YAMLError):
+                value = load_yaml(value) if isinstance(value, str) else value
+            for part in reversed(key.split(".")):
+                value = {part: value}
+        before, now = _as_mapping(earlier), _as_mapping(value)
+        if before is None or now is None or "class_path" in now:
+            return given
+        arguments = _as_mapping(before.get("init_args")) if "class_path" in before else before
+        if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= arguments.keys()):
+            return given  # of another class
+        merged = _merged(arguments, now)
+        return merged if arguments is before else {**before, "init_args": merged}
+
+
+def _as_mapping(value: Any) -> dict[str, Any] | None:
+    value = value.as_dict() if isinstance(value, Namespace) else value
+    return value if isinstance(value, dict) else None
+
+
+def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Both, where ``now`` counts; ``now`` alone if it is of another kind, as its names or a field of its say."""
+    if any(name in now and name in before and now[name] != before[name] for name in _KINDS):
+        return now
+    merged = {
+        name: _merged(before[name], value) if _both(before.get(name), value) else value for name, value in now.items()
+    }
+    return before | merged
+
+
+def _both(before: Any, now: Any) -> bool:
+    return isinstance(before, dict) and isinstance(now, dict)
+
+
+def _holds_mappings(hint: Any) -> bool:
+    """Whether a type is a mapping, or a choice of which one is, or a dataclass."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_holds_mappings(part) or dataclasses.is_dataclass(part) for part in typing.get_args(hint))
+    return isinstance(origin := typing.get_origin(hint) or hint, type) and issubclass(origin, Mapping)
 
 
 def _accepts_null(action: Any) -> bool:
