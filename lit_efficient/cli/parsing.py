@@ -52,6 +52,8 @@ PARSER_MODE = "lit_efficient"
 
 # Keys whose value, or the items of whose value, may be a class name alone.
 _SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
+_SPEC = ("class_path", "init_args", "dict_kwargs")
+_NULL = ("", "~", "null", "Null", "NULL")
 # torch has a class of the same name, without the `monitor` that Lightning needs.
 _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
 # Other packages, once imported, have optimizers of the same names as torch's, and a short name would be ambiguous.
@@ -157,28 +159,51 @@ def _leaf(key: str) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does, but refuse duplicate keys and know our short class names.
+    """Load YAML as jsonargparse does, but refuse duplicate and misspelt keys and know our short class names.
 
     Raises:
-        yaml.YAMLError: If the text is no YAML, or a mapping has a key twice. The message names the lines.
+        yaml.YAMLError: If the text is no YAML, a mapping has a key twice or holds itself, or what names a class does
+            not do so. The message names the lines.
     """
-    _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), set())
+    _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), set(), ())
     return expand_short_names(get_loader("yaml")(text))
 
 
-def _refuse_duplicates(node: yaml.Node | None, seen: set[int]) -> None:
+def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...], slot: bool = False) -> None:
+    """Raise what is wrong with a node and those below it; ``slot``: whether it may be a class with its arguments."""
+    if node is not None and id(node) in within:
+        raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return
-    seen.add(id(node))
     lines: dict[str, int] = {}
     for item in node.value:
         key, value = item if isinstance(node, yaml.MappingNode) else (None, item)
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
         if isinstance(key, yaml.ScalarNode):
             line = key.start_mark.line + 1
-            if key.value in lines:
-                raise yaml.YAMLError(f"the key {key.value!r} stands twice: in line {lines[key.value]} and line {line}")
-            lines[key.value] = line
-        _refuse_duplicates(value, seen)
+            if name in lines:
+                raise yaml.YAMLError(f"the key {name!r} stands twice: in line {lines[name]} and line {line}")
+            lines[name] = line
+        _check_nodes(value, seen, (*within, id(node)), _leaf(name) in _SLOTS if key else slot)
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        _check_spec(lines, {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}, slot)
+
+
+def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: bool) -> None:
+    """Raise what is wrong with a class and its arguments, if a mapping is that, or nearly so."""
+    misspelt = [name for name in lines if slot and did_you_mean(name, ["class_path"]) and name != "class_path"]
+    if "class_path" in lines:
+        misspelt = [name for name in lines if name not in _SPEC]
+        if values["class_path"].tag != "tag:yaml.org,2002:str":
+            raise yaml.YAMLError(f"class_path in line {lines['class_path']} names no class")
+    if misspelt:
+        name, accepted = misspelt[0], ", ".join(_SPEC)
+        advice = did_you_mean(name, _SPEC)
+        raise yaml.YAMLError(f"no option {name!r} in line {lines[name]}{advice} (accepted: {accepted})")
+    arguments = values.get("init_args") if "class_path" in lines else None
+    if arguments is not None and not isinstance(arguments, yaml.MappingNode) and arguments.value not in _NULL:
+        raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -221,6 +246,8 @@ class Parser(ChecksValues, LightningArgumentParser):
             return super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
             raise ArgumentError(None, f"In file {path}:\n{error.message}") from error
+        except UnicodeDecodeError as error:
+            raise ArgumentError(None, f"In file {path}:\nit is no UTF-8 text: {error.reason}") from error
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
         """Parse a config; its keys are checked first, because jsonargparse drops those that hold nothing."""

@@ -56,7 +56,7 @@ def test_chat_templates_are_compiled_with_filters_of_their_own():
     assert environment.from_string(environment.parse(text)).render() == '"é<"1'
 
 
-@leans_on("transformers", "chat_template_utils._alias_reasoning_fields", "hugging_face")
+@leans_on("transformers", "chat_template_utils._plain_template_data, _alias_reasoning_fields", "hugging_face")
 def test_messages_are_copied_for_a_template_with_thoughts_under_each_name():
     given = [{"role": "assistant", "content": "x", "reasoning_content": "y"}]
     (seen,) = hugging_face.template_messages(given)

@@ -211,7 +211,7 @@ class ChatTokens:
         if len(marks) == len(said):
             return [[span] for index, span in zip(said, marks) if index in turns]
         found = self._placed(document.messages, document.tools)
-        if found is None:  # then a turn's marks cannot be told from another's
+        if found is None:  # then a turn's marks cannot be separated from another's
             if turns != said:
                 raise MalformedRow(
                     f"the chat template marks {len(marks)} turns of the {len(said)} that are the assistant's"
@@ -274,7 +274,7 @@ class ChatTokens:
         return parts
 
     def _given(self, asked: Placed, before: Sequence[dict[str, Any]], turn: str) -> int | None:
-        """How many characters of a turn the generation prompt writes; None if that cannot be told.
+        """How many characters of a turn the generation prompt writes; None if that is not certain.
 
         A template that asks for thoughts and writes a turn without any shares the prompt's beginning alone: it is cut
         at the edge of a line or control token, to no less than what tells the assistant's turns from the user's.
