@@ -232,7 +232,8 @@ class Parser(ChecksValues, LightningArgumentParser):
         self.described = theclass
         for action in actions(self):
             if _holds_mappings(type_hint(action)):
-                action.__class__ = changing(type(action), MergesMappings)
+                kind: Any = type(action)
+                action.__class__ = changing(kind, MergesMappings)
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
             for action in actions(self):
                 if action.dest in HORIZONS:
