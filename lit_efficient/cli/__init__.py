@@ -62,6 +62,7 @@ class LitEfficientCLI(OpenCLI):
         self.allowed += allowed
         set_import_policy(self.allowed)
         self.config = parser.parse_args(arguments)
+        preflight.check_numbers(self.config.get(self.config.get("subcommand")) or self.config)
 
     def before_instantiate_classes(self) -> None:
         """Check what can be checked before anything is built."""
@@ -76,10 +77,10 @@ class LitEfficientCLI(OpenCLI):
             rank_zero_info("\n  ".join([f"{path} was trained with other arguments; the config wins:", *changed]))
 
     def instantiate_classes(self) -> None:
-        """Build data, model and trainer; a ``ValueError`` of a constructor is bad input."""
+        """Build data, model and trainer; a ``ValueError`` of a constructor is bad input, and so is a wrong argument."""
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise constructor_error(error) from error
         callbacks = callbacks_of(self.trainer)
         techniques = [c for c in callbacks if getattr(c, "phase", None) is not None]

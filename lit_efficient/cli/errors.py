@@ -27,6 +27,8 @@ _BASES = (Callback, LightningDataModule, LightningModule, Logger, Strategy, Opti
 _CONTEXT = re.compile(
     r"^\s*(?:- )?(?:Parser key \"(?P<key>[^\"]+)\":?|Problem with given class_path '(?P<path>[^']+)':)"
 )
+_MISFIT = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
+_NO_CAUSE = ("Expected a", "Not a valid subclass", "a class path", "a dict", "Does not validate")
 _BOILERPLATE = re.compile(
     r"[\s-]*(Expected |Does not validate|Errors:|Given value|Subclass types|a class path|a dict )"
 )
@@ -50,6 +52,8 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
         lines = _explain_missing_module(error)
     elif isinstance(error, OSError) and error.filename is not None:
         lines = [f"{error.filename}: {error.strerror}"]
+    elif twice := re.match(r"Found more than one stateful .* `(\w+)`", str(error)):
+        lines = [f"trainer.callbacks: {twice[1]} stands there twice, and both keep their state under one name"]
     elif isinstance(error, RuntimeError) and "loading state_dict" in str(error):
         lines = _explain_state_dict(str(error))
     else:
@@ -70,7 +74,7 @@ def explained(argv: Sequence[str]) -> Iterator[None]:
         raise ConfigurationError(message) from error
 
 
-def constructor_error(error: ValueError) -> Exception:
+def constructor_error(error: ValueError | TypeError) -> Exception:
     """Return what a constructor raised: jsonargparse wraps it into a report on all types that a value could have.
 
     A ``ValueError`` becomes a :class:`ConfigurationError` that says where it comes from; other errors are themselves.
@@ -78,14 +82,17 @@ def constructor_error(error: ValueError) -> Exception:
     root: BaseException = error
     while not isinstance(root, LitEfficientError) and root.__cause__ is not None:
         root = root.__cause__
-    if isinstance(root, LitEfficientError) or not isinstance(root, ValueError):
+    frame = traceback.extract_tb(root.__traceback__)[-1]
+    # Of classes that could stand here one refuses its arguments, and the others do not have them.
+    misfit = isinstance(root, TypeError) and "jsonargparse" in frame.filename and _MISFIT.search(str(root))
+    if isinstance(root, LitEfficientError) or not (isinstance(root, ValueError) or misfit):
         return root if isinstance(root, Exception) else error
     tried = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("- ")]
-    telling = [
-        line for line in tried if not line.startswith(("Expected a", "Not a valid subclass", "a class path", "a dict"))
-    ]
+    telling = [line for line in tried if not line.startswith(_NO_CAUSE)]
     message = telling[0] if telling and str(root).startswith("Not a valid subclass") else str(root)
-    frame = traceback.extract_tb(root.__traceback__)[-1]
+    if misfit:
+        others = [line for line in telling if not _MISFIT.search(line)]
+        return ConfigurationError(others[0] if others else f"{misfit[1]}: no option {misfit[2]!r}")
     return ConfigurationError(f"{message}\n  raised by {frame.name} in {frame.filename}, line {frame.lineno}")
 
 

@@ -4,18 +4,19 @@ Everything here is decided before a class is imported, because importing what a 
 """
 
 import contextlib
+import dataclasses
 import difflib
 import os
 import re
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import yaml
-from jsonargparse import get_loader, set_loader, set_parsing_settings
+from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +25,16 @@ from lit_efficient import PUBLIC
 from lit_efficient.catalog import registered, third_party
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.moved import moved_key
-from lit_efficient.internals.jsonargparse_parser import ChecksValues, actions, is_section, subcommands, type_hint
+from lit_efficient.internals.jsonargparse_parser import (
+    ChangesValues,
+    ChecksValues,
+    actions,
+    changing,
+    is_section,
+    nested,
+    subcommands,
+    type_hint,
+)
 
 # Packages whose classes a config may name. Where an object is defined counts as well as where it was found, so
 # `lightning.pytorch.cli.os.system` is refused as `os.system` is.
@@ -42,12 +52,16 @@ PARSER_MODE = "lit_efficient"
 
 # Keys whose value, or the items of whose value, may be a class name alone.
 _SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
+_SPEC = ("class_path", "init_args", "dict_kwargs")
+_NULL = ("", "~", "null", "Null", "NULL")
 # torch has a class of the same name, without the `monitor` that Lightning needs.
 _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
 # Other packages, once imported, have optimizers of the same names as torch's, and a short name would be ambiguous.
 _ALIASES |= {name: f"torch.optim.{name}" for name, value in vars(torch.optim).items() if isinstance(value, type)}
 # Their short names are resolved by Lightning.
 _LIGHTNINGS = {name for part in (callbacks, loggers, plugins, profilers, strategies) for name in part.__all__}
+# Fields of a mapping that say what it describes: another value is another thing, and nothing of the first remains.
+_KINDS = ("model_type", "_class_name")
 # Arguments by which schedulers call the length of the run. Left unset they are the run's number of optimizer steps.
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
 
@@ -145,28 +159,51 @@ def _leaf(key: str) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does, but refuse duplicate keys and know our short class names.
+    """Load YAML as jsonargparse does, but refuse duplicate and misspelt keys and know our short class names.
 
     Raises:
-        yaml.YAMLError: If the text is no YAML, or a mapping has a key twice. The message names the lines.
+        yaml.YAMLError: If the text is no YAML, a mapping has a key twice or holds itself, or what names a class does
+            not do so. The message names the lines.
     """
-    _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), set())
+    _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), set(), ())
     return expand_short_names(get_loader("yaml")(text))
 
 
-def _refuse_duplicates(node: yaml.Node | None, seen: set[int]) -> None:
+def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...], slot: bool = False) -> None:
+    """Raise what is wrong with a node and those below it; ``slot``: whether it may be a class with its arguments."""
+    if node is not None and id(node) in within:
+        raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return
-    seen.add(id(node))
     lines: dict[str, int] = {}
     for item in node.value:
         key, value = item if isinstance(node, yaml.MappingNode) else (None, item)
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
         if isinstance(key, yaml.ScalarNode):
             line = key.start_mark.line + 1
-            if key.value in lines:
-                raise yaml.YAMLError(f"the key {key.value!r} stands twice: in line {lines[key.value]} and line {line}")
-            lines[key.value] = line
-        _refuse_duplicates(value, seen)
+            if name in lines:
+                raise yaml.YAMLError(f"the key {name!r} stands twice: in line {lines[name]} and line {line}")
+            lines[name] = line
+        _check_nodes(value, seen, (*within, id(node)), _leaf(name) in _SLOTS if key else slot)
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        _check_spec(lines, {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}, slot)
+
+
+def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: bool) -> None:
+    """Raise what is wrong with a class and its arguments, if a mapping is that, or nearly so."""
+    misspelt = [name for name in lines if slot and did_you_mean(name, ["class_path"]) and name != "class_path"]
+    if "class_path" in lines:
+        misspelt = [name for name in lines if name not in _SPEC]
+        if values["class_path"].tag != "tag:yaml.org,2002:str":
+            raise yaml.YAMLError(f"class_path in line {lines['class_path']} names no class")
+    if misspelt:
+        name, accepted = misspelt[0], ", ".join(_SPEC)
+        advice = did_you_mean(name, _SPEC)
+        raise yaml.YAMLError(f"no option {name!r} in line {lines[name]}{advice} (accepted: {accepted})")
+    arguments = values.get("init_args") if "class_path" in lines else None
+    if arguments is not None and not isinstance(arguments, yaml.MappingNode) and arguments.value not in _NULL:
+        raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -193,6 +230,10 @@ class Parser(ChecksValues, LightningArgumentParser):
         """Add a class's arguments; the length of a scheduler may be left unset, also where torch wants it."""
         added = super().add_class_arguments(theclass, *args, **kwargs)
         self.described = theclass
+        for action in actions(self):
+            if _holds_mappings(type_hint(action)):
+                kind: Any = type(action)
+                action.__class__ = changing(kind, MergesMappings)
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
             for action in actions(self):
                 if action.dest in HORIZONS:
@@ -206,6 +247,8 @@ class Parser(ChecksValues, LightningArgumentParser):
             return super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
             raise ArgumentError(None, f"In file {path}:\n{error.message}") from error
+        except UnicodeDecodeError as error:
+            raise ArgumentError(None, f"In file {path}:\nit is no UTF-8 text: {error.reason}") from error
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
         """Parse a config; its keys are checked first, because jsonargparse drops those that hold nothing."""
@@ -249,6 +292,53 @@ class Parser(ChecksValues, LightningArgumentParser):
         """Check null, too, which jsonargparse takes for "not given"."""
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(action):
             raise TypeError(f'Parser key "{key}":\n  Expected a {type_hint(action)}. Got value: null')
+
+
+class MergesMappings(ChangesValues):
+    """An argument of which a later file or option may give a part: the rest stays as it was."""
+
+    def changed(self, value: Any, earlier: Any) -> Any:
+        given = value
+        if (option := nested(value)) is not None:
+            key, value = option
+            with contextlib.suppress(yaml.YAMLError):
+                value = load_yaml(value) if isinstance(value, str) else value
+            for part in reversed(key.split(".")):
+                value = {part: value}
+        before, now = _as_mapping(earlier), _as_mapping(value)
+        if before is None or now is None or "class_path" in now:
+            return given
+        arguments = _as_mapping(before.get("init_args")) if "class_path" in before else before
+        if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= arguments.keys()):
+            return given  # of another class
+        merged = _merged(arguments, now)
+        return merged if arguments is before else {**before, "init_args": merged}
+
+
+def _as_mapping(value: Any) -> dict[str, Any] | None:
+    value = value.as_dict() if isinstance(value, Namespace) else value
+    return value if isinstance(value, dict) else None
+
+
+def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Both, where ``now`` counts; ``now`` alone if it is of another kind, as its names or a field of its say."""
+    if any(name in now and name in before and now[name] != before[name] for name in _KINDS):
+        return now
+    merged = {
+        name: _merged(before[name], value) if _both(before.get(name), value) else value for name, value in now.items()
+    }
+    return before | merged
+
+
+def _both(before: Any, now: Any) -> bool:
+    return isinstance(before, dict) and isinstance(now, dict)
+
+
+def _holds_mappings(hint: Any) -> bool:
+    """Whether a type is a mapping, or a choice of which one is, or a dataclass."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_holds_mappings(part) or dataclasses.is_dataclass(part) for part in typing.get_args(hint))
+    return isinstance(origin := typing.get_origin(hint) or hint, type) and issubclass(origin, Mapping)
 
 
 def _accepts_null(action: Any) -> bool:

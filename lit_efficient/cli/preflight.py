@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 _FOLDERS = {"default_root_dir", "save_dir", "dirpath"}
 _SECRET = re.compile(r"(^|_)(api_?key|passw(or)?d|secret|credentials?|(access|auth|hf|bearer)_token)$", re.IGNORECASE)
@@ -37,6 +37,24 @@ def check_config(config: Mapping[str, Any]) -> None:
             check_writable(key, Path(value))
     trainer = config.get("trainer") or {}
     check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"))
+
+
+def check_numbers(config: Any) -> None:
+    """Refuse numbers on which Lightning fails while it divides by them or seeds with them.
+
+    Args:
+        config: The config of a subcommand; its keys may have dots.
+
+    Raises:
+        ConfigurationError: Naming key, range and value.
+    """
+    seed = config.get("seed_everything")
+    if not isinstance(seed, bool):
+        check_number("config", "seed_everything", seed, least=0, most=2**32 - 1, whole=True, null=True)
+    steps, interval = (config.get(f"trainer.{name}") for name in ("accumulate_grad_batches", "val_check_interval"))
+    check_number("trainer", "accumulate_grad_batches", steps, least=1, whole=True, null=True)
+    if isinstance(interval, int | float):
+        check_number("trainer", "val_check_interval", interval, above=0)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -86,6 +104,8 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
         count, kind = gpus, "GPUs"
     else:
         return
+    if isinstance(devices, str) and devices != "auto" and not re.fullmatch(r"\s*-?\d+(\s*,\s*\d+)*\s*,?\s*", devices):
+        raise refusal("trainer", "devices", "auto, a number, or numbers with commas", devices)
     wanted = _requested(devices)
     if wanted is not None and wanted > count:
         raise ConfigurationError(f"trainer.devices: {devices} asks for {wanted}, but there are {count} {kind}")

@@ -56,10 +56,11 @@ class LanguageData(ChatDataModule):
     ``use_cache=False`` for that, see :mod:`lit_efficient.data.text.collate`. Testing uses the validation rows.
 
     Args:
-        train: files (.jsonl, .json, .parquet; any other suffix is text), folders of them or of ``save_to_disk``, names
-            on the Hugging Face hub, ``stdlib-instructions`` (2,000 functions to write, from the modules of Python's own
-            library) or ``stdlib-packages`` (the sources of its packages, other files than those of the functions).
-        val: the same for validation; null holds out ``val_fraction`` of the training rows.
+        train: files (.jsonl, .json, .csv, .tsv, .parquet; any other suffix is text; .gz after it), folders of them or
+            of ``save_to_disk``, names on the Hugging Face hub, ``stdlib-instructions`` (2,000 functions to write, from
+            the modules of Python's own library) or ``stdlib-packages`` (the sources of its packages, other files than
+            those of the functions).
+        val: the same for validation; null holds out ``val_fraction`` of the training rows, of a single text its end.
         tokenizer: folder or name of a Hugging Face tokenizer, or a ``tokenizer.json``; null trains a byte-level BPE
             with a ChatML template on the training rows.
         max_length: tokens of a packed row, and of the longest document.

@@ -3,6 +3,8 @@
 Checked with transformers 5.23, diffusers 0.42 and datasets 5.2.
 """
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -24,6 +26,32 @@ def from_config(kind: Any, config: Any, **options: Any) -> Any:
     return make(config, **options)
 
 
+def causal_model_of(config: Any) -> Any:
+    """The class of causal models that a configuration is for, or None: ``AutoModelForCausalLM._model_mapping``."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
 def fingerprint(dataset: Any) -> str:
     """The hash of what made a data set: ``datasets.Dataset._fingerprint``."""
     return str(dataset._fingerprint)
+
+
+def chat_environment(template: str) -> Any:
+    """What transformers compiles a chat template in, with its filters and its ``generation`` tag.
+
+    ``chat_template_utils._compile_jinja_template``.
+    """
+    from transformers.utils import chat_template_utils
+
+    return chat_template_utils._compile_jinja_template(template).environment
+
+
+def template_messages(messages: Sequence[Any]) -> list[Any]:
+    """New messages as a chat template sees them: ``_plain_template_data``, ``_alias_reasoning_fields``, or copies."""
+    from transformers.utils import chat_template_utils
+
+    plain = getattr(chat_template_utils, "_plain_template_data", copy.deepcopy)
+    alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
+    return list(alias(plain(list(messages))))

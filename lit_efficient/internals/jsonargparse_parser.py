@@ -1,5 +1,6 @@
 """What a parser of jsonargparse holds, and where it checks a value. Checked with jsonargparse 4.53."""
 
+import functools
 from typing import Any
 
 
@@ -33,3 +34,28 @@ class ChecksValues:
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:
         self.before_check(action, value, key)
         return super()._check_value_key(action, value, key, cfg, append=append)  # type: ignore[misc]
+
+
+class ChangesValues:
+    """Put in front of an action: ``changed`` may change each value, before its own check: ``_check_type_``."""
+
+    dest: str
+
+    def changed(self, value: Any, earlier: Any) -> Any:
+        """The value to check instead; ``earlier`` is what files and options before gave."""
+        raise NotImplementedError
+
+    def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
+        value = value if append or not cfg else self.changed(value, cfg.get(self.dest))
+        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
+
+
+@functools.cache
+def changing(kind: type, mixin: type[ChangesValues]) -> type:
+    """The class of actions ``kind`` with the mix-in in front, under its own name."""
+    return type(kind.__name__, (mixin, kind), {})
+
+
+def nested(value: Any) -> tuple[str, Any] | None:
+    """Key and value of an option that sets a part of an argument, ``NestedArg``; None for any other value."""
+    return (value.key, value.val) if type(value).__name__ == "NestedArg" else None

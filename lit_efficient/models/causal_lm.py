@@ -6,7 +6,9 @@ in float32, bfloat16 or NF4.
 Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
 """
 
+import copy
 import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
+from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 
@@ -39,6 +42,8 @@ class CausalLMConfig:
         dtype: number format of the weights; ``auto`` is that of the files.
         quantize: load the linear layers in 4 bits (NF4, double quantisation) or 8, without the float weights ever being
             in memory whole; the head stays. Only for weights that are loaded; for random ones use `QuantizeBase`.
+        resize_vocabulary: give the embeddings and the head a row for each token id of the data that the model lacks; it
+            begins as the mean of the others. What LoRA leaves frozen is not learned: name them in ``modules_to_save``.
         attention: kernel by transformers' name: ``sdpa``, ``eager``, ``flash_attention_2``, ...; None is its choice.
     """
 
@@ -49,6 +54,7 @@ class CausalLMConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     quantize: Literal["nf4", "int8"] | None = None
     attention: str | None = None
+    resize_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         owner = "CausalLMConfig"
@@ -90,27 +96,50 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     changed = dict(spec.config_fields or {})
-    if spec.draws_weights:
-        changed = {**(from_data or {}), **changed}
     stored = {} if spec.name_or_path is None else _stored(spec)
     kind = str((changed if spec.name_or_path is None else stored).get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise refusal("CausalLMConfig", "model_type", "a type that transformers knows", kind)
-    known = CONFIG_MAPPING[kind]()
-    unknown = [name for name in changed if not hasattr(known, name)]
+    known = CONFIG_MAPPING[kind]
+    declared = {*dir(known), *getattr(known, "__dataclass_fields__", ()), *known.attribute_map}
+    declared |= set(inspect.signature(known.__init__).parameters)
+    if spec.draws_weights:  # not every family has all special tokens
+        changed = {**{name: value for name, value in (from_data or {}).items() if name in declared}, **changed}
+    if "num_hidden_layers" in changed:  # derived from it again
+        stored.pop("layer_types", None)
+    try:
+        config = known(**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
+    except Exception as error:  # each model validates in its own way
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"CausalLMConfig: config_fields do not make a {kind}: {reason}") from error
+    undeclared = [name for name in changed if name not in declared]
+    unknown = sorted(set(undeclared) - _read_names(config)) if undeclared else []
     if unknown:
-        near = difflib.get_close_matches(unknown[0], list(known.to_dict()), n=3)
+        near = difflib.get_close_matches(unknown[0], declared, n=3)
         raise ConfigurationError(
             f"CausalLMConfig: config_fields has {unknown[0]!r}, which is no field of the model type {kind}"
             f"{'; near ones: ' + ', '.join(near) if near else ''}."
         )
-    if "num_hidden_layers" in changed:  # derived from it again
-        stored.pop("layer_types", None)
-    try:
-        return CONFIG_MAPPING[kind](**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
-    except Exception as error:  # each model validates in its own way
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(f"CausalLMConfig: config_fields do not make a {kind}: {reason}") from error
+    return config
+
+
+def _read_names(config: "PretrainedConfig") -> set[str]:
+    """What a model asks its configuration for while it is built: some fields are read and declared nowhere."""
+    asked = set[str]()
+    kind = type(config)
+
+    class Asked(kind):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            asked.add(name)
+            return super().__getattribute__(name)
+
+    model = causal_model_of(config)
+    if model is not None:
+        seen = copy.copy(config)
+        seen.__class__ = Asked
+        with torch.device("meta"):
+            from_config(model, seen)
+    return asked
 
 
 def _stored(spec: CausalLMConfig) -> dict[str, Any]:
@@ -143,9 +172,11 @@ def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "
     config = resolve(spec, from_data)
     vocab_size = (from_data or {}).get("vocab_size")
     rows = int(config.get_text_config().vocab_size)
-    if vocab_size is not None and vocab_size > rows:
+    grows = vocab_size is not None and vocab_size > rows
+    if grows and not (spec.resize_vocabulary and not spec.draws_weights):
         raise ConfigurationError(
-            f"CausalLMConfig: the data has {vocab_size} token ids, the model {rows}: use the model's own tokenizer."
+            f"CausalLMConfig: the data has {vocab_size} token ids, the model {rows}: use the model's own tokenizer, or "
+            "set resize_vocabulary for one with added tokens."
         )
     options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
     dtype = spec.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
@@ -165,8 +196,28 @@ def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "
             )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {str(error).splitlines()[0]}") from error
+    if grows:
+        grow_vocabulary(model, int(vocab_size or 0))
     keep_unpacked(model)
     return model.train()
+
+
+@torch.no_grad()
+def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
+    """Add rows to the embeddings and the head, tied or not, in place; each is the mean of those that were there.
+
+    So a new token is at first as likely as others are on average, and what the model says of the old ones stays in
+    proportion. Source: Hewitt (2021), https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
+
+    Args:
+        model: a model of transformers.
+        size: the number of token ids.
+    """
+    rows = int(model.config.get_text_config().vocab_size)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for parameter in () if layer is None else layer.parameters(recurse=False):
+            parameter[rows:] = parameter[:rows].float().mean(0).to(parameter.dtype)
 
 
 def _quantization(spec: CausalLMConfig, dtype: Any) -> Any:

@@ -266,14 +266,15 @@ class LanguageModeling(LightningModule):
             return GPT(replace(model, vocab_size=described["vocab_size"]))
         config = json.loads(described["hugging_face"])
         with torch.device("meta"):
-            needed = {f"network.{name}" for name, _ in causal_lm.from_json(config).named_parameters()}
+            empty = causal_lm.from_json(config)
+        needed = {f"network.{name}" for name, _ in empty.named_parameters()}
         whole = needed <= state.keys()  # adapters' checkpoints leave the base out
         if (
             isinstance(self.model, CausalLMConfig)
             and not self.model.draws_weights
             and (self.model.quantize or not whole)
         ):
-            return causal_lm.build(self.model)
+            return causal_lm.build(self.model, {"vocab_size": int(empty.config.get_text_config().vocab_size)})
         dtype = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
         dtypes = {value.dtype for name, value in state.items() if name in needed and value.is_floating_point()}
         exact = next(iter(dtypes)) if dtype == "auto" and len(dtypes) == 1 else getattr(torch, dtype, torch.float32)

@@ -42,6 +42,16 @@ WRONG = {
         ["'digits'", "it is now 'lit_efficient.data.digit_images'"],
     ),
     "too many devices": (["--trainer.devices", "4096"], ["trainer.devices", "4096", str(os.cpu_count())]),
+    "devices that are no number": (["--trainer.devices", "abc"], ["trainer: devices must be auto, a number", "'abc'"]),
+    "a seed below 0": (["--seed_everything", "-1"], ["seed_everything", "at least 0", "-1"]),
+    "no accumulation": (
+        ["--trainer.accumulate_grad_batches", "0"],
+        ["trainer: accumulate_grad_batches must be", "at least 1", "got 0"],
+    ),
+    "validation after 0 batches": (
+        ["--trainer.val_check_interval", "0"],
+        ["trainer: val_check_interval must be", "above 0", "got 0"],
+    ),
     "folder below a file": (["--trainer.default_root_dir", "base.yaml/x"], ["trainer.default_root_dir", "base.yaml"]),
     "secret": (
         ["--trainer.callbacks+=tests.support_cli.Recorder", "--trainer.callbacks.api_key=12345"],
@@ -76,6 +86,38 @@ WRONG_YAML = {
         "trainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: x\n",
         ["ModelCheckpoint", "did you mean 'monitor'", "bad.yaml, line 5"],
     ),
+    "misspelt init_args": (
+        "trainer:\n  callbacks:\n  - class_path: EMA\n    init_arg:\n      decay: 0.9\n",
+        ["bad.yaml", "'init_arg' in line 4", "did you mean 'init_args'"],
+    ),
+    "misspelt class_path": (
+        "trainer:\n  callbacks:\n  - clas_path: EMA\n",
+        ["bad.yaml", "'clas_path' in line 3", "did you mean 'class_path'"],
+    ),
+    "misspelt class_path of the model": (
+        "model:\n  clas_path: ToyModel\n  init_args: {}\n",
+        ["'clas_path'", "did you mean 'class_path'"],
+    ),
+    "arguments that are no mapping": (
+        "model:\n  class_path: EMA\n  init_args: 3\n",
+        ["bad.yaml", "init_args in line 3 is no mapping"],
+    ),
+    "a class that is null": (
+        "trainer:\n  callbacks:\n  - class_path: null\n",
+        ["bad.yaml", "class_path in line 3 names no class"],
+    ),
+    "a mapping that holds itself": (
+        "trainer: &t\n  max_epochs: 1\n  logger: *t\n",
+        ["bad.yaml", "line 1", "holds itself"],
+    ),
+    "one stateful callback twice": (
+        "trainer:\n  callbacks:\n" + 2 * "  - class_path: EMA\n",
+        ["EMA", "twice"],
+    ),
+    "an argument beside those of the class": (
+        "trainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    dict_kwargs:\n      monitr: 1\n",
+        ["ModelCheckpoint", "monitr"],
+    ),
     "null in the trainer": ("trainer:\n  deterministic: 3.5\n", ["trainer.deterministic", "3.5", "bad.yaml, line 2"]),
 }
 
@@ -85,6 +127,13 @@ def test_an_error_in_a_file_names_the_file_and_the_line(text, words, capsys, tmp
     (tmp_path / "bad.yaml").write_text(text)
     said = refused(capsys, "-c", "bad.yaml")
     assert [word for word in words if word not in said] == [], said
+    assert "--allow-import" not in said
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02}q\x00.", "trainer:\n  max_epochs: 1\n".encode("utf-16"), b"\x00\x01"])
+def test_a_file_that_is_no_text_is_refused(content, capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_bytes(content)
+    assert "bad.yaml" in refused(capsys, "-c", "bad.yaml")
 
 
 def test_debug_and_bugs_show_the_traceback(monkeypatch):

@@ -1,11 +1,13 @@
 """Groups of arguments: from YAML, from an overlay and the command line field by field, and under their old keys."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.cli.toy_runs import refused
+from lit_efficient.__main__ import main
+from tests.cli.toy_runs import OVERLAYS, refused
 from tests.support_cli import Parts
 
 CONFIG = {
@@ -65,3 +67,40 @@ def test_a_block_that_moved_is_told_by_what_is_in_it(capsys):
         file.write("data:\n  class_path: LanguageData\n  init_args:\n    columns: {text: body}\n")
     said = refused(capsys, "-c", "old.yaml")
     assert "error: data: LanguageData: no option 'columns.text': it is now 'rows.columns.text'" in said
+
+
+PRETRAIN = str(OVERLAYS / "llm" / "pretrain.yaml")
+PART = "model:\n  init_args:\n    model:\n      config_fields:\n        "
+
+
+@pytest.mark.parametrize(
+    ("overlay", "options", "changed"),
+    [
+        ("hidden_size: 64", [], {"hidden_size": 64}),
+        ("", ["config_fields.hidden_size=64"], {"hidden_size": 64}),
+        (
+            "hidden_size: 64\n        layer_types: [full_attention]",
+            ["config_fields.rope_parameters.theta=5", "config_fields.hidden_size=32"],
+            {"hidden_size": 32, "layer_types": ["full_attention"], "rope_parameters": {"theta": 5}},
+        ),
+        ("model_type: llama\n        vocab_size: 9", [], None),
+        ("", ["dtype=bfloat16"], {}),
+    ],
+)
+def test_a_part_of_a_models_configuration_is_changed_and_the_rest_stays(
+    overlay: str, options: list[str], changed: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("part.yaml").write_text(f"{PART}{overlay}" if overlay else "{}")
+    given = [f"--model.init_args.model.{option}" for option in options]
+    assert main(["fit", "-c", PRETRAIN, *(["-c", "part.yaml"] if overlay else []), *given, "--print_config"]) == 0
+    model = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["model"]
+    shipped = yaml.safe_load(Path(PRETRAIN).read_text())["model"]["init_args"]["model"]["config_fields"]
+    expected = {"model_type": "llama", "vocab_size": 9} if changed is None else {**shipped, **changed}
+    assert model["config_fields"] == expected
+    assert model["dtype"] == ("bfloat16" if options == ["dtype=bfloat16"] else "float32")
+
+
+def test_a_part_without_the_rest_is_refused_by_the_class_that_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("part.yaml").write_text(f"{PART}hidden_size: 64")
+    assert main(["fit", "--model", "LanguageModeling", "--data", "PythonCorpus", "-c", "part.yaml"]) == 2
+    assert "CausalLMConfig: name_or_path must be" in capsys.readouterr().err

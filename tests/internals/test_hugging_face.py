@@ -47,3 +47,26 @@ def test_a_data_set_s_hash_follows_what_was_done_to_it():
     first, again = (rows.select([0]) for _ in range(2))
     assert hugging_face.fingerprint(first) == hugging_face.fingerprint(again)
     assert len({hugging_face.fingerprint(rows), hugging_face.fingerprint(first), ""}) == 3
+
+
+@leans_on("transformers", "chat_template_utils._compile_jinja_template", "hugging_face")
+def test_chat_templates_are_compiled_with_filters_of_their_own():
+    environment = hugging_face.chat_environment("{{ messages }}")
+    text = "{% generation %}{{ 'é<' | tojson }}{% endgeneration %}{% for i in [1, 2] %}{{ i }}{% break %}{% endfor %}"
+    assert environment.from_string(environment.parse(text)).render() == '"é<"1'
+
+
+@leans_on("transformers", "chat_template_utils._plain_template_data, _alias_reasoning_fields", "hugging_face")
+def test_messages_are_copied_for_a_template_with_thoughts_under_each_name():
+    given = [{"role": "assistant", "content": "x", "reasoning_content": "y"}]
+    (seen,) = hugging_face.template_messages(given)
+    assert seen is not given[0]
+    assert seen == {**given[0], "thinking": "y"}
+
+
+@leans_on("transformers", "AutoModelForCausalLM._model_mapping", "hugging_face")
+def test_a_configuration_says_its_class_of_causal_models():
+    from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM
+
+    assert hugging_face.causal_model_of(LlamaConfig()) is LlamaForCausalLM
+    assert hugging_face.causal_model_of(CLIPVisionConfig()) is None

@@ -61,3 +61,20 @@ def test_every_value_passes_the_check_null_too():
         parser().parse_object({"thing": {"size": None}})
     with pytest.raises(ArgumentError, match=r"thing\.size is null"):
         parser().parse_string("thing:\n  size: null\n")
+
+
+@leans_on("jsonargparse", "ActionTypeHint._check_type_, NestedArg", "jsonargparse_parser")
+def test_an_action_s_values_can_be_changed_before_it_checks_them():
+    seen = []
+
+    class Doubled(ours.ChangesValues):
+        def changed(self, value, earlier):
+            seen.append((ours.nested(value) or value, earlier))
+            return {"a": 2}
+
+    made = ArgumentParser(exit_on_error=False)
+    made.add_argument("--numbers", type=dict[str, int])
+    action = next(a for a in ours.actions(made) if a.dest == "numbers")
+    action.__class__ = ours.changing(type(action), Doubled)
+    assert made.parse_args(["--numbers", '{"b": 1}', "--numbers.c=3"]).numbers == {"a": 2}
+    assert (("c", "3"), {"a": 2}) in seen

@@ -134,6 +134,46 @@ def test_what_cannot_be_built_is_said(arguments: Any, message: str, monkeypatch:
         build(CausalLMConfig(**arguments))
 
 
-def test_too_many_token_ids_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the data has 98 token ids, the model 97"):
-        build(CausalLMConfig(config_fields=FAMILIES["llama"]), {"vocab_size": 98})
+def test_too_many_token_ids_are_refused(folder: str) -> None:
+    for spec in (CausalLMConfig(config_fields=FAMILIES["llama"], resize_vocabulary=True), CausalLMConfig(folder)):
+        with pytest.raises(ConfigurationError, match=r"the data has 98 token ids, the model 97.*set resize_vocabulary"):
+            build(spec, {"vocab_size": 98})
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])  # an own head, a tied one, logits that are capped
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_added_tokens_get_the_mean_row_and_change_nothing_else(tmp_path: Path, family: str, dtype: Any) -> None:
+    torch.manual_seed(0)
+    build(CausalLMConfig(config_fields=FAMILIES[family], dtype=dtype)).save_pretrained(tmp_path)
+    plain = build(CausalLMConfig(str(tmp_path), dtype=dtype)).eval()
+    grown = build(CausalLMConfig(str(tmp_path), dtype=dtype, resize_vocabulary=True), {"vocab_size": 100}).eval()
+    tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight for m in (plain, grown)]
+    assert tied[0] == tied[1] == (family != "llama")
+    assert grown.config.vocab_size == 100
+    for old, new in zip(
+        (plain.get_input_embeddings(), plain.get_output_embeddings()),
+        (grown.get_input_embeddings(), grown.get_output_embeddings()),
+    ):
+        assert torch.equal(new.weight[:97], old.weight)
+        mean = old.weight.float().mean(0).to(old.weight.dtype)
+        assert all(torch.equal(row, mean) for row in new.weight[97:])
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(grown(ids).logits[..., :97], plain(ids).logits)
+        grown(ids + 88)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma4_text", "glm4_moe"])
+def test_fields_that_a_model_reads_are_fields_whether_declared_or_not(kind: str) -> None:
+    fields = {key: value for key, value in SMALL.items() if key != "vocab_size"} | {"model_type": kind}
+    config = resolve(CausalLMConfig(config_fields=fields), {"vocab_size": 50})
+    assert config.to_dict()["head_dim"] == 8
+    with pytest.raises(ConfigurationError, match="'haed_dim', which is no field"):
+        resolve(CausalLMConfig(config_fields={**fields, "haed_dim": 8}))
+
+
+def test_ids_of_the_data_that_a_family_does_not_have_are_left_out() -> None:
+    fields = {"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 1}
+    config = resolve(CausalLMConfig(config_fields=fields), {"vocab_size": 50, "eos_token_id": 3, "pad_token_id": 3})
+    assert (config.vocab_size, config.eos_token_id) == (50, 3)
+    assert getattr(config, "pad_token_id", None) is None

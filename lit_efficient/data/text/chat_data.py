@@ -15,7 +15,7 @@ from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
 from lit_efficient.data.text.chat_tokens import TrainOn
 from lit_efficient.data.text.reading import Reader, check_malformed
-from lit_efficient.data.text.rows import Source, open_sources
+from lit_efficient.data.text.rows import Source, halves, open_sources
 from lit_efficient.data.text.truncation import Counts
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import read_manifest
@@ -168,13 +168,17 @@ class ChatDataModule(LightningDataModule):
         tokenizer = self.chat.vocab_size
         if self.tokenizer_name is not None:
             tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
+        sources = {
+            name: [source for entry in listed for source in self._sources(entry, split)]
+            for name, (listed, split) in wanted.items()
+            if listed and name in self.cached
+        }
+        if list(sources) == ["train"] and len(sources["train"]) == 1:
+            parts = halves(sources["train"][0], self.val_fraction)
+            sources = sources if parts is None else {"train": [parts[0]], "val": [parts[1]]}
         recipe = Recipe(
             owner=self.owner,
-            sources={
-                name: [source for entry in listed for source in self._sources(entry, split)]
-                for name, (listed, split) in wanted.items()
-                if listed and name in self.cached
-            },
+            sources=sources,
             reader=self.reader,
             settings=rows,
             parts=self.parts,

@@ -48,7 +48,8 @@ class Document:
     """What one row teaches: a conversation, or a text of which the first part may be given.
 
     Args:
-        messages: the turns, each with ``role`` and ``content`` at least; empty for a text.
+        messages: the turns, each with ``role`` and ``content`` at least; empty for a text. One of ``weight`` 0, as
+            OpenAI's format has it, is not learned.
         text: the text, when there are no messages.
         given: how many characters of ``text`` are a prompt that is not learned.
         given_turns: how many of ``messages`` are a prompt; the assistant's turns among them are not learned either.
@@ -193,6 +194,8 @@ def _message(turn: Any, name: str) -> dict[str, Any]:
         content = "".join(_part(part, name) for part in content)
     if content is None and kept.get("tool_calls"):
         content = ""
+    if kept.get("weight", 1) not in (0, 1):
+        raise MalformedRow(f"{name} has the weight {kept['weight']!r}; a turn is learned (1) or not (0)")
     if not isinstance(content, str):
         raise MalformedRow(f"{name} has no text: its content is {_kind(content)}")
     return {**kept, "role": _ROLE_OF[said.lower()], "content": content}
@@ -210,6 +213,8 @@ def _check_turns(messages: tuple[dict[str, Any], ...]) -> None:
         raise MalformedRow("no turn is the assistant's: there is nothing to learn")
     if not any(m["content"].strip() or m.get("tool_calls") for m in answers):
         raise MalformedRow("all of the assistant's turns are empty")
+    if all(m.get("weight") == 0 for m in answers):
+        raise MalformedRow("all of the assistant's turns have weight 0: there is nothing to learn")
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:

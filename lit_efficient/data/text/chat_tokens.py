@@ -2,15 +2,19 @@
 
     trained[t] = the token begins inside a span of text that the assistant writes
 
-The spans come from the template's own ``{% generation %}`` marks. A template without them is rendered for each prefix
-of the conversation: the assistant's turn i is what follows the text of turns 0..i-1 with the generation prompt. That
-text must be a prefix of the whole; where it is not, nothing is guessed and the template is refused. If only the turn's
-end moves (templates that drop earlier turns' thoughts), it is the first end-of-turn token after its beginning.
+The spans come from the template's own ``{% generation %}`` marks. Of a template without them a twin with marks is made
+(:mod:`~lit_efficient.data.text.turn_marks`): the assistant's turn is what its message writes, less the beginning that
+the generation prompt would write there. Where a twin does not show the turns, each prefix of the conversation is
+rendered: turn i is what the text of turns 0..i has more than that of turns 0..i-1 with the generation prompt. Both must
+be prefixes of the whole; where they are not, nothing is guessed and the template is refused.
 
-A model that does not learn the end-of-turn token never stops. Templates that leave it out of their marks are common,
-so a probe conversation is checked before any data is read.
+A turn ends with its own last token, if that is a special one, else with the special token that follows. GLM's templates
+write none after an answer: the token that begins the next turn ends it, and is put after the last one, too. A model
+that does not learn the end of a turn never stops. Templates that leave it out of their marks are common, so a probe
+conversation is checked before any data is read.
 """
 
+import bisect
 import functools
 import re
 from collections.abc import Sequence
@@ -20,15 +24,19 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
+from lit_efficient.data.text.turn_marks import Placed, place
 from lit_efficient.errors import ConfigurationError
 
 TrainOn = Literal["assistant", "completion", "all"]
 OnUntrainedEnd = Literal["refuse", "warn", "train"]
-Span = tuple[int, int | None]
-"""Characters from, to; None: to the end of the turn."""
+Span = tuple[int, int]
+"""Characters from, to."""
+Turn = list[Span]
+"""What is learned of a turn, the end of which is its last part's."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "Zebra-7"
+_ASKED, _PROBE = {"role": "user", "content": "Question"}, "Zebra-7"
+_ANSWERED = {"role": "assistant", "content": _PROBE}
 
 
 @dataclass
@@ -97,11 +105,30 @@ class ChatTokens:
     @functools.cached_property
     def end_of_turn(self) -> int | None:
         """The id of the special token that follows an answer in the template; None if there is none."""
-        probe = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _PROBE}]
-        text = self._rendered(probe, ())
-        after = text.rindex(_PROBE) + len(_PROBE)
-        ids, starts, _ = self._tokens([text])[0]
-        return next((int(i) for i, start in zip(ids, starts) if start >= after and int(i) in self.special_ids), None)
+        return self._id_after([_ASKED, _ANSWERED], anywhere=True) or self.next_turn
+
+    @functools.cached_property
+    def next_turn(self) -> int | None:
+        """The id that begins the user's turn and so ends an answer that has no end of its own; else None."""
+        alone = self._id_after([_ASKED, _ANSWERED], anywhere=True)
+        return None if self.marked or alone else self._id_after([_ASKED, _ANSWERED, _ASKED])
+
+    def _id_after(self, probe: Sequence[dict[str, Any]], anywhere: bool = False) -> int | None:
+        """The special token that follows the probe's answer."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self._rendered(probe, ())
+        except TemplateError as error:
+            raise ConfigurationError(f"tokenizer: the chat template refuses a short conversation: {error}") from error
+        if _PROBE not in text:
+            raise ConfigurationError("tokenizer: the chat template does not write an answer that is a text.")
+        ids, starts, stops = self._tokens([text])[0]
+        after = int(np.searchsorted(starts, text.rindex(_PROBE) + len(_PROBE)))
+        if anywhere:
+            return next((int(i) for i in ids[after:] if int(i) in self.special_ids), None)
+        place = self._end_after(text, after, ids, starts, stops)
+        return None if place is None else int(ids[place])
 
     def check_end_of_turn(self) -> str | None:
         """Encode a probe conversation: None if its end of turn is learned, else what is wrong.
@@ -111,19 +138,20 @@ class ChatTokens:
         """
         if self.end_of_turn is None:
             wrong = "the chat template ends an answer with no special token"
+            way_out = "Give a chat_template that writes one after each answer, or set untrained_end to 'warn'"
         else:
-            probe = ({"role": "user", "content": "Question"}, {"role": "assistant", "content": _PROBE})
-            (found,) = self.encode([Document(messages=probe)])
+            (found,) = self.encode([Document(messages=(_ASKED, _ANSWERED))])
             assert isinstance(found, Encoded)
             if found.ended == found.turns:
                 return None
             name = self.tokenizer.convert_ids_to_tokens(self.end_of_turn)
             wrong = f"the chat template leaves its end-of-turn token {name} out of what is trained"
-        if self.untrained_end == "refuse":
-            raise ConfigurationError(
-                f"tokenizer: {wrong}, so a model trained on it would never stop. Set untrained_end to 'train' to learn "
-                "the token nevertheless, to 'warn' to go on as it is, or give a chat_template that marks it."
+            way_out = (
+                "Set untrained_end to 'train' to learn the token nevertheless, to 'warn' to go on as it is, or give a "
+                "chat_template that marks it"
             )
+        if self.untrained_end == "refuse":
+            raise ConfigurationError(f"tokenizer: {wrong}, so a model trained on it would never stop. {way_out}.")
         return wrong
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded | MalformedRow]:
@@ -133,7 +161,7 @@ class ChatTokens:
             ConfigurationError: If the template is one whose turns cannot be separated.
         """
         found: list[Encoded | MalformedRow] = [MalformedRow("")] * len(documents)
-        chats: list[tuple[int, str, list[Span]]] = []
+        chats: list[tuple[int, str, list[Turn]]] = []
         texts: list[tuple[int, str]] = []
         for index, document in enumerate(documents):
             try:
@@ -149,7 +177,7 @@ class ChatTokens:
             found[index] = self._text(documents[index], *tokens)
         return found
 
-    def _render(self, document: Document) -> tuple[str, list[Span]]:
+    def _render(self, document: Document) -> tuple[str, list[Turn]]:
         from jinja2 import TemplateError
 
         for message in document.messages:
@@ -159,15 +187,39 @@ class ChatTokens:
         try:
             text, marks = self._rendered_with_marks(document)
             if self.train_on == "all":
-                return _encodable(text), [(0, len(text))]
-            given = sum(message["role"] == "assistant" for message in document.messages[: document.given_turns])
-            spans = marks[given:] if self.marked else self._spans_by_prefixes(document, text)
-        except TemplateError as error:
+                return _encodable(text), [[(0, len(text))]]
+            said = [index for index, message in enumerate(document.messages) if message["role"] == "assistant"]
+            turns = [index for index in said if index >= document.given_turns]
+            last_alone = self.train_on == "completion" and not document.given_turns
+            turns = [i for i in turns[-1 if last_alone else 0 :] if document.messages[i].get("weight") != 0]
+            if self.marked:
+                spans = self._marked_turns(document, marks, said, turns)
+            else:
+                spans = self._turns_by_twin(document, text, turns) or self._turns_by_prefixes(document, text, turns)
+        except (TemplateError, TypeError) as error:  # as where arguments of a call are no text
             raise MalformedRow(f"the chat template refuses it: {error}") from error
         if not spans:
-            raise MalformedRow("the chat template marks nothing of it as the assistant's")
-        last_alone = self.train_on == "completion" and not document.given_turns
-        return _encodable(text), spans[-1:] if last_alone else spans
+            raise MalformedRow("nothing of it is the assistant's and to be learned")
+        for index, turn in zip(turns, spans):
+            for call in document.messages[index].get("tool_calls") or ():
+                name = str((call.get("function") or call).get("name", ""))
+                if name not in "".join(text[start:stop] for start, stop in turn):
+                    raise MalformedRow(f"the chat template leaves the call of {name!r} in turn {index + 1} out")
+        return _encodable(text), spans
+
+    def _marked_turns(self, document: Document, marks: list[Span], said: list[int], turns: list[int]) -> list[Turn]:
+        if len(marks) == len(said):
+            return [[span] for index, span in zip(said, marks) if index in turns]
+        found = self._placed(document.messages, document.tools)
+        if found is None:  # then a turn's marks cannot be separated from another's
+            if turns != said:
+                raise MalformedRow(
+                    f"the chat template marks {len(marks)} turns of the {len(said)} that are the assistant's"
+                )
+            return [[span] for span in marks]
+        begins = [start for start, _ in found.spans.values()]
+        of = [list(found.spans)[max(bisect.bisect(begins, start) - 1, 0)] for start, _ in marks]
+        return [turn for i in turns if (turn := [span for index, span in zip(of, marks) if index == i])]
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool = False) -> str:
         return str(
@@ -191,49 +243,95 @@ class ChatTokens:
         (text,), (marks,) = rendered
         return text, sorted((start, stop) for start, stop in marks if stop > start)
 
-    def _spans_by_prefixes(self, document: Document, text: str) -> list[Span]:
-        messages, spans = document.messages, list[Span]()
-        own = range(document.given_turns, len(messages))
-        turns = [index for index in own if messages[index]["role"] == "assistant"]
-        last_alone = self.train_on == "completion" and not document.given_turns
-        for index in turns[-1:] if last_alone else turns:
+    def _placed(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool = False) -> Placed | None:
+        template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
+        return place(template, messages, tools, self.tokenizer.special_tokens_map, prompt=prompt)
+
+    def _turns_by_twin(self, document: Document, text: str, turns: list[int]) -> list[Turn] | None:
+        """The turns as the template's twin shows them; None if it does not."""
+        messages, tools = document.messages, document.tools
+        found = self._placed(messages, tools)
+        if found is None or found.text != text:
+            return None
+        for index, message in enumerate(messages):
+            content = message["content"].strip()
+            if index not in found.spans and message["role"] != "system" and content:
+                if content not in text:
+                    raise MalformedRow(f"the chat template leaves turn {index + 1} out, of the role {message['role']}")
+                return None  # written elsewhere, it may stand in the assistant's turn
+        parts = list[Turn]()
+        for index in turns:
+            before = messages[:index] if any(m["role"] == "user" for m in messages[:index]) else [_ASKED]
+            asked = self._placed(before, tools, prompt=True)
+            if asked is None or index not in found.spans:
+                return None
+            start, stop = found.spans[index]
+            turn = text[start:stop]
+            given = self._given(asked, before, turn)
+            if given is None:
+                return None
+            parts.append([(start + given, start + len(turn.rstrip()))])
+        return parts
+
+    def _given(self, asked: Placed, before: Sequence[dict[str, Any]], turn: str) -> int | None:
+        """How many characters of a turn the generation prompt writes; None if that is not certain.
+
+        A template that asks for thoughts and writes a turn without any shares the prompt's beginning alone: it is cut
+        at the edge of a line or control token, to no less than what tells the assistant's turns from the user's.
+        """
+        prompt = asked.text[asked.tail :]
+        users = [asked.text[slice(*asked.spans[i])] for i in asked.spans if before[i]["role"] == "user"]
+        edges = {token.end() for token in self._control.finditer(prompt)} if self._control else set[int]()
+        edges |= {place + 1 for place, sign in enumerate(prompt) if sign == "\n"} | {len(prompt)}
+        for edge in sorted(edges, reverse=True):
+            header = prompt[:edge]
+            if header in turn and not (header and any(header in user for user in users)):
+                return turn.index(header) + edge
+        return None
+
+    def _turns_by_prefixes(self, document: Document, text: str, turns: list[int]) -> list[Turn]:
+        messages, parts = document.messages, list[Turn]()
+        for index in turns:
             if index == 0:
                 raise MalformedRow("the first turn is the assistant's, and this chat template cannot begin with it")
             before = self._rendered(messages[:index], document.tools, prompt=True)
-            if not text.startswith(before):
+            until = self._rendered(messages[: index + 1], document.tools)
+            if not (text.startswith(before) and text.startswith(until)):
                 raise ConfigurationError(
                     "tokenizer: the chat template writes the beginning of a conversation differently when more follows "
                     f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be separated. "
-                    "Give a chat_template with {% generation %} marks, or set train_on to 'completion'."
+                    "Give a chat_template with {% generation %} marks around what the assistant writes."
                 )
-            until = self._rendered(messages[: index + 1], document.tools)
-            spans.append((len(before), len(until) if text.startswith(until) else None))
-        return spans
+            parts.append([(len(before), len(until.rstrip()))])
+        return parts
 
-    def _chat(self, text: str, spans: list[Span], ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Encoded:
-        trained = np.zeros(len(ids), dtype=bool)
-        ends = np.flatnonzero(ids == self.end_of_turn)
+    def _chat(self, text: str, turns: list[Turn], ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Encoded:
+        trained = np.full(len(ids), self.train_on == "all")
+        sizes = self._bytes(text, ids, stops)
         ended = 0
-        for start, stop in spans:
-            first = int(np.searchsorted(starts, start))
-            place = int(np.searchsorted(ends, first))
-            end = int(ends[place]) if place < len(ends) else None  # the end of this turn
-            if stop is not None:
-                after = int(np.searchsorted(starts, stop))
-                trained[first:after] = True
-                if end is not None and end >= after:  # of a later turn, if this one ends with another special token
-                    others = np.flatnonzero(np.isin(ids[after : end + 1], list(self.special_ids)))
-                    end = after + int(others[0]) if len(others) else end
-            elif end is None:
-                raise ConfigurationError("tokenizer: the chat template ends an earlier turn with no special token.")
-            if end is not None and self.train_on != "all":
-                if stop is None or self.untrained_end == "train":
-                    trained[first : end + 1] = True
-                if trained[end] and not self.marked:
-                    trained[end + 1 : None if stop is None else np.searchsorted(starts, stop)] = False  # a line break
+        for turn in turns:
+            for start, stop in turn:
+                first, beyond = (int(i) for i in np.searchsorted(starts, (start, stop)))
+                trained[first:beyond] = True
+            after = int(np.searchsorted(starts, start + len(text[start:stop].rstrip())))
+            if first < after and int(ids[after - 1]) in self.special_ids:
+                ended += 1
+                continue
+            end = self._end_after(text, after, ids, starts, stops)
+            if end is None and after == len(ids) and self.next_turn is not None:
+                end, ids, sizes = after, np.append(ids, self.next_turn), np.append(sizes, 0)
+                trained = np.append(trained, True)
+            if end is not None and (not self.marked or self.untrained_end == "train"):
+                trained[first : end + 1] = True
             ended += bool(end is not None and trained[end])
-        turns = len(spans)
-        return Encoded(ids, trained, self._bytes(text, ids, stops), turns=turns, ended=ended)
+        return Encoded(ids, trained, sizes, turns=len(turns), ended=ended)
+
+    def _end_after(self, text: str, place: int, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> int | None:
+        """Where the special token stands that follows, with nothing but white space before it; none begins a text."""
+        ends = self.special_ids - ({self.tokenizer.bos_token_id} - {self.tokenizer.eos_token_id})
+        while place < len(ids) and int(ids[place]) not in ends and not text[starts[place] : stops[place]].strip():
+            place += 1
+        return place if place < len(ids) and int(ids[place]) in ends else None
 
     def _text(self, document: Document, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Encoded:
         num_bytes = self._bytes(document.text, ids, stops)

@@ -117,7 +117,7 @@ class PairReader(Reader):
 
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         if source.is_text:
-            raise ConfigurationError(f"{source.name} is a text; pairs come as .jsonl, .json or .parquet.")
+            raise ConfigurationError(f"{source.name} is a text; pairs come as .jsonl, .json, .csv, .tsv or .parquet.")
         return recognise_pairs(self._first_rows(source), source.name)
 
 

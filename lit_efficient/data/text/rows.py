@@ -4,13 +4,19 @@ A source is read as often as needed and never whole into memory. What cannot be 
 comes as the reason, so that it can be counted with its line number. No code of a data set is ever run.
 """
 
+import csv
+import gzip
 import hashlib
+import io
 import json
+import sys
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -20,7 +26,7 @@ from lit_efficient.internals.hugging_face import fingerprint
 
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
-ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 
 Row = tuple[str, dict[str, Any] | str]
@@ -50,9 +56,9 @@ def open_sources(
     """Find what a name in a config stands for; a folder of files is one source a file.
 
     Args:
-        name: a file (.jsonl, .json, .parquet, or text of any other suffix), a folder of such files, a folder written by
-            ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``, or the name of a data set on the
-            Hugging Face hub.
+        name: a file (.jsonl, .json, .csv, .tsv, .parquet, or text of any other suffix; .gz after it), a folder of such
+            files, a folder written by ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``, or the
+            name of a data set on the Hugging Face hub.
         split: which split of a Hugging Face data set.
         subset: which configuration of a Hugging Face data set.
         streaming: read a data set of the hub while it is being downloaded.
@@ -72,8 +78,8 @@ def open_sources(
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return [_saved(path, split)]
-        files = sorted(p for p in path.rglob("*") if p.suffix in ROW_SUFFIXES + TEXT_SUFFIXES and p.is_file())
-        rows_only = [file for file in files if file.suffix in (".jsonl", ".ndjson", ".parquet")]
+        files = sorted(p for p in path.rglob("*") if _suffix(p) in ROW_SUFFIXES + TEXT_SUFFIXES and p.is_file())
+        rows_only = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
         if rows_only and len(rows_only) < len(files):  # a README beside the data is no data
             passed = [file.name for file in files if file not in rows_only]
             rank_zero_info(f"{name}: {len(rows_only)} files of rows; passed over {', '.join(passed[:5])}")
@@ -82,7 +88,7 @@ def open_sources(
             known = ", ".join(ROW_SUFFIXES + TEXT_SUFFIXES)
             raise ConfigurationError(f"{name}: the folder holds no data: files that end with {known} are taken.")
         return [_file(file, file.relative_to(path).as_posix()) for file in files]
-    if path.suffix in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
+    if _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
         raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
     return [_hub(name, split, subset, streaming)]
 
@@ -108,19 +114,50 @@ def _stdlib_packages() -> Source:
     return Source(STDLIB_PACKAGES, partial(iter, rows), digest, is_text=True)
 
 
+def halves(source: Source, held_out: float) -> tuple[Source, Source] | None:
+    """One text as two, cut at the end of a line, the second about ``held_out`` of it; None if there are not two."""
+    rows = [row for _, row in islice(source.rows(), 2)] if source.is_text else []
+    texts = [row["text"] for row in rows if isinstance(row, dict)]
+    if len(rows) != 1 or not texts:
+        return None
+    end = texts[0].rfind("\n", 0, int((1 - held_out) * len(texts[0]))) + 1
+    parts = texts[0][:end], texts[0][end:]
+    if not all(part.strip() for part in parts):
+        return None
+    first, last = (replace(source_of_rows(source.name, [{"text": part}]), is_text=True) for part in parts)
+    return first, last
+
+
+def _suffix(path: Path) -> str:
+    """What kind of file it is, compressed or not."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+
+
 def _file(path: Path, name: str) -> Source:
     readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
-    reader = readers.get(path.suffix, _whole_text)
+    reader = (readers | {".csv": _table, ".tsv": _table}).get(_suffix(path), _whole_text)
     try:
         digest = sha256_of(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
-    return Source(name, partial(reader, path, name), digest, reader is _whole_text)
+    return Source(name, partial(_readable, reader, path, name), digest, reader is _whole_text)
+
+
+def _readable(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: str) -> Iterator[Row]:
+    try:
+        yield from reader(path, name)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigurationError(f"{path} cannot be read to its end: {error}.") from error
 
 
 def _whole_text(path: Path, name: str) -> Iterator[Row]:
     try:
-        text = path.read_text("utf-8")
+        with _open(path) as file:
+            text = file.read().decode()
     except UnicodeDecodeError as error:
         yield name, f"no UTF-8 text: {error.reason} at byte {error.start}"
         return
@@ -128,7 +165,7 @@ def _whole_text(path: Path, name: str) -> Iterator[Row]:
 
 
 def _json_lines(path: Path, name: str) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield f"{name}:{number}", _row_of(line)
@@ -146,14 +183,36 @@ def _row_of(line: bytes) -> dict[str, Any] | str:
 
 def _json_list(path: Path, name: str) -> Iterator[Row]:
     try:
-        rows = json.loads(path.read_bytes())
+        with _open(path) as file:
+            rows = json.loads(file.read())
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is no JSON: {error}. A file of one object a line is named .jsonl.") from error
+    if isinstance(rows, dict):  # the one list of objects in it, or a row whose list is of turns
+        lists = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        whole = len(lists) == 1 and not lists[0][0].keys() & {"role", "from"}
+        rows = lists[0] if whole else [rows]
     if not isinstance(rows, list):
         raise ConfigurationError(f"{path} must hold a list of objects, got a {type(rows).__name__}.")
     for number, row in enumerate(rows, 1):
         kept = row if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
         yield f"{name}, entry {number}", kept
+
+
+def _table(path: Path, name: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # texts are longer than its 128 KiB
+    with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        try:
+            first = text.readline()
+            tab = _suffix(path) == ".tsv"
+            sign = "\t" if tab else ";" if ";" in first and "," not in first else ","
+            text.seek(0)
+            reader = csv.DictReader(text, delimiter=sign, strict=True)
+            for number, row in enumerate(reader, 1):
+                cells = sum(value is not None for key, value in row.items() if key is not None) + len(row.get(None, ()))
+                fits = cells == len(reader.fieldnames or ())
+                yield f"{name}, row {number}", row if fits else f"{cells} cells of {len(reader.fieldnames or ())}"
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{path} is no table of UTF-8 text: {error}.") from error
 
 
 def _parquet(path: Path, name: str) -> Iterator[Row]:

@@ -82,6 +82,8 @@ def test_what_arrow_fills_in_is_left_out_and_tools_are_kept() -> None:
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "its content is a int"),
         ("messages", {"messages": ["hello"]}, r"messages\[0\] is a str, not a turn"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is no text"),
+        ("messages", {"messages": [ASK, {**ANSWER, "weight": 0}]}, "turns have weight 0"),
+        ("messages", {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, r"messages\[1\] has the weight 0.5"),
         ("alpaca", {"instruction": "x", "output": ""}, "output is empty"),
         ("alpaca", {"instruction": "x", "output": "y", "input": 3}, "input is a int"),
         ("completion", {"prompt": "x", "completion": [ANSWER]}, "both must be of one kind"),

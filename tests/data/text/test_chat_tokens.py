@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -5,8 +7,25 @@ from lit_efficient.data.text.chat_formats import Document, MalformedRow
 from lit_efficient.data.text.chat_tokenizer import CHATML, fingerprint, load_chat_tokenizer, read_template
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
+from lit_efficient.data.text.turn_marks import place
 from lit_efficient.errors import ConfigurationError
-from tests.data.text.chat_kit import LATE_SYSTEM, PLAIN, STRICT, THINKING, TURNS, UNENDED, tokenizer
+from tests.data.text.chat_kit import (
+    ASKS_THOUGHTS,
+    CHANNELS,
+    CONTINUES,
+    DEFAULT_SYSTEM,
+    LATE_SYSTEM,
+    NUMBERED,
+    OPEN,
+    PAIRED,
+    PLAIN,
+    STRICT,
+    THINKING,
+    TURNS,
+    TWO_MARKS,
+    UNENDED,
+    tokenizer,
+)
 
 CHAT = Document(messages=tuple(TURNS))
 
@@ -46,15 +65,107 @@ def test_marks_and_transformers_own_mask_agree() -> None:
     assert own["input_ids"] == found.ids.tolist()
 
 
-def test_a_turn_whose_end_moves_ends_at_the_end_of_turn_token() -> None:
-    """Qwen3's way: a conversation that stops here would have thoughts in this turn, the longer one has none."""
-    found, encoder = encode(CHAT, THINKING)
-    assert learned(found, encoder) == ["Four.<|im_end|>", "<think>\n\n</think>\n\nYes, of course.<|im_end|>"]
+ASK, SURE = TURNS[1], TURNS[3]
+THOUGHT = {**TURNS[2], "thinking": "plus done"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "sum", "arguments": "{2}"}}]}
+RESULT = {"role": "tool", "content": "four"}
+THINK_NOT = "<think>\n\n</think>\n\n"
+TURNS_OF_TEMPLATES = {
+    "thoughts in the last turn alone": (THINKING, TURNS, ["Four.<|im_end|>", THINK_NOT + "Yes, of course.<|im_end|>"]),
+    "the system's words move": (LATE_SYSTEM, TURNS, ["Four.<|im_end|>", "Yes, of course.<|im_end|>"]),
+    "messages by number": (NUMBERED, TURNS, ["Four.<|im_end|>", "Yes, of course.<|im_end|>"]),
+    "ends of their own": (
+        CHANNELS,
+        TURNS,
+        ["<|channel|>final<|message|>Four.<|end|>", "<|channel|>final<|message|>Yes, of course.<|return|>"],
+    ),
+    "two channels": (
+        CHANNELS,
+        [ASK, THOUGHT],
+        ["<|channel|>analysis<|message|>plus done<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"],
+    ),
+    "no end": (OPEN, TURNS, ["\n<think></think>\nFour.<|user|>", "\n<think></think>\nYes, of course.<|user|>"]),
+    "one turn without end": (OPEN, TURNS[1:3], ["\n<think></think>\nFour.<|user|>"]),
+    "a thought that was asked for": (ASKS_THOUGHTS, [ASK, THOUGHT], ["plus done\n</think>\nFour.<|im_end|>"]),
+    "none that was asked for": (ASKS_THOUGHTS, [ASK, TURNS[2]], ["<think></think>Four.<|im_end|>"]),
+    "a prompt that no turn has": (CONTINUES, TURNS[1:], ["Four.<|endoftext|>", "Yes, of course.<|endoftext|>"]),
+    "calls of tools": (CONTINUES, [ASK, CALL, RESULT, TURNS[2]], ["sum{2}<|endoftext|>", "Four.<|endoftext|>"]),
+    "a greeting": (DEFAULT_SYSTEM, TURNS[2:], ["Four.<|im_end|>", "Yes, of course.<|im_end|>"]),
+    "two marks a turn": (TWO_MARKS, TURNS, ["Four.<|im_end|>\n", "Yes, of course.<|im_end|>\n"]),
+    "what stands between marks": (
+        TWO_MARKS,
+        [ASK, {**TURNS[2], "result": "done"}, SURE, TURNS[4]],
+        ["Four.", "<|im_end|>\n", "Yes, of course.<|im_end|>\n"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNS_OF_TEMPLATES)
+def test_what_the_assistant_writes_is_learned_whatever_the_template(name: str) -> None:
+    template, messages, expected = TURNS_OF_TEMPLATES[name]
+    found, encoder = encode(Document(messages=tuple(messages)), template)
+    assert learned(found, encoder) == expected
+    turns = sum(message["role"] == "assistant" for message in messages)
+    assert (found.turns, found.ended) == (turns, turns)
+    assert encoder.check_end_of_turn() is None
+    written = encoder.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert encoder.tokenizer.decode(found.ids).removesuffix("<|user|>") == written
+
+
+def test_a_twin_writes_what_its_template_writes_and_says_where_messages_stand() -> None:
+    for template, messages, _ in TURNS_OF_TEMPLATES.values():
+        made = tokenizer(template)
+        for prompt in (False, True):
+            found = place(template, messages, (), made.special_tokens_map, prompt=prompt)
+            if template == NUMBERED:
+                assert found is None
+                continue
+            assert found is not None
+            written = made.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            assert found.text == written
+            assert all(messages[index]["content"] in written[slice(*span)] for index, span in found.spans.items())
+
+
+def test_turns_of_weight_zero_are_not_learned() -> None:
+    turns = [TURNS[1], {**TURNS[2], "weight": 0}, TURNS[3], {**TURNS[4], "weight": 1}]
+    for template in (CHATML, PLAIN, NUMBERED, TWO_MARKS):
+        found, encoder = encode(Document(messages=tuple(turns)), template)
+        assert [text.strip() for text in learned(found, encoder)] == ["Yes, of course.<|im_end|>"]
+    (found,) = ChatTokens(tokenizer(), "completion").encode([Document(messages=tuple(turns[:2]))])
+    assert isinstance(found, MalformedRow)
 
 
 def test_a_template_whose_turns_cannot_be_told_apart_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"differently when more follows \(seen at turn 3 of 5\)"):
-        encode(CHAT, LATE_SYSTEM)
+    with pytest.raises(ConfigurationError, match=r"differently when more follows \(seen at turn 3 of 5\).*generation"):
+        encode(CHAT, PAIRED)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (PLAIN, [ASK, CALL], "leaves the call of 'sum' in turn 2 out"),
+        (
+            PLAIN.replace("for m in messages", "for m in messages if m['role'] != 'tool'"),
+            [ASK, TURNS[2], RESULT, TURNS[4]],
+            "leaves turn 3 out, of the role tool",
+        ),
+        (
+            CONTINUES,
+            [ASK, {**CALL, "tool_calls": [{"function": {"name": "sum", "arguments": {"x": 2}}}]}],
+            r"refuses it: can only concatenate str \(not .dict.\)",
+        ),
+    ],
+)
+def test_what_a_template_would_lose_is_a_malformed_row(template: str, messages: list, reason: str) -> None:
+    (found,) = ChatTokens(tokenizer(template)).encode([Document(messages=tuple(messages))])
+    assert isinstance(found, MalformedRow)
+    assert re.search(reason, str(found)), found
+
+
+@pytest.mark.parametrize("content", ["m['content']['text']", "'' if m['content'] is string else m['content']"])
+def test_a_template_that_takes_no_texts_is_refused(content: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"the chat template (refuses a short|does not write an answer)"):
+        ChatTokens(tokenizer(PLAIN.replace("m['content']", f"({content})"))).check_end_of_turn()
 
 
 def test_an_end_of_turn_that_would_not_be_learned() -> None:

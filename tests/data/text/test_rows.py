@@ -1,0 +1,97 @@
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_efficient import ConfigurationError, LanguageData
+from lit_efficient.data.text.chat_formats import recognise
+from lit_efficient.data.text.rows import open_sources
+
+ROWS = [{"instruction": 'Say "two,\nthree"', "output": "Zwölf; ä"}, {"instruction": "x" * 200_000, "output": "long"}]
+
+
+def read(path: Path) -> list[Any]:
+    (source,) = open_sources(str(path))
+    return [row for _, row in source.rows()]
+
+
+def write_table(path: Path, sign: str, encoding: str = "utf-8") -> Path:
+    with path.open("w", encoding=encoding, newline="") as file:
+        table = csv.DictWriter(file, ["instruction", "output"], delimiter=sign)
+        table.writeheader()
+        table.writerows(ROWS)
+    return path
+
+
+@pytest.mark.parametrize(("name", "sign"), [("t.csv", ","), ("t.tsv", "\t"), ("semicolons.csv", ";"), ("T.CSV", ",")])
+def test_tables_are_read_as_rows(tmp_path: Path, name: str, sign: str) -> None:
+    path = write_table(tmp_path / name, sign, "utf-8-sig")
+    assert read(path) == ROWS
+    assert recognise(read(path), name)[0] == "alpaca"
+    assert not open_sources(str(path))[0].is_text
+
+
+def test_compressed_files_are_what_is_in_them(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(write_table(tmp_path / "b.csv", ",").read_bytes()))
+    (tmp_path / "b.csv").unlink()
+    (tmp_path / "README.md").write_text("# Of the data")
+    sources = open_sources(str(tmp_path))
+    assert [source.name for source in sources] == ["a.jsonl.gz", "b.csv.gz"]
+    assert [[row for _, row in source.rows()] for source in sources] == [ROWS, ROWS]
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"a text"))
+    assert read(tmp_path / "c.txt.gz") == [{"text": "a text"}]
+
+
+@pytest.mark.parametrize("cut", [-20, 10])
+def test_a_compressed_file_that_ends_early_is_refused(tmp_path: Path, cut: int) -> None:
+    lines = "".join(json.dumps({"text": str(number)}) + "\n" for number in range(2000)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:cut])
+    with pytest.raises(ConfigurationError, match="cannot be read to its end"):
+        read(tmp_path / "a.jsonl.gz")
+
+
+def test_json_may_hold_its_rows_in_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1", "tags": ["x"], "data": ROWS}))
+    assert read(path) == ROWS
+    turns = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path.write_text(json.dumps(turns))
+    assert read(path) == [turns]
+    path.write_text("3")
+    with pytest.raises(ConfigurationError, match="must hold a list of objects, got a int"):
+        read(path)
+
+
+def test_a_row_of_another_length_is_malformed_and_no_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\na,b\nc\nd,e,f\n")
+    assert read(path) == [{"text": "a", "label": "b"}, "1 cells of 2", "3 cells of 2"]
+    path.write_bytes("text\nä\n".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"a.csv is no table of UTF-8 text"):
+        read(path)
+    path.write_text('text\n"a')
+    with pytest.raises(ConfigurationError, match=r"a.csv is no table"):
+        read(path)
+
+
+def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
+    lines = [f"line {number} of a text\n" for number in range(200)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    arguments: Any = {"max_length": 8192, "batch_size": 1, "cache_dir": str(tmp_path), "val_fraction": 0.1}
+    data = LanguageData(train=str(tmp_path / "a.txt"), **arguments)
+    data.prepare_data()
+    data.setup()
+    assert data.train_rows is not None
+    assert data.val_rows is not None
+    texts = [data.tokenizer.decode(rows[0][0][0].tolist()) for rows in (data.train_rows, data.val_rows)]
+    assert "".join(texts) == "".join(lines)
+    assert texts[1].startswith("line 1")
+    assert 0.08 < len(texts[1]) / len("".join(texts)) < 0.12
+    (tmp_path / "a.txt").write_text("one line")
+    with pytest.raises(ConfigurationError, match="cannot be split into training and validation; give val"):
+        LanguageData(train=str(tmp_path / "a.txt"), **arguments).prepare_data()
