@@ -290,15 +290,6 @@ def _check_trained(module: Any, techniques: list[Declaration], optimizers: list[
     """Refuse optimizers that lack what a technique trains: it would start, cost its share and learn nothing."""
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     names = {id(p): name for name, p in module.named_parameters()}
-    trainers = [type(technique).__name__ for technique in techniques if any(True for _ in technique.trains(module))]
-    for i, optimizer in enumerate(optimizers) if trainers else ():
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        if given and not any(p.requires_grad for p in given):
-            raise ConfigurationError(
-                f"{trainers[0]} has frozen all that optimizer {i} of {type(module).__name__} "
-                f"({type(optimizer).__name__}) steps, first {names.get(id(given[0]), 'one of another module')!r}: its "
-                "loss would have no gradient. Let those train, too (LoRA: modules_to_save), or return no such optimizer"
-            )
     for technique in techniques if optimizers else ():
         wanted = list(technique.trains(module))
         lost = [names.get(id(p), "one of another module") for p in wanted if id(p) not in stepped]
@@ -308,6 +299,15 @@ def _check_trained(module: Any, techniques: list[Declaration], optimizers: list[
                 f"trains: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. Build the optimizer in "
                 "configure_optimizers, over all parameters with requires_grad: a list made in __init__ and a choice by "
                 "name miss what techniques add"
+            )
+    trainers = [type(technique).__name__ for technique in techniques if any(True for _ in technique.trains(module))]
+    for i, optimizer in enumerate(optimizers) if trainers else ():
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if given and not any(p.requires_grad for p in given):
+            raise ConfigurationError(
+                f"{trainers[0]} has frozen all that optimizer {i} of {type(module).__name__} "
+                f"({type(optimizer).__name__}) steps, first {names.get(id(given[0]), 'one of another module')!r}: its "
+                "loss would have no gradient. Let those train, too (LoRA: modules_to_save), or return no such optimizer"
             )
 
 
