@@ -315,11 +315,8 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
     """After the first step: refuse a run in which what techniques train is frozen, or has no part in the loss."""
     if _session(module) is not session or id(optimizer) in session.checked:
         return
-    own = {id(p): p.grad is not None for group in optimizer.param_groups for p in group["params"]}
-    if not any(own.values()):
-        return  # a hook has taken the gradients away
-    session.checked.add(id(optimizer))
     reshard(module)
+    own = {id(p): p.grad is not None for group in optimizer.param_groups for p in group["params"]}
     names = {id(p): name for name, p in module.named_parameters()}
     later = {id(module.get_parameter(name)) for name in held(module)}
     for technique in in_order(techniques_of(module.trainer)):
@@ -330,6 +327,8 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
                 f"{who}: {len(frozen)} of the parameters that it trains were frozen after configure_optimizers, first "
                 f"{frozen[0]!r}: let {type(module).__name__} freeze nothing in on_fit_start or on_train_start"
             )
+        if not any(own.values()):
+            return  # a hook has taken the gradients away: look at the next step
         learns: dict[str, bool] = {}
         for p in technique.adapters(module):
             if id(p) in own and id(p) in names and id(p) not in later:
@@ -343,6 +342,7 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
                 "the network reads that layer's weight and never calls it, as fused kernels do, or does not use it. "
                 "Leave it out of targets"
             )
+    session.checked.add(id(optimizer))
 
 
 def _without_numbers(name: str) -> str:

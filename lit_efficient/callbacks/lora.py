@@ -27,7 +27,13 @@ from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_lo
 from lit_efficient.mechanisms.adapters.peft_format import placement
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
-from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
+from lit_efficient.mechanisms.adapters.targets import (
+    ALL_LINEAR,
+    WITH_EXPERTS,
+    find_experts,
+    find_targets,
+    other_targets,
+)
 from lit_efficient.surgery import call_layers, count, expert_stacks, match_modules
 from lit_efficient.technique import Technique
 
@@ -105,7 +111,8 @@ class LoRA(Technique):
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA") if id(item[1]) not in whole]
         experts = find_experts(module, self.targets, who="LoRA")
-        self._check_targets(targets, experts)
+        others = other_targets(module) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
+        self._check_targets(targets, experts, others)
         for part in module.modules():
             if is_bitsandbytes(part):  # of transformers' making, perhaps
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
@@ -171,7 +178,10 @@ class LoRA(Technique):
         check(module, checkpoint)
 
     def _check_targets(
-        self, targets: Sequence[tuple[str, nn.Module]], experts: Sequence[tuple[str, nn.Module, list[str]]]
+        self,
+        targets: Sequence[tuple[str, nn.Module]],
+        experts: Sequence[tuple[str, nn.Module, list[str]]],
+        others: Sequence[str],
     ) -> None:
         for name, part, _ in experts:
             if isinstance(part, LowRankExperts):
@@ -183,7 +193,8 @@ class LoRA(Technique):
                 )
         if not targets and not experts:
             raise ConfigurationError(
-                f"LoRA: modules_to_save={self.modules_to_save} covers every layer that targets={self.targets} names"
+                f"LoRA: modules_to_save={self.modules_to_save} covers every layer that targets={self.targets!r} names"
+                + (f"; others can be named: targets={others}" if others else "")
             )
         for name, layer in targets:
             weight: Any = layer.weight
@@ -214,11 +225,14 @@ class LoRA(Technique):
         size = sum(p.numel() * p.element_size() for p in trained)
         frozen = sum(p.numel() * p.element_size() for p in every) - size
         left = [getattr(part, key) for name, part, keys in expert_stacks(module) if name not in names for key in keys]
-        aside = f"; {count(left):,} in experts have no adapter: targets='{WITH_EXPERTS}' gives them one"
+        aside = f"; {count(left):,} in experts have no adapter: targets='{WITH_EXPERTS}' gives them one" if left else ""
+        convolutions = other_targets(module, ["conv2d"]) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
+        if convolutions:
+            aside += f"; convolutions have no adapter unless they are named: targets={convolutions}"
         return Report(
             f"{len(names)} layers, {self.variant} of rank {self.rank}: {count(trained):,} of {total:,} parameters "
             f"train ({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint"
-            f"{aside if left else ''}",
+            f"{aside}",
             modules=names,
             parameters=count(trained),
             bytes_saved=frozen,  # gradients that are never made

@@ -29,7 +29,7 @@ _ADJUST = {True: "match_rms_adamw", False: "original"}
 
 
 def muon_groups(module: nn.Module, adamw: tuple[str, ...] = ()) -> Groups:
-    """Groups for :class:`MuonAdamW`: matrices (experts' too) to Muon; embeddings, what is tied to them, the rest to AdamW.
+    """Groups for :class:`MuonAdamW`: matrices, experts' too, to Muon; embeddings, ties and the rest to AdamW.
 
     Args:
         module: Its parameters that train are taken, tied ones once.

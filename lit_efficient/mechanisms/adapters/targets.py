@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.mechanisms.adapters.low_rank import kind_of
+from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.surgery import endings, expert_stacks, match_modules, name_pattern
 
@@ -45,7 +45,7 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
     if not found:
         raise ConfigurationError(
             f"{who}: {type(root).__name__} has no linear layer to adapt"
-            + (f"; name others by the ends of their names: targets={others}" if (others := _others(root)) else "")
+            + (f"; name others by the ends of their names: targets={others}" if (others := other_targets(root)) else "")
         )
     return found
 
@@ -80,10 +80,10 @@ def _matched(root: nn.Module, targets: str | Sequence[str], who: str) -> dict[st
     return found
 
 
-def _others(root: nn.Module) -> list[str]:
-    """Ends of the names of convolutions and embeddings, which nothing takes unless it is named."""
-    names = [name for name, part in root.named_modules() if name and kind_of(part) in ("conv2d", "embedding")]
-    return [end.replace(".", "\\.") for end in endings(names)[:6]]
+def other_targets(root: nn.Module, kinds: Sequence[str] = ("conv2d", "embedding")) -> list[str]:
+    """Ends of the names of convolutions and embeddings without an adapter, which are taken only if they are named."""
+    parts = [(name, part) for name, part in root.named_modules() if name and not isinstance(part, LowRank)]
+    return [end.replace(".", r"\.") for end in endings(name for name, part in parts if kind_of(part) in kinds)[:6]]
 
 
 def output_heads(root: nn.Module) -> set[int]:
