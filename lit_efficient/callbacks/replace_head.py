@@ -180,7 +180,8 @@ class ReplaceHead(Technique):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say what the head changed, if the module's own code fails on its first outputs."""
         head = next((part for part in pl_module.modules() if isinstance(part, NewLayer)), None)
-        if head is not None and not self._trained and not isinstance(exception, ConfigurationError):
+        told = isinstance(exception, ConfigurationError) or not isinstance(exception, Exception)
+        if head is not None and not self._trained and not told:
             exception.add_note(
                 f"ReplaceHead: {reports_of(pl_module)['ReplaceHead'].summary}. If code of {type(pl_module).__name__} "
                 "counts on the old number (a reshape, a loss, a metric), take the number from the head or an argument"

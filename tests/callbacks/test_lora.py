@@ -210,7 +210,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
             r"'q_proj' matches none of the 10 .* end in: stem, up, down, head ",
         ),
         ({"targets": "("}, r"'\(' is no regular expression"),
-        ({"targets": []}, "targets must be all-linear or a list of patterns"),
+        ({"targets": []}, r"targets must be all-linear, all-linear\+experts or a list of patterns"),
         ({"variant": "pissa", "rank": 17}, "rank must be at most 16 for pissa on 'net.stem', got 17"),
         ({"modules_to_save": ["net"]}, "covers every layer"),
     ],

@@ -25,7 +25,7 @@ from lit_efficient.callbacks.replace_head import find_head, outputs_of
 from lit_efficient.errors import CheckpointError
 from tests.callbacks.test_gradual_unfreezing import Watch
 from tests.mechanisms.blocks.test_freezing import FAMILIES
-from tests.support import Net, Toy, assert_equal, data, trainer, weights
+from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
 from tests.timm_models import import_timm
 
 
