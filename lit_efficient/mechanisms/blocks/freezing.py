@@ -145,7 +145,7 @@ def _by_depth(module: nn.Module, who: str) -> Rule:
     modules = list(module.named_modules(remove_duplicate=False))
     order = {name: i for i, (name, _) in enumerate(modules)}
     found = find_blocks(module, who=f"{who}: groups='auto'")
-    blocks = [name for name, block in found if any(p.requires_grad for p in block.parameters())]
+    blocks = sorted((n for n, b in found if any(p.requires_grad for p in b.parameters())), key=order.__getitem__)
     if not blocks:
         raise ConfigurationError(f"{who}: no parameter of the {len(found)} repeated blocks trains: name the groups")
     starts = [order[name] for name in blocks]
