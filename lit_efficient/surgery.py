@@ -303,6 +303,8 @@ class _Search:
         inside = {id(p): p.numel() for part in parts for p in part.parameters()}
         if sum(inside.values()) * 2 <= count(module.parameters()):
             return False
+        if len(parts) == 1 and id(module) not in self.adding:  # a block with something that changes the shape behind it
+            return adds_to_input(module, whole=True) is False
         for kind in {unmixed(part) for part in parts}:
             alike = [part for part in parts if unmixed(part) is kind]
             if len(alike) > 1 and runs_in_chain(module, alike):

@@ -160,7 +160,7 @@ class _LowRankEmbedding(LowRank):
 
     def forward(self, x: Tensor) -> Tensor:
         """The table's rows plus the adapter's."""
-        y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
+        y: Tensor = super(LowRank, self).forward(x)
         if self.adapter_off:
             return y
         rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T  # type: ignore[attr-defined]
