@@ -53,8 +53,8 @@ def mix_out(module: nn.Module, mixin: type) -> None:
     """Take a class that :func:`mix_in` put in front of ``module``'s own out again; without it nothing happens."""
     cls: Any = type(module)
     kept: list[type] = []
-    while "_mixed_from" in vars(cls):
-        front, cls = cls._mixed_from
+    while "mixed_from" in vars(cls):
+        front, cls = cls.mixed_from
         if not issubclass(front, mixin):
             kept.append(front)
     for front in reversed(kept):
@@ -65,8 +65,8 @@ def mix_out(module: nn.Module, mixin: type) -> None:
 def unmixed(module: nn.Module) -> type:
     """The class that a module had before :func:`mix_in`."""
     cls: Any = type(module)
-    while "_mixed_from" in vars(cls):
-        _, cls = cls._mixed_from
+    while "mixed_from" in vars(cls):
+        _, cls = cls.mixed_from
     return cls
 
 
@@ -78,7 +78,7 @@ def _mixed(mixin: type, base: type) -> type:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    namespace |= {"_mixed_from": (mixin, base), "__reduce_ex__": _reduce_mixed}
+    namespace |= {"mixed_from": (mixin, base), "__reduce_ex__": _reduce_mixed}
     if _takes_anything(vars(mixin).get("forward")):
         namespace["forward"] = _with_signature(mixin, base)
     return type(base.__name__, (mixin, base), namespace)
@@ -107,8 +107,8 @@ def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:
     """Pickle by naming the classes that were mixed: the mixed one cannot be found by import."""
     mixins: list[type] = []
     base: Any = type(self)
-    while "_mixed_from" in vars(base):
-        mixin, base = base._mixed_from
+    while "mixed_from" in vars(base):
+        mixin, base = base.mixed_from
         mixins.append(mixin)
     if not mixins:  # a class made on top of ours, by FSDP2 for one
         return object.__reduce_ex__(self, protocol)

@@ -173,16 +173,9 @@ class _Droppable(nn.Module):
         block = super().forward
         if not self.training or self._drop_rate == 0:
             return block(*args, **kwargs)
-        try:
-            return self._run_or_drop(block, args, kwargs)
-        except ConfigurationError as error:
-            why = str(error).removeprefix("StochasticDepth: ")
-            raise ConfigurationError(f"StochasticDepth: block {self._drop_name!r}: {why}") from error
-
-    def _run_or_drop(self, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         streams = self._drop_streams
         if streams is None:
-            streams = self._drop_streams = probe_streams(self, block, args, kwargs)
+            streams = self._drop_streams = probe_streams(self, self._drop_name, block, args, kwargs)
         if self._drop_by == "sample":
             args, kwargs = without_cache(args), without_cache(kwargs)
         x, rest, named = streams.take(args, kwargs)

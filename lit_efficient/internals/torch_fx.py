@@ -74,8 +74,8 @@ class _Call(nn.Module):
 def _own_class(module: nn.Module) -> Any:
     """The class whose code a module was written with, whatever :func:`lit_efficient.surgery.mix_in` put before it."""
     cls: Any = type(module)
-    while "_mixed_from" in vars(cls):
-        _, cls = cls._mixed_from
+    while "mixed_from" in vars(cls):
+        _, cls = cls.mixed_from
     return cls
 
 

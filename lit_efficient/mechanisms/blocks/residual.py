@@ -139,15 +139,20 @@ def _form(output: Any) -> str:
 
 
 @torch.compiler.disable
-def probe_streams(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict) -> Streams:
+def probe_streams(
+    block: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Streams:
     """The streams of a block, from a call that leaves no trace: no gradient, no buffer, no random number is changed."""
-    kept = {name: buffer.clone() for name, buffer in block.named_buffers()}
+    kept = {key: buffer.clone() for key, buffer in block.named_buffers()}
     devices = {value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices):
         output = forward(*without_cache(args), **without_cache(kwargs))
-        for name, buffer in block.named_buffers():
-            buffer.copy_(kept[name])
-    return find_streams(forward, args, kwargs, output)
+        for key, buffer in block.named_buffers():
+            buffer.copy_(kept[key])
+    try:
+        return find_streams(forward, args, kwargs, output)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"StochasticDepth: block {name!r}: {error}") from error
 
 
 def without_cache(arguments: Any) -> Any:
