@@ -15,6 +15,7 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -268,9 +269,14 @@ class _Search:
         self.root = root
         self.modules: dict[str, nn.Module] = dict(list(root.named_modules())[1:])
         self.adding: set[int] = set()
+        known: dict[Any, bool | None] = {}
         for module in reversed(self.modules.values()):  # what is inside comes first
-            if _may_add(module) and has_matrices(module) and adds_to_input(module, self.adding):
-                self.adding.add(id(module))
+            if _may_add(module) and has_matrices(module):
+                alike = self._settings(module)
+                if alike not in known:
+                    known[alike] = adds_to_input(module, self.adding)
+                if known[alike]:
+                    self.adding.add(id(module))
         counts = Counter(unmixed(m) for m in self.modules.values() if id(m) in self.adding)
         repeated = {kind for kind, number in counts.items() if number > 1}
         layers = [m for m in self.modules.values() if _is_transformers_layer(m)]
@@ -285,6 +291,13 @@ class _Search:
         self.stages |= new
         self._add_siblings([name for name, _ in self._inside("", self.root)])
         return self.blocks()
+
+    def _settings(self, module: nn.Module) -> Any:
+        """What a module's code may ask for; it does the same in modules that agree in this."""
+        plain = (bool, int, float, str, tuple, NoneType)
+        own = [(key, repr(value)) for key, value in vars(module).items() if isinstance(value, plain)]
+        parts = [(key, type(part), id(part) in self.adding) for key, part in module.named_modules()]
+        return unmixed(module), tuple(own), tuple(parts), tuple(key for key, _ in module.named_parameters())
 
     def _inside(self, prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         found = {}
