@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lit_efficient.application import forget_what_is_gone
+from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
@@ -35,6 +36,8 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
     for name, part in list(module.named_modules()):
         if isinstance(part, LowRank):
             _merge_low_rank(module, name, part)
+        elif isinstance(part, LowRankExperts):
+            fold_experts(part)
         elif isinstance(part, IA3Scaled):
             if is_quantized(part):
                 _dequantize_base(module, name, part)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 
@@ -25,11 +27,13 @@ def placement(module: nn.Module) -> dict[str, Any]:
     Returns:
         ``root``: dotted name of the model that was adapted: the transformers or diffusers model inside, else the only
         child that holds adapters. ``kinds``: kind of each adapted layer by its name in that model. ``targets``: what
-        peft is to look for there. ``groups``: for QA-LoRA, how many inputs share a column of A, by name. ``config``:
-        that of a transformers model, in JSON.
+        peft is to look for there. ``groups``: for QA-LoRA, how many inputs share a column of A, by name. ``experts``:
+        which stacked weights have adapters, by the name of the module that holds them; ``transposed``: which of these
+        modules hold [E, in, out]. ``config``: that of a transformers model, in JSON.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
-    root = _root_of(module, names)
+    experts = {name: part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
+    root = _root_of(module, [*names, *experts])
     prefix = f"{root}." if root else ""
     parts: dict[str, Any] = {name.removeprefix(prefix): part for name, part in names.items()}
     kinds = {name: "conv1d" if is_conv1d(part) else str(kind_of(part)) for name, part in parts.items()}
@@ -40,6 +44,8 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "kinds": kinds,
         "targets": target_modules(kinds, everything),
         "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
+        "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},
+        "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
         "config": _json_of(getattr(model, "config", None)),
     }
 
@@ -84,6 +90,10 @@ def to_peft(
         where: What :func:`placement` gave.
         arguments: Those of the technique ``LoRA``.
     """
+    if where.get("experts"):
+        raise ConfigurationError(
+            "adapters of stacked experts are not written in peft's format: export format=merged or safetensors"
+        )
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {}
