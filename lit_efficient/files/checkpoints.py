@@ -12,7 +12,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -113,6 +113,25 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: boo
         raise CheckpointError(f"there is no file {source}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
+
+
+def not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    """Names of floating tensors that hold NaN, or infinity beside different numbers: a mask has but one beside -inf."""
+    floats = {name: tensor for name, tensor in tensors.items() if _is_floating(tensor)}
+    return [name for name, tensor in floats.items() if not _finite_or_mask(tensor)]
+
+
+def _is_floating(tensor: object) -> bool:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)  # classes of quantised tensors hold integers
+    return plain and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
+
+
+@torch.no_grad()
+def _finite_or_mask(tensor: Tensor) -> bool:
+    values = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no extremes of float8
+    if torch.isfinite(torch.stack(torch.aminmax(values))).all():
+        return True
+    return not values.isnan().any() and len(values[values.isfinite()].unique()) < 2
 
 
 def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: str) -> dict[str, Any]:
