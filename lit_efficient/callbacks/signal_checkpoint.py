@@ -38,7 +38,7 @@ class SignalCheckpoint(Callback):
     or on several processes after the run and the next step. A validation that is due at the very step of the checkpoint
     is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save. A second SIGINT
     exits at once. Handlers of your own are called too; signals of SLURM's automatic requeueing stay Lightning's. SIGHUP
-    stays ignored under nohup. SIGUSR1, a scheduler's warning, is ignored while a fit ends.
+    stays ignored under nohup.
 
     Args:
         signals: Names of the signals to answer.
@@ -98,7 +98,7 @@ class SignalCheckpoint(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._answer(trainer)
-        self._uninstall(but="SIGUSR1")
+        self._uninstall()
         if self._group is not None:
             distributed.destroy_process_group(self._group)
             self._group = None
@@ -162,12 +162,11 @@ class SignalCheckpoint(Callback):
             self._previous[number] = signal.SIG_DFL if previous is None else previous
             signal.signal(number, self._on_signal)
 
-    def _uninstall(self, but: str = "") -> None:
-        for number in [number for number in self._previous if signal.Signals(number).name != but]:
-            previous = self._previous.pop(number)
+    def _uninstall(self) -> None:
+        for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous)
-            del self._own_handlers[number]
+        self._previous, self._own_handlers = {}, {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

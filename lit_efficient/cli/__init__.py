@@ -133,9 +133,13 @@ class LitEfficientCLI(OpenCLI):
             rank_zero_info(f"optimizer: the config's replaces {type(self.model).__name__}.configure_optimizers")
         optimizers.attach(self.model, plan)
 
+    def before_fit(self) -> None:
+        """Training has not begun."""
+        ignore_warnings_of_the_end(done=False)
+
     def after_fit(self) -> None:
         """Say where the checkpoints lie and what to type next."""
-        ignore_warnings_of_the_end()
+        ignore_warnings_of_the_end(done=True)
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             print(last_word(self.trainer, self.allowed))
 

@@ -141,24 +141,13 @@ def test_handlers_are_put_back_whatever_happens(tmp_path, error):
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-class AtTheEnd(pl.Callback):
-    """What SIGUSR1 finds after the last step, and SIGHUP while it trains."""
-
-    def on_train_start(self, *args):
-        os.kill(os.getpid(), signal.SIGHUP)
-
-    def on_fit_end(self, *args):
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def test_a_run_that_is_ending_and_one_under_nohup_are_not_killed(tmp_path):
+def test_under_nohup_the_end_of_a_connection_ends_nothing(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        run = trainer([AtTheEnd(), SignalCheckpoint(dirpath=tmp_path)], max_epochs=1)
+        run = trainer([Signal(signal.SIGHUP), SignalCheckpoint(dirpath=tmp_path)], max_epochs=1)
         run.fit(Tiny())
         assert run.state.finished
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
         assert list(tmp_path.iterdir()) == []
     finally:
         signal.signal(signal.SIGHUP, before)

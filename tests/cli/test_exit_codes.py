@@ -84,10 +84,20 @@ def test_errors_and_signals_have_their_codes(kind, code, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_warning_after_a_fit_that_is_done_does_not_kill_it():
+class Warned(Callback):
+    """A scheduler's warning while the data are being prepared, and in the last hook of a fit."""
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_fit_end(self, trainer, pl_module) -> None:
+        self.setup(trainer, pl_module, "")
+
+
+def test_a_warning_before_or_after_training_does_not_kill():
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
-        assert fit() == 0
+        assert fit("--trainer.callbacks+=tests.cli.test_exit_codes.Warned") == 0
         os.kill(os.getpid(), signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
