@@ -91,8 +91,8 @@ class NonFiniteGuard(Callback):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps were left out, in all and in a row."""
-        return {"skipped": self.skipped, "consecutive": self._consecutive}
+        """How many steps were left out, in all and in a row; nothing if none was: evaluations need no guard."""
+        return {"skipped": self.skipped, "consecutive": self._consecutive} if self.skipped else {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on counting."""

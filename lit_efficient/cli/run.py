@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
+from lit_efficient.files.atomic_file import replacing
 
 # Beginnings of messages that advertise something, or tell what is not there.
 _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")
@@ -111,9 +112,8 @@ def write_config(path: Path, text: str) -> None:
         while (kept := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
             number += 1
         path.rename(kept)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:

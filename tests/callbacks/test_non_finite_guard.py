@@ -80,6 +80,7 @@ def test_too_many_in_a_row_stop_the_run():
 
 def test_the_count_is_resumed():
     guard = NonFiniteGuard("skip")
+    assert guard.state_dict() == {}
     guard.load_state_dict({"skipped": 7, "consecutive": 3})
     assert guard.state_dict() == {"skipped": 7, "consecutive": 3}
 
