@@ -4,8 +4,10 @@ import resource
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from sklearn.preprocessing import LabelEncoder
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import load_verified, save_atomically
@@ -73,6 +75,31 @@ def test_classes_are_refused_by_name_and_announced_when_saving(tmp_path, monkeyp
         with pytest.raises(CheckpointError, match=f"objects of {name}"):
             load(path)
     assert not (tmp_path / "exploded").exists()
+
+
+def test_all_refused_classes_are_named_with_the_line_that_allows_them(tmp_path):
+    """Scalars and arrays of NumPy and an encoder of scikit-learn, as published projects keep them; the line is run."""
+    path, encoder = tmp_path / "a.ckpt", LabelEncoder().fit(["cat", "dog"])
+    saved = {**content(), "hyper_parameters": {"rate": np.float64(0.5), "count": np.int32(3), "encoder": encoder}}
+    with pytest.warns(UserWarning, match="will be refused when loaded"):
+        save_atomically(saved, path)
+    with pytest.raises(CheckpointError, match="refused to load") as caught:
+        SafeCheckpointIO().load_checkpoint(path)
+    message = str(caught.value)
+    assert "damaged" not in message
+    assert "LabelEncoder, " in message
+    *_, imports, allow = message.splitlines()
+    before = torch.serialization.get_safe_globals()
+    try:
+        exec(f"{imports.strip()}\n{allow.strip()}", {})
+        assert load_verified(path)["hyper_parameters"]["encoder"].classes_.tolist() == ["cat", "dog"]
+        assert load_verified(path)["hyper_parameters"]["count"] == 3
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged"):
+        load_verified(path)
 
 
 def test_an_unsafe_load_or_another_device_is_refused(tmp_path):
