@@ -127,8 +127,9 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def _is_floating(tensor: object) -> bool:
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)  # classes of quantised tensors hold integers
-    return plain and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False  # classes of quantised tensors hold integers
+    return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
 
 
 @torch.no_grad()
