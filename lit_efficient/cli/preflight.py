@@ -13,6 +13,7 @@ from urllib.parse import urlparse
 import torch
 
 from lit_efficient.cli.parsing import ALLOWED_IMPORTS
+from lit_efficient.cli.run import DEFAULTS
 from lit_efficient.errors import ConfigurationError, refusal
 
 _FOLDERS = {"default_root_dir", "save_dir", "dirpath"}
@@ -67,8 +68,8 @@ def check_checkpoint_io(key: str, name: str) -> None:
     cls = locate(name)
     bases = {base.__name__: base for base in getattr(cls, "__mro__", ())}
     trusted = any(f"{getattr(cls, '__module__', '')}.".startswith(f"{package}.") for package in ALLOWED_IMPORTS)
-    if trusted and "CheckpointIO" in bases and "SafeCheckpointIO" not in bases:
-        raise refusal(key, "the CheckpointIO", "SafeCheckpointIO or a class of your own (others unpickle files)", name)
+    if trusted and "CheckpointIO" in bases and (ours := DEFAULTS["checkpoints"]) not in bases:
+        raise refusal(key, "the CheckpointIO", f"{ours} or a class of your own (others unpickle files)", name)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
