@@ -17,6 +17,7 @@ PUBLIC: dict[str, str] = {
     "Technique": "technique",
     "ConflictError": "errors",
     "ConfigurationError": "errors",
+    "DivergedError": "errors",
     "LitEfficientError": "errors",
     "apply": "application",
     "restore": "mechanisms.restore",

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from lit_efficient import __version__
+from lit_efficient.errors import EXIT_CODES, LitEfficientError
 
 # Files in lit_efficient/commands.
 COMMANDS = {
@@ -41,13 +42,16 @@ usage: python -m lit_efficient COMMAND ...
   COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own
   needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
 
+exit codes: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())},
+  128+n after signal n
+
 examples:
   python -m lit_efficient fit -c configs/tasks/language_model.yaml
   python -m lit_efficient fit -c configs/tasks/language_model.yaml -c configs/techniques/stochastic_depth.yaml"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 1 for a bug, 2 for what the user can mend, 128+n after signal n.
+    """Run the command line; the exit code is one of :data:`lit_efficient.errors.EXIT_CODES`, or 128+n after signal n.
 
     Args:
         argv: The arguments, without the program's name. ``None`` takes them from ``sys.argv``.
@@ -82,15 +86,16 @@ def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
     from importlib import import_module
 
-    from lit_efficient.errors import LitEfficientError
-
     try:
         return int(import_module(f"lit_efficient.commands.{name}").run([a for a in arguments if a != "--debug"]))
-    except (LitEfficientError, OSError) as error:
-        if "--debug" in arguments:
+    except Exception as error:
+        from lit_efficient.mechanisms.trials.memory import is_out_of_memory
+
+        out_of_memory = is_out_of_memory(error)
+        if "--debug" in arguments or not (out_of_memory or isinstance(error, LitEfficientError | OSError)):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 3 if out_of_memory else getattr(error, "exit_code", 2)
 
 
 if __name__ == "__main__":

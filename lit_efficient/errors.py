@@ -4,9 +4,10 @@
     ├── ConfigurationError   an argument, file or combination that cannot work; also a ValueError
     │   └── ConflictError    two techniques that exclude each other, or a requirement that is not met
     ├── CheckpointError      a checkpoint that cannot be written, read or trusted
-    └── OutOfMemoryError     a step that needs more memory than there is, or than it may take
+    ├── OutOfMemoryError     a step that needs more memory than there is, or than it may take
+    └── DivergedError        gradients or weights that are not finite
 
-The command line prints any of them without a traceback and exits with code 2.
+The command line prints any of them without a traceback, and ends with the code of :data:`EXIT_CODES` for it.
 """
 
 import math
@@ -14,9 +15,20 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
+EXIT_CODES = {
+    0: "done",
+    1: "a bug, with its traceback",
+    2: "what the user can mend",
+    3: "does not fit in memory",
+    4: "diverged",
+}
+"""What the command line ends with; after signal n it is 128 + n."""
+
 
 class LitEfficientError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 2
 
 
 class ConfigurationError(LitEfficientError, ValueError):
@@ -33,6 +45,14 @@ class CheckpointError(LitEfficientError, RuntimeError):
 
 class OutOfMemoryError(LitEfficientError, RuntimeError):
     """A step that needs more memory than there is, or than it may take. The message gives both in bytes."""
+
+    exit_code = 3
+
+
+class DivergedError(LitEfficientError, RuntimeError):
+    """Gradients or weights that are not finite. The message names them; the weights are those before the step."""
+
+    exit_code = 4
 
 
 def refusal(owner: str, name: str, allowed: str, value: object) -> ConfigurationError:

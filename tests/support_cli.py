@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -131,6 +132,10 @@ class WeightsOfRank(Callback):
 
     def on_fit_end(self, trainer, module) -> None:
         torch.save({"world": trainer.world_size, **module.state_dict()}, f"rank{trainer.global_rank}.pt")
+
+
+class OwnIO(TorchCheckpointIO):
+    """A reader and writer of checkpoints of the user's."""
 
 
 class SignalCheckpoint(Callback):

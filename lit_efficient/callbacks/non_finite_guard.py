@@ -20,15 +20,20 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConflictError, LitEfficientError, check_choice, check_number
+from lit_efficient.errors import DivergedError, check_choice, check_number
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.surgery import is_sharded
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no element of any tensor is NaN or infinite; one wait for the device. Shards count as a whole."""
-    tensors = list(tensors)
-    if not tensors:
-        return True
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    filled = [tensor for tensor in values if tensor.numel()]
+    kinds = [[tensor for tensor in filled if is_sharded(tensor) is sharded] for sharded in (False, True)]
+    return all(_finite(tensors) for tensors in kinds if tensors)
+
+
+def _finite(tensors: list[Tensor]) -> bool:
     largest: Any = get_total_norm(tensors, norm_type=math.inf)
     largest = largest.full_tensor() if is_sharded(largest) else largest
     return bool(torch.isfinite(largest))
@@ -38,7 +43,9 @@ class NonFiniteGuard(Callback):
     """Stop, or leave out the step, when a gradient is NaN or infinite.
 
     A step that is left out changes neither weights nor optimizer states; learning-rate schedules go on. It looks at the
-    gradients of all processes together, where the strategy has reduced them: all take the same decision.
+    gradients of all processes together: all take the same decision. The gradient scaler of 16-mixed finds its scale by
+    overflow and leaves out such steps itself; there it stops when more of them than ``max_consecutive`` come in a row
+    and the scale has fallen below 1. The command line adds it to every fit, and ends with code 4 when it stops.
 
     Args:
         action: ``raise`` stops with an error that names parameters, ``skip`` leaves out the step with a warning.
@@ -56,42 +63,36 @@ class NonFiniteGuard(Callback):
         self.skipped = 0
         self._consecutive = 0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what already skips such steps, and counts on seeing them.
-
-        Raises:
-            ConflictError: With a gradient scaler.
-        """
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            raise ConflictError(
-                "NonFiniteGuard cannot be combined with 16-mixed: its gradient scaler finds its scale by overflow and"
-                " skips such steps by itself; remove the guard or use bf16-mixed"
-            )
-
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Check the gradients, before they are clipped.
 
         Raises:
-            LitEfficientError: If one is not finite and the action is ``raise``, or too many in a row were left out.
+            DivergedError: If one is not finite and the action is ``raise``, or too many in a row were left out.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if all_finite(parameter.grad for parameter in parameters if parameter.grad is not None):
+        finite = all_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
+        if traits_of(trainer.strategy).flattens:  # each process sees its own part
+            finite = trainer.strategy.reduce_boolean_decision(finite)
+        if finite:
             self._consecutive = 0
             return
         self.skipped += 1
         self._consecutive += 1
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and (self._consecutive <= self.max_consecutive or scaler.get_scale() >= 1):
+            return
         where = f"at step {trainer.global_step} gradients are not finite in {_culprits(pl_module)}"
-        if self.action == "raise":
-            raise LitEfficientError(f"NonFiniteGuard: {where}; the weights are those before the step")
+        if self.action == "raise" and scaler is None:
+            raise DivergedError(f"NonFiniteGuard: {where}; the weights are those before the step")
         if self._consecutive > self.max_consecutive:
-            raise LitEfficientError(f"NonFiniteGuard: {where}, after {self.max_consecutive} steps left out in a row")
+            raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} steps left out in a row")
         rank_zero_warn(f"NonFiniteGuard: {where}; the step is left out")
         for parameter in parameters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps were left out, in all and in a row."""
-        return {"skipped": self.skipped, "consecutive": self._consecutive}
+        """How many steps were left out, in all and in a row; nothing if none was: evaluations need no guard."""
+        return {"skipped": self.skipped, "consecutive": self._consecutive} if self.skipped else {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on counting."""

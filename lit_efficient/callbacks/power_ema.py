@@ -80,6 +80,7 @@ class PowerEMA(Technique):
         self.dtype = dtype
         self._averages: list[dict[str, Tensor]] = []  # one a width
         self._updates = 0
+        self._steps: list[int] = []  # updates after which this run has written snapshots
         self._parameters: dict[str, nn.Parameter] = {}
         self._step = 0
 
@@ -133,16 +134,19 @@ class PowerEMA(Technique):
         self._parameters = {}
 
     def _write(self, trainer: Any) -> None:
+        self._steps = [step for step in self._steps if step < self._updates] + [self._updates]
+        run = [Snapshot(step, sigma_rel) for step in self._steps for sigma_rel in self.sigma_rels]
         for sigma_rel, average in zip(self.sigma_rels, self._averages):
             tensors = {name: whole(tensor) for name, tensor in average.items()}
             if trainer.is_global_zero:
                 stored = {name: tensor.to(_DTYPES[self.dtype]) for name, tensor in tensors.items()}
-                write_snapshot(self._path, Snapshot(self._updates, sigma_rel), stored)
+                write_snapshot(self._path, Snapshot(self._updates, sigma_rel), stored, run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, gathered, and the number of updates."""
+        """The averages, gathered, the number of updates, and after which of them there are snapshots."""
         averages = [{name: whole(tensor) for name, tensor in average.items()} for average in self._averages]
-        return {"averages": averages, "updates": self._updates, "sigma_rels": list(self.sigma_rels)}
+        counts = {"updates": self._updates, "steps": list(self._steps)}
+        return {"averages": averages, **counts, "sigma_rels": list(self.sigma_rels)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the averages of a checkpoint.
@@ -156,3 +160,4 @@ class PowerEMA(Technique):
                 f"{list(self.sigma_rels)}: keep those of the run"
             )
         self._averages, self._updates = [dict(a) for a in state_dict["averages"]], int(state_dict["updates"])
+        self._steps = list(state_dict.get("steps", []))  # earlier releases counted none

@@ -1,8 +1,9 @@
-"""Signals become checkpoints: SIGTERM, SIGINT or SIGUSR1 save within one optimizer step and exit with 128 + n.
+"""Signals become checkpoints: SIGTERM, SIGINT, SIGUSR1 or SIGHUP save within one optimizer step, exit with 128 + n.
 
     signal -> a flag -> the end of the optimizer step under way -> full checkpoint -> SystemExit(128 + n)
 
-Saves: the work since the last checkpoint when a cluster preempts the run, a container stops or somebody types Ctrl-C.
+Saves: the work since the last checkpoint when a cluster preempts the run, a container stops, a connection breaks or
+somebody types Ctrl-C.
 Costs: nothing a step on one process. On several, one all-reduce of an integer between the CPUs an optimizer step.
 Source: POSIX's convention of 128 + n; Lightning's own connector knows SIGTERM only and saves nothing.
 
@@ -36,7 +37,8 @@ class SignalCheckpoint(Callback):
     A signal in an accumulation window is answered at the window's end; one in a validation run after the current batch,
     or on several processes after the run and the next step. A validation that is due at the very step of the checkpoint
     is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save. A second SIGINT
-    exits at once. Handlers of your own are called too; signals of SLURM's automatic requeueing stay Lightning's.
+    exits at once. Handlers of your own are called too; signals of SLURM's automatic requeueing stay Lightning's. SIGHUP
+    stays ignored under nohup.
 
     Args:
         signals: Names of the signals to answer.
@@ -50,7 +52,9 @@ class SignalCheckpoint(Callback):
     leaves_traces = True
 
     def __init__(
-        self, signals: Sequence[str] = ("SIGTERM", "SIGINT", "SIGUSR1"), dirpath: str | os.PathLike[str] | None = None
+        self,
+        signals: Sequence[str] = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"),
+        dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         forbidden = {"SIGKILL", "SIGSTOP"}
         for name in [signals] if isinstance(signals, str) else signals:
@@ -152,6 +156,8 @@ class SignalCheckpoint(Callback):
                 )
                 continue
             previous = signal.getsignal(number)
+            if number.name == "SIGHUP" and previous == signal.SIG_IGN:
+                continue
             self._own_handlers[number] = _handlers_of_the_user(previous, trainer)
             self._previous[number] = signal.SIG_DFL if previous is None else previous
             signal.signal(number, self._on_signal)

@@ -9,7 +9,9 @@ What differs from ``lightning.pytorch.cli.LightningCLI``:
 * errors are a few lines that say what to do (:mod:`~lit_efficient.cli.errors`).
 """
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +23,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lit_efficient.cli import checkpoint, optimizers, preflight
-from lit_efficient.cli.errors import constructor_error, explain
+from lit_efficient.cli.errors import constructor_error, exit_code, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
-from lit_efficient.cli.run import SaveRunConfig, add_default_parts, callbacks_of, last_word, quiet
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.cli.run import SaveRunConfig, add_default_parts, callbacks_of, last_saved, last_word, quiet
+from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
+from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.internals.lightning_cli import OpenCLI
 
 
@@ -100,6 +103,14 @@ class LitEfficientCLI(OpenCLI):
         add_default_parts(self.part(self.config_init, "trainer", default={}), self.subcommand, optimizer)
         return super().instantiate_trainer(**kwargs)
 
+    def run_subcommand(self, subcommand: str) -> None:
+        """Run it; of a run that diverges say what is left."""
+        try:
+            with contextlib.nullcontext() if subcommand == "fit" else ends_on_sigterm():
+                super().run_subcommand(subcommand)
+        except DivergedError as error:
+            raise DivergedError(f"the run has diverged\n{error}\n{last_saved(self.trainer)}") from error
+
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """Arrange optimizer and scheduler for Lightning; override it as in the stock command line."""
@@ -123,14 +134,19 @@ class LitEfficientCLI(OpenCLI):
             rank_zero_info(f"optimizer: the config's replaces {type(self.model).__name__}.configure_optimizers")
         optimizers.attach(self.model, plan)
 
+    def before_fit(self) -> None:
+        """Training has not begun."""
+        ignore_warnings_of_the_end(done=False)
+
     def after_fit(self) -> None:
         """Say where the checkpoints lie and what to type next."""
+        ignore_warnings_of_the_end(done=True)
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             print(last_word(self.trainer, self.allowed))
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line; errors become a sentence and exit code 2, bugs raise.
+    """Run the command line; errors become a sentence and an exit code of ``lit_efficient.errors``, bugs raise.
 
     Args:
         argv: The arguments, without the program's name. ``--debug``, or ``LIT_EFFICIENT_DEBUG=1``, lets errors through
@@ -141,6 +157,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         LitEfficientCLI(args=arguments)
     except SystemExit as exit_request:
+        if isinstance(exit_request.__context__, KeyboardInterrupt):  # Lightning makes 1 of it
+            return 128 + signal.SIGINT
         if exit_request.code is None or isinstance(exit_request.code, int):
             return exit_request.code or 0
         raise
@@ -149,5 +167,5 @@ def run(argv: Sequence[str]) -> int:
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
-        return 2
+        return exit_code(error)
     return 0

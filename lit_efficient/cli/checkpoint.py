@@ -12,6 +12,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
 from lit_efficient.files.moved import translate
 from lit_efficient.internals.lightning_cli import CLASS_PATH
+from lit_efficient.mechanisms.shards import check_shards
 
 # Words that Lightning resolves itself, for `fit` alone: the others have no training before them in this process.
 _WORDS = {"last", "hpc"}
@@ -29,13 +30,15 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
         The checkpoint, or an empty dict for a sharded one and for the words that Lightning resolves.
 
     Raises:
-        CheckpointError: If there is no such file, or it and all others beside it are damaged, or hold more than data.
+        CheckpointError: If there is no such file, or it holds more than data, or is damaged (with the name of the last
+            good one).
     """
     if path in _WORDS and subcommand == "fit":
         return {}
     file = Path(path)
     if file.is_dir():
         if any((file / name).exists() for name in _SHARDED):
+            check_shards(file)
             return {}
         raise CheckpointError(f"ckpt_path: {path} is a folder, not a checkpoint.{_others(file)}")
     if not file.is_file():
@@ -52,7 +55,7 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
 
 
 def _last_good(damaged: Path) -> Any:
-    """What the trainer will go on from, said by the same plugin that will load it."""
+    """Refuse it as the plugin does that would load it, with the name of the last good one."""
     try:
         return default_part("checkpoints")().load_checkpoint(damaged)
     except CheckpointError as error:

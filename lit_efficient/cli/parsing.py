@@ -269,8 +269,9 @@ class Parser(ChecksValues, LightningArgumentParser):
                 subcommands(self)[key]._check_keys(value)
             elif not any(dest.startswith(f"{key}.") for dest in values):
                 self.error(f"Option '{key}' is not accepted")
-            elif value is None:
-                self.error(f'Parser key "{key}":\n  Expected a mapping. Got value: null')
+            elif not isinstance(value, dict | str):  # a string names a file
+                shown = "null" if value is None else value
+                self.error(f'Parser key "{key}":\n  Expected a mapping. Got value: {shown}')
             else:
                 self._check_keys(value, f"{key}.")
 

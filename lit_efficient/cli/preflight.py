@@ -6,15 +6,26 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 from urllib.parse import urlparse
 
 import torch
 
+from lit_efficient.cli.parsing import ALLOWED_IMPORTS
+from lit_efficient.cli.run import DEFAULTS
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 _FOLDERS = {"default_root_dir", "save_dir", "dirpath"}
-_SECRET = re.compile(r"(^|_)(api_?key|passw(or)?d|secret|credentials?|(access|auth|hf|bearer)_token)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|_)(api_?key|passw(or)?d|pwd|passphrase|credentials?|secret(_access)?(_key)?|(private|access|account)_key|"
+    r"^token|(access|api|auth|bearer|csrf|git(hub|lab)|hf|id|refresh|session|wandb)_token)$"
+)
+# Where a password stands in a URL, and how tokens of the common services and private keys begin.
+_SECRET_VALUE = re.compile(
+    r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|"
+    r"\b(hf_|gh[opusr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{16,}"
+)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -28,13 +39,20 @@ def check_config(config: Mapping[str, Any]) -> None:
     """
     for key, value in leaves(config):
         name = key.split(".")[-1]
-        if _SECRET.search(name) and isinstance(value, str) and value:
+        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        if isinstance(value, str) and value and (_SECRET.search(snake) or _SECRET_VALUE.search(value)):
             raise ConfigurationError(
                 f"{key}: secrets do not belong in a config, which is saved and logged with the run; "
                 "give it in the environment variable that its library reads"
             )
         if name in _FOLDERS and key.startswith("trainer.") and isinstance(value, str):
             check_writable(key, Path(value))
+        if name == "filename" and isinstance(value, str) and (Path(value).is_absolute() or ".." in Path(value).parts):
+            raise refusal(key, "the name", "a name in its folder, which dirpath gives", value)
+        if name == "class_path" and isinstance(value, str):
+            check_checkpoint_io(key, value)
+    if config.get("weights_only") is False:
+        raise refusal("ckpt_path", "weights_only", "true or null (else loading could run code)", False)
     trainer = config.get("trainer") or {}
     check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"))
 
@@ -55,6 +73,21 @@ def check_numbers(config: Any) -> None:
     check_number("trainer", "accumulate_grad_batches", steps, least=1, whole=True, null=True)
     if isinstance(interval, int | float):
         check_number("trainer", "val_check_interval", interval, above=0)
+
+
+def check_checkpoint_io(key: str, name: str) -> None:
+    """Refuse the readers of checkpoints that come with Lightning: a config alone could have one unpickle a file.
+
+    One of the user's own stands, which needs ``--allow-import``, and so does any in Python.
+
+    Raises:
+        ConfigurationError: Naming the class.
+    """
+    cls = locate(name)
+    bases = {base.__name__: base for base in getattr(cls, "__mro__", ())}
+    trusted = any(f"{getattr(cls, '__module__', '')}.".startswith(f"{package}.") for package in ALLOWED_IMPORTS)
+    if trusted and "CheckpointIO" in bases and (ours := DEFAULTS["checkpoints"]) not in bases:
+        raise refusal(key, "the CheckpointIO", f"{ours} or a class of your own (others unpickle files)", name)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

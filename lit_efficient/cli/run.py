@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
+from lit_efficient.files.atomic_file import replacing
 
 # Beginnings of messages that advertise something, or tell what is not there.
 _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")
@@ -24,6 +25,7 @@ _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `tr
 DEFAULTS = {
     "checkpoints": "SafeCheckpointIO",
     "signals": "SignalCheckpoint",
+    "divergence": "NonFiniteGuard",
     "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
 }
 COMMAND = "python -m lit_efficient"
@@ -31,7 +33,7 @@ _NOISE = ("does not have many workers", r"`isinstance\(treespec, LeafSpec\)` is 
 
 
 def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, optimizer: str = "") -> None:
-    """Give a run the CheckpointIO that can be trusted and, for ``fit``, the answer to signals, unless it has its own.
+    """Give a run the CheckpointIO that can be trusted and a ``fit`` the answers to signals and to NaN, or keep its own.
 
     A schedule-free optimizer gets the callback that switches its weights.
 
@@ -45,7 +47,7 @@ def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, op
         trainer_config["plugins"] = [*plugins, default_part("checkpoints")()]
     callbacks = _as_list(trainer_config.get("callbacks"))
     kind = optimizer.rsplit(".", 1)[-1]
-    for key in ("signals", kind) if subcommand == "fit" else ():
+    for key in ("signals", "divergence", kind) if subcommand == "fit" else ():
         if key in DEFAULTS and not any(isinstance(callback, default_part(key)) for callback in callbacks):
             callbacks.append(default_part(key)())
             if key == kind:
@@ -110,9 +112,8 @@ def write_config(path: Path, text: str) -> None:
         while (kept := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
             number += 1
         path.rename(kept)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
@@ -139,6 +140,17 @@ def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
     lines += [f"  {COMMAND} {verb}{given} --ckpt_path {_short(best)}" for verb in _evaluations(trainer)]
     lines.append(f"  {COMMAND} fit{given} --ckpt_path {_short(last)}{_twice_as_long(trainer)}")
     return "\n".join([*lines, *sync])
+
+
+def last_saved(trainer: Trainer) -> str:
+    """Say where the newest checkpoint of a fit lies that has ended before its time."""
+    paths = [
+        getattr(saver, f"{kind}_model_path", "") for saver in trainer.checkpoint_callbacks for kind in ("last", "best")
+    ]
+    whole = [Path(path) for path in paths if path and os.path.exists(path)]
+    if not whole:
+        return "No checkpoint was written before."
+    return f"The last good checkpoint: {_short(max(whole, key=lambda path: path.stat().st_mtime_ns))}"
 
 
 def callbacks_of(trainer: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from lit_efficient.errors import refusal
+from lit_efficient.files.sums import write_sums
 
 _SUFFIX = ".partial"  # a file being written, or a folder being removed
 _FOREIGN_IS_STALE_AFTER = 24 * 3600  # seconds; another machine's process cannot be asked whether it lives
@@ -60,8 +61,14 @@ def check_new_folder(folder: Path, who: str) -> None:
         raise refusal(who, "output", "a new or empty folder", str(folder))
 
 
-def write_folder(target: Path, write: Callable[[Path], object]) -> Path:
-    """Let ``write`` fill a temporary folder beside ``target``, and move it there when it is whole."""
+def write_folder(target: Path, write: Callable[[Path], object], sums: bool = True) -> Path:
+    """Let ``write`` fill a temporary folder beside ``target``, and move it there when it is whole.
+
+    Args:
+        target: Where it is to lie.
+        write: Fills the empty folder that it is given.
+        sums: Write SHA256SUMS beside what it wrote, for :func:`~lit_efficient.files.sums.check_sums`.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
     temporary = _temporary_beside(target)
@@ -69,6 +76,8 @@ def write_folder(target: Path, write: Callable[[Path], object]) -> Path:
     try:
         temporary.mkdir()
         write(temporary)
+        if sums:
+            write_sums(temporary)
         if target.exists():
             target.rmdir()
         os.replace(temporary, target)

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.atomic_file import write_folder
+from lit_efficient.files.atomic_file import replacing, write_folder
 
 MANIFEST = "manifest.json"
+_DIGEST = "sha256"
 
 
 def cache_root(cache_dir: str | None = None) -> Path:
@@ -53,7 +54,7 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(folder.name + ".lock")):
                 if not folder.exists():
-                    write_folder(folder, build)
+                    write_folder(folder, build, sums=False)  # its manifest knows them
     except OSError as error:
         raise ConfigurationError(
             f"The cache folder {folder.parent} cannot be written: {error}. Set cache_dir or LIT_EFFICIENT_CACHE to a "
@@ -96,13 +97,36 @@ def seal(folder: Path, form: int, about: Mapping[str, Any]) -> None:
     """Write the manifest over all files in ``folder``: their sizes and hashes, their format, and ``about`` as it is."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     listed = {path.relative_to(folder).as_posix(): [path.stat().st_size, sha256_of(path)] for path in files}
-    manifest = {"format": form, "byteorder": sys.byteorder, "files": listed, **about}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+    write_json(folder / MANIFEST, {"format": form, "byteorder": sys.byteorder, "files": listed, **about})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder that was found sound."""
-    return dict(json.loads((folder / MANIFEST).read_text("utf-8")))
+    return read_json(folder / MANIFEST)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a mapping with the hash of itself, whole or not at all."""
+    with replacing(path) as file:
+        file.write((json.dumps({**content, _DIGEST: _digest(content)}, indent=1) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote; a mapping without a hash, as earlier releases wrote them, as it is.
+
+    Raises:
+        ValueError: If it is damaged, or no mapping.
+        OSError: If it cannot be read.
+    """
+    content: dict[str, Any] = dict(json.loads(path.read_text("utf-8")))
+    if content.pop(_DIGEST, digest := _digest({k: v for k, v in content.items() if k != _DIGEST})) != digest:
+        raise ValueError("it is not what was written: its hash differs")
+    return content
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def broken_seal(folder: Path, form: int, thorough: bool) -> str | None:

@@ -7,15 +7,19 @@ torch writes a checksum of every record and never compares it: a flipped bit in 
 """
 
 import contextlib
+import io
 import os
+import pickle
+import pickletools
 import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +27,8 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
-_REFUSAL = r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|Unsupported class|instantiate unsupported class) (\S+)"
+_DTYPE = r"[?biufcmMOSUV]\d+"  # how numpy's pickles call a dtype, whose class torch asks for as well
+_BUILT = r"but got <class '([\w.]+)'>"  # torch, of an object that an allowed function has made
 
 
 class DamagedError(CheckpointError):
@@ -108,11 +113,48 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: boo
             if verify:
                 _check_records(file, source)
                 file.seek(0)
-            return _load(file, source, mapped)
+            return _load(file, source, mapped, verify)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {source}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
+
+
+def not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    """Names of floating tensors that hold NaN, or infinity beside different numbers: a mask has but one beside -inf."""
+    floats = {name: tensor for name, tensor in tensors.items() if _is_floating(tensor)}
+    return [name for name, tensor in floats.items() if not _finite_or_mask(tensor)]
+
+
+def _is_floating(tensor: object) -> bool:
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False  # classes of quantised tensors hold integers
+    return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
+
+
+@torch.no_grad()
+def _finite_or_mask(tensor: Tensor) -> bool:
+    values = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no extremes of float8
+    if torch.isfinite(torch.stack(torch.aminmax(values))).all():
+        return True
+    return not values.isnan().any() and len(values[values.isfinite()].unique()) < 2
+
+
+def check_piece(data: bytes, where: str) -> None:
+    """Check what ``torch.save`` wrote into a part of a file: its checksums, and that it is tensors and primitives.
+
+    Raises:
+        CheckpointError: Naming ``where``.
+    """
+    file = io.BytesIO(data)
+    _check_records(file, where)
+    file.seek(0)
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"refused to load {where}: {str(error).splitlines()[0][:200]}") from error
+    except Exception as error:  # as in `load_verified`
+        raise DamagedError(f"{where} is damaged ({str(error).splitlines()[0][:200]})") from error
 
 
 def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -194,21 +236,41 @@ def _size(count: int) -> str:
 
 def _warn_of_classes(temporary: Path, target: Path) -> None:
     """Say it now, and not when it is needed, if a safe load will refuse the file."""
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
-    if unsafe:
-        warnings.warn(
-            f"{target.name} will be refused when loaded. {_classes_message(', '.join(sorted(unsafe)))}", stacklevel=3
-        )
+    try:
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        warnings.warn(f"{target.name} will be refused when loaded. {_refused(temporary, error)}", stacklevel=3)
 
 
-def _classes_message(names: str) -> str:
+def _refused(source: Path, error: Exception) -> str:
+    """What a safe load does not take of a whole file: all classes at once, and the line that allows them."""
+    names = _refused_classes(source, error)
+    if not names:
+        return f"It holds what a safe load does not take: {str(error).splitlines()[0][:200]}"
+    modules = sorted({name.rpartition(".")[0] for name in names})
+    # What numpy 1 wrote is found under another name today.
+    found = [f'({n.replace(".core.", "._core.", 1)}, "{n}")' if n.startswith("numpy.core.") else n for n in names]
     return (
-        f"It holds objects of {names}, not only tensors and primitives: keep them out of hyper-parameters"
-        " (save_hyperparameters(ignore=[...])) and states, or allow them with torch.serialization.add_safe_globals"
+        f"It holds objects of {', '.join(names)}, not only tensors and primitives: keep them out of hyper-parameters "
+        "(save_hyperparameters(ignore=[...])) and states, or, if you trust the file, allow them where your module is "
+        f"defined:\n  import torch, {', '.join(modules)}".replace("numpy.core.", "numpy._core.")
+        + f"\n  torch.serialization.add_safe_globals([{', '.join(found)}])"
     )
 
 
-def _check_records(file: IO[bytes], source: Path) -> None:
+def _refused_classes(source: Path, error: Exception) -> list[str]:
+    names = set(torch.serialization.get_unsafe_globals_in_checkpoint(source)) | set(re.findall(_BUILT, str(error)))
+    with zipfile.ZipFile(source) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    words = [word for _, word, _ in pickletools.genops(pickled) if isinstance(word, str)]
+    if any(word in ("numpy", "numpy dtype") for word in words):
+        kinds = {type(np.dtype(word)) for word in words if re.fullmatch(_DTYPE, word)}
+        kinds -= set(torch.serialization.get_safe_globals())
+        names |= {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
+    return sorted(names)
+
+
+def _check_records(file: IO[bytes], source: Path | str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
@@ -220,16 +282,12 @@ def _check_records(file: IO[bytes], source: Path) -> None:
         raise DamagedError(f"the checkpoint {source} is damaged: its record {bad} does not match its checksum")
 
 
-def _load(file: IO[bytes], source: Path, mapped: bool) -> Any:
+def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
     try:
         return torch.load(source if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # torch reports damage as RuntimeError, UnpicklingError, EOFError, KeyError, ...
-        found = re.search(_REFUSAL, str(error))
-        if found is not None:
-            name = found.group(1).strip("`'\"")
-            raise CheckpointError(
-                f"refused to load {source}. {_classes_message(name)} if you trust the file"
-            ) from error
+        if isinstance(error, pickle.UnpicklingError) and verified:  # these are the bytes that were written
+            raise CheckpointError(f"refused to load {source}. {_refused(source, error)}") from error
         raise DamagedError(f"the checkpoint {source} is damaged ({str(error).splitlines()[0][:200]})") from error

@@ -3,7 +3,6 @@
 What was made at length is never made again silently: everything is checked when the folder is opened, and refused.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import prepared_folder, sha256_of
+from lit_efficient.files.cache import prepared_folder, read_json, sha256_of, write_json
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
 MANIFEST = "manifest.json"
@@ -45,7 +44,7 @@ def open_checked(folder: Path, key: str) -> Contents:
     """
     mend = f"Delete the folder {folder} and run again: it is made again."
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
         files: dict[str, str] = manifest["files"]
         found = manifest["key"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -68,4 +67,4 @@ def _write(folder: Path, key: str, tensors: dict[str, dict[str, Tensor]], facts:
     for name, content in tensors.items():
         save_tensors(folder / name, content)
     manifest = {**facts, "key": key, "files": {name: sha256_of(folder / name) for name in tensors}}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, manifest)

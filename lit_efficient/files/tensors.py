@@ -1,14 +1,22 @@
-"""Safetensors: files that hold tensors and nothing else, written whole or not at all."""
+"""Safetensors: files that hold tensors and nothing else, written whole or not at all, their own hash in the header.
 
+"__metadata__": {"sha256": hash of the whole file with 64 zeros in the place of the hash}
+"""
+
+import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import replacing
+
+_UNKNOWN = b"0" * 64
+_LONGEST_HEADER = 100_000_000  # what the format allows
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **metadata: str) -> None:
@@ -28,11 +36,15 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **
         own[name] = tensor.clone().contiguous() if memory in seen else tensor.contiguous()
         seen.add(memory)
     with replacing(Path(path)) as file:
-        save_file(own, file.name, metadata=metadata or None)  # it opens the same file by itself
+        save_file(own, file.name, metadata={**metadata, "sha256": _UNKNOWN.decode()})  # it opens the file by itself
+        with open(file.name, "r+b") as written:
+            place, _, digest = _hashes(written)
+            written.seek(place)
+            written.write(digest)
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read all tensors of a file, on the CPU.
+    """Read all tensors of a file, on the CPU; one that holds its hash is compared with it.
 
     Raises:
         CheckpointError: If there is no such file, or it is no whole safetensors file.
@@ -41,11 +53,35 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
+        with open(path, "rb") as file:
+            _, noted, found = _hashes(file)
+        if noted != found:
+            raise CheckpointError(f"{os.fspath(path)} is damaged: it does not match the hash in its header")
         return load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {os.fspath(path)}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What a file's header says beside its tensors."""
+    with map_tensors(path) as file:
+        return dict(file.metadata() or {})
+
+
+def _hashes(file: IO[bytes]) -> tuple[int, bytes, bytes]:
+    """Where a file's hash stands, the hash, and what it should be; of a file without one 0 and twice nothing."""
+    size = file.read(8)
+    header = file.read(min(int.from_bytes(size, "little"), _LONGEST_HEADER))
+    place = re.search(rb'"sha256":"([^"]{64})"', header)
+    if place is None:
+        return 0, b"", b""
+    begin, end = place.span(1)
+    digest = hashlib.sha256(size + header[:begin] + _UNKNOWN + header[end:])
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    return 8 + begin, place[1], digest.hexdigest().encode()
 
 
 def map_tensors(path: str | os.PathLike[str]) -> Any:

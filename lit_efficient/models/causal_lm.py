@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import missing_folder
+from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.models.modes import evaluating
@@ -184,6 +185,7 @@ def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "
         if spec.draws_weights:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         else:
+            check_sums(spec.name_or_path)
             model = AutoModelForCausalLM.from_pretrained(
                 spec.name_or_path or "",
                 config=config,

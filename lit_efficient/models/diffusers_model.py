@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.files.sums import check_sums
 from lit_efficient.models.causal_lm import Primitive
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
         drawn: Any = from_fields(fields)
         return nn.Module.to(drawn, dtype).train()  # its own method warns of formats, whatever the format
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
+    check_sums(spec.name_or_path, spec.subfolder)
     try:
         model: Any = kind.from_pretrained(
             spec.name_or_path,

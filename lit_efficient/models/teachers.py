@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.torch_trees import tree_map
 from lit_efficient.surgery import match_modules
 
@@ -158,6 +159,7 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
 
     try:
         if not spec.endswith(".json"):
+            check_sums(spec)
             return AutoModel.from_pretrained(spec)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

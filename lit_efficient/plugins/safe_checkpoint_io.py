@@ -1,10 +1,11 @@
 """Checkpoints that can be trusted: written whole or not at all, checked before use, and never a way to run code.
 
     save:  temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
-    load:  CRC-32 of every record -> torch.load(weights_only=True) on the CPU -> else the newest good file beside it
+    load:  CRC-32 of every record -> torch.load(weights_only=True) on the CPU
 
-Saves: the run, when a process is killed while writing, a disk fills up or a bit flips (torch never reads its own CRCs).
-Costs: one more read of the file when loading, in pieces of 1 MB; an fsync when saving.
+Saves: the run, when a process is killed while writing, a disk fills up or a bit flips (torch never reads its own CRCs),
+and the last good weights of one that diverges.
+Costs: one more read of the file when loading, in pieces of 1 MB; an fsync and one pass over the weights when saving.
 Source: torch.serialization's zip format, https://docs.pytorch.org/docs/stable/notes/serialization.html.
 """
 
@@ -16,9 +17,9 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_efficient.errors import CheckpointError, refusal
+from lit_efficient.errors import CheckpointError, DivergedError, refusal
 from lit_efficient.files.atomic_file import remove_whole
-from lit_efficient.files.checkpoints import DamagedError, load_verified, local_file, save_atomically
+from lit_efficient.files.checkpoints import DamagedError, load_verified, local_file, not_finite, save_atomically
 
 
 class SafeCheckpointIO(CheckpointIO):
@@ -29,18 +30,22 @@ class SafeCheckpointIO(CheckpointIO):
     Args:
         verify: Check every record's checksum before loading.
         fallback: If a checkpoint is damaged, load the newest other ``*.ckpt`` of its folder (by modification time) that
-            is whole and holds optimizer states, and warn. A missing file is always an error: a name may be mistyped.
+            is whole and holds optimizer states, and warn. Without it the error names that one. A missing file is always
+            an error: a name may be mistyped.
+        finite: Refuse to write weights that are not finite, so that they replace none that are. A mask of -inf may be
+            among them; buffers that hold NaN on purpose need false.
 
     Raises:
         ConfigurationError: If an option is not a boolean.
     """
 
-    def __init__(self, verify: bool = True, fallback: bool = True) -> None:
-        for name, value in (("verify", verify), ("fallback", fallback)):
+    def __init__(self, verify: bool = True, fallback: bool = False, finite: bool = True) -> None:
+        for name, value in (("verify", verify), ("fallback", fallback), ("finite", finite)):
             if not isinstance(value, bool):
                 raise refusal("SafeCheckpointIO", name, "true or false", value)
         self.verify = verify
         self.fallback = fallback
+        self.finite = finite
         # The standalone pytorch_lightning brings a base class of its own and asks for it with isinstance.
         if "lightning_fabric" in sys.modules:
             sys.modules["lightning_fabric.plugins"].CheckpointIO.register(type(self))
@@ -52,19 +57,24 @@ class SafeCheckpointIO(CheckpointIO):
 
         Raises:
             CheckpointError: If it cannot be written; the previous file is as it was.
+            DivergedError: If its weights are not finite; the previous file is as it was.
             ConfigurationError: If ``storage_options`` are given: there is only the local file system.
         """
         if storage_options is not None:
             raise refusal("SafeCheckpointIO", "storage_options", "null", storage_options)
+        names = not_finite(checkpoint.get("state_dict", {})) if self.finite else []
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise DivergedError(f"{path} is not written: its weights are not finite in {shown}")
         save_atomically(checkpoint, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True
     ) -> Any:
-        """Load a checkpoint on the CPU, or the last good one beside it if it is damaged.
+        """Load a checkpoint on the CPU; with ``fallback`` the last good one beside it if it is damaged.
 
         Raises:
-            CheckpointError: If the file is missing or cannot be used, and no other can.
+            CheckpointError: If the file is missing or cannot be used; of a damaged one it names the last good one.
             ConfigurationError: If classes are allowed (``weights_only=False``) or another location is asked for.
         """
         if weights_only is False:
@@ -74,23 +84,29 @@ class SafeCheckpointIO(CheckpointIO):
         try:
             return load_verified(path, self.verify)
         except DamagedError as error:
+            other = self.last_good(path)
+            if other is None:
+                raise CheckpointError(
+                    f"{error}. No other *.ckpt in {Path(path).parent} is whole and resumable"
+                ) from error
             if not self.fallback:
-                raise
-            return self._last_good(Path(path), error)
+                raise CheckpointError(f"{error}. The last good one beside it: {other}") from error
+            rank_zero_warn(f"{error}. Going on from the last good checkpoint beside it: {other}")
+            return load_verified(other, self.verify)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file, or a folder such that nobody ever finds half of it."""
         remove_whole(local_file(path))
 
-    def _last_good(self, damaged: Path, reason: CheckpointError) -> Any:
-        others = [other for other in damaged.parent.glob("*.ckpt") if other.is_file() and not other.samefile(damaged)]
+    def last_good(self, damaged: str | os.PathLike[str]) -> Path | None:
+        """The newest other ``*.ckpt`` beside a checkpoint, by modification time, that is whole and resumable."""
+        beside = [file for file in Path(damaged).parent.glob("*.ckpt") if file.is_file()]
+        others = [file for file in beside if not file.samefile(damaged)]
         for other in sorted(others, key=lambda file: file.stat().st_mtime_ns, reverse=True):
             try:
-                checkpoint = load_verified(other, self.verify)
+                checkpoint = load_verified(other, self.verify, mapped=True)
             except CheckpointError:
                 continue
             if isinstance(checkpoint, dict) and "optimizer_states" in checkpoint:
-                where = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-                rank_zero_warn(f"{reason}. Going on from the last good checkpoint beside it: {other} ({where})")
-                return checkpoint
-        raise CheckpointError(f"{reason}. No other *.ckpt in {damaged.parent} is whole and resumable") from reason
+                return other
+        return None

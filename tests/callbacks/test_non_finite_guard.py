@@ -1,10 +1,11 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard, all_finite
-from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError
+from lit_efficient.errors import ConfigurationError, DivergedError
 from tests.callbacks.resume_kit import trainer
 
 
@@ -65,7 +66,7 @@ def test_without_it_the_weights_are_lost():
 
 def test_raising_keeps_the_weights():
     module = Explodes(2)
-    with pytest.raises(LitEfficientError, match=r"at step 2 gradients are not finite in layer\.weight, layer\.bias"):
+    with pytest.raises(DivergedError, match=r"at step 2 gradients are not finite in layer\.weight, layer\.bias"):
         fit(module, NonFiniteGuard())
     assert all(map(torch.equal, module.parameters(), module.history[1][:4]))
 
@@ -73,12 +74,13 @@ def test_raising_keeps_the_weights():
 @pytest.mark.filterwarnings("ignore:NonFiniteGuard")
 def test_too_many_in_a_row_stop_the_run():
     fit(Explodes(1, 2, 4, 5), NonFiniteGuard("skip", 2))
-    with pytest.raises(LitEfficientError, match=r"at step 3 .* after 2 steps left out in a row"):
+    with pytest.raises(DivergedError, match=r"at step 3 .* after 2 steps left out in a row"):
         fit(Explodes(1, 2, 3), NonFiniteGuard("skip", 2))
 
 
 def test_the_count_is_resumed():
     guard = NonFiniteGuard("skip")
+    assert guard.state_dict() == {}
     guard.load_state_dict({"skipped": 7, "consecutive": 3})
     assert guard.state_dict() == {"skipped": 7, "consecutive": 3}
 
@@ -90,11 +92,30 @@ def test_large_but_finite_gradients_pass():
     assert not all_finite([torch.tensor([float("-inf")])])
 
 
-def test_a_gradient_scaler_is_refused():
-    run = trainer([NonFiniteGuard()])
-    run.strategy.precision_plugin.scaler = object()
-    with pytest.raises(ConflictError, match="cannot be combined with 16-mixed"):
-        run.fit(Explodes())
+def test_sparse_complex_and_empty_gradients_are_looked_at():
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert all_finite([table.weight.grad, torch.ones(2), torch.zeros(0)])
+    assert not all_finite([torch.ones(2), table.weight.grad * float("nan")])
+    assert all_finite([torch.ones(2, dtype=torch.complex64)])
+    assert not all_finite([torch.tensor([complex(0, float("nan"))])])
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+def test_beside_a_gradient_scaler_it_stops_what_no_scale_can_mend():
+    """The first overflows are the scaler's way to its scale; the steps that it leaves out are no divergence."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000))
+    module, guard = Explodes(), NonFiniteGuard(max_consecutive=4)
+    trainer([guard], max_epochs=3, accumulate_grad_batches=1, plugins=[plugin]).fit(module)
+    assert guard.skipped > 0
+    assert all(map(torch.isfinite, module.parameters()))
+    assert not torch.equal(module.history[0][0], module.history[-1][0])
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    module = Explodes(*range(6))
+    with pytest.raises(DivergedError, match="after 4 steps left out in a row"):
+        trainer([NonFiniteGuard(max_consecutive=4)], max_epochs=3, accumulate_grad_batches=1, plugins=[plugin]).fit(
+            module
+        )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests import processes
 from tests.callbacks.interrupted_run import train
 from tests.callbacks.resume_kit import Tiny, equal, trainer
 
-NUMBERS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+NUMBERS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138, "SIGHUP": 129}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def expected(tmp_path_factory):
     [
         ("SIGTERM", 4, "train", 3, 0),  # inside an accumulation window: answered at its end
         ("SIGINT", 5, "train", 3, 2),  # a validation run is due, and loader workers are running
-        ("SIGUSR1", 7, "train", 4, 0),  # the last batch of an epoch
+        ("SIGHUP", 7, "train", 4, 0),  # the last batch of an epoch
         ("SIGTERM", 15, "train", 8, 0),  # the last batch of all
         ("SIGINT", 2, "validation", 1, 0),  # validation inside an accumulation window
         ("SIGUSR1", 5, "validation", 3, 0),
@@ -141,6 +141,18 @@ def test_handlers_are_put_back_whatever_happens(tmp_path, error):
     assert {number: signal.getsignal(number) for number in before} == before
 
 
+def test_under_nohup_the_end_of_a_connection_ends_nothing(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = trainer([Signal(signal.SIGHUP), SignalCheckpoint(dirpath=tmp_path)], max_epochs=1)
+        run.fit(Tiny())
+        assert run.state.finished
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_slurm_keeps_its_signals(tmp_path):
     environment = SLURMEnvironment(auto_requeue=True)
     callback, seen = SignalCheckpoint(dirpath=tmp_path), {}
@@ -154,7 +166,7 @@ def test_slurm_keeps_its_signals(tmp_path):
             trainer.should_stop = True
 
     trainer([callback, Look()], max_epochs=1, limit_train_batches=1).fit(Tiny())
-    assert seen == {signal.SIGTERM: False, signal.SIGINT: True, signal.SIGUSR1: False}
+    assert seen == {signal.SIGTERM: False, signal.SIGINT: True, signal.SIGUSR1: False, signal.SIGHUP: True}
 
 
 def test_outside_the_main_thread_it_says_that_it_cannot(tmp_path):

@@ -57,6 +57,10 @@ WRONG = {
         ["--trainer.callbacks+=tests.support_cli.Recorder", "--trainer.callbacks.api_key=12345"],
         ["api_key", "environment"],
     ),
+    "a name above its folder": (
+        ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=../../best"],
+        ["filename", "../../best", "dirpath"],
+    ),
     "no checkpoint": (["--ckpt_path", "none.ckpt"], ["ckpt_path", "none.ckpt"]),
     "folder as checkpoint": (["--ckpt_path", "."], ["ckpt_path", "folder"]),
     "config as checkpoint": (["--ckpt_path", "base.yaml"], ["ckpt_path", "base.yaml", "damaged"]),
@@ -74,6 +78,7 @@ def test_an_error_is_a_sentence(arguments, words, capsys):
 WRONG_YAML = {
     "duplicate key": ("trainer:\n  max_epochs: 1\n  max_epochs: 2\n", ["bad.yaml", "'max_epochs'", "line 2", "line 3"]),
     "no yaml": ("trainer:\n  max_epochs: [1\n", ["bad.yaml", "line 2"]),
+    "a number for a section": ("trainer: 3\n", ["trainer", "mapping", "3", "bad.yaml, line 1"]),
     "a list": ("- 1\n", ["bad.yaml", "mapping"]),
     "empty": ("", ["bad.yaml", "mapping"]),
     "unknown key": ("trainer:\n  max_epoch: 1\n", ["did you mean 'trainer.max_epochs'", "bad.yaml, line 2"]),
@@ -159,6 +164,21 @@ def test_devices_are_counted(monkeypatch):
 
 def test_words_that_merely_resemble_secrets_are_no_secrets():
     check_config({"model": {"pad_token": "<pad>", "tokenizer": "bpe", "token_dropout": "x", "password": None}})
-    for key in ("api_key", "wandb_api_key", "password", "hf_token", "aws_secret"):
+    check_config({"model": {"eos_token": "</s>", "max_token": "9", "key": "val", "url": "https://a.b:80/c@d"}})
+    keys = [
+        "api_key",
+        "wandb_api_key",
+        "password",
+        "hf_token",
+        "aws_secret",
+        "token",
+        "secret_key",
+        "private_key",
+        "pwd",
+    ]
+    for key in (*keys, "github_token", "refresh_token", "aws_secret_access_key", "apiKey", "accessToken"):
         with pytest.raises(ConfigurationError, match=key):
             check_config({"trainer": {"logger": [{"init_args": {key: "x"}}]}})
+    for value in ("http://me:hush@host/x", "ghp_" + 36 * "a", "hf_" + 34 * "b", "-----BEGIN RSA PRIVATE KEY-----"):
+        with pytest.raises(ConfigurationError, match=r"model\.source: secrets do not belong"):
+            check_config({"model": {"source": value}})

@@ -1,10 +1,12 @@
 """A config imports what is allowed and nothing else; scripts may extend the command line."""
 
 import sys
+from inspect import isabstract
 from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.plugins import io
 
 from lit_efficient.__main__ import main
 from lit_efficient.cli import LitEfficientCLI
@@ -62,6 +64,36 @@ def test_permission_lasts_for_one_run(capsys):
 def test_a_script_of_the_users_allows_its_own_classes():
     cli = LitEfficientCLI(args=["fit", "-c", "base.yaml"], allow_imports=["tests"])
     assert cli.trainer.global_step == STEPS
+
+
+def stock() -> list[str]:
+    parts = {name: part for name, part in vars(io).items() if isinstance(part, type)}
+    return [name for name, part in parts.items() if issubclass(part, io.CheckpointIO) and not isabstract(part)]
+
+
+@pytest.mark.parametrize("name", stock())
+@pytest.mark.parametrize("place", ["plugins", "strategy", "inside"])
+def test_a_config_alone_has_no_file_unpickled(name, place, capsys):
+    """Lightning's own readers take pickles, as they are told to."""
+    part = {"class_path": f"lightning.pytorch.plugins.io.{name}"}
+    if place == "inside":
+        part = {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO", "init_args": {"checkpoint_io": part}}
+    if place == "strategy":
+        strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"checkpoint_io": part}}
+        trainer = {"strategy": strategy}
+    else:
+        trainer = {"plugins": [part]}
+    Path("more.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    said = refused(capsys, "-c", "more.yaml")
+    assert "must be SafeCheckpointIO or a class of your own" in said
+
+
+def test_a_config_cannot_ask_for_pickles(capsys):
+    Path("more.yaml").write_text("weights_only: false\n")
+    for command in ("fit", "validate", "test", "predict"):
+        for words in ([], ["--ckpt_path", "last"]):
+            said = refused(capsys, "-c", "more.yaml", *words, command=command)
+            assert "weights_only must be true or null" in said or "there is no file" in said
 
 
 class WithExtras(LitEfficientCLI):

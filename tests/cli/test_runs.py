@@ -48,8 +48,12 @@ def test_a_second_run_in_the_same_folder_keeps_the_first_config():
 def test_configs_are_numbered_and_never_lost(tmp_path):
     for text in ("a", "b", "b", "c"):
         write_config(tmp_path / "x" / "config.yaml", text)
+    (tmp_path / "x" / "config.tmp").symlink_to(tmp_path / "elsewhere")  # what it would once have written through
+    write_config(tmp_path / "x" / "config.yaml", "d")
+    (tmp_path / "x" / "config.tmp").unlink()
+    assert not (tmp_path / "elsewhere").exists()
     found = {path.name: path.read_text() for path in (tmp_path / "x").iterdir()}
-    assert found == {"config_1.yaml": "a", "config_2.yaml": "b", "config.yaml": "c"}
+    assert found == {"config_1.yaml": "a", "config_2.yaml": "b", "config_3.yaml": "c", "config.yaml": "d"}
 
 
 def test_no_advertising_and_no_noise(capsys, caplog):
@@ -68,5 +72,5 @@ def test_checkpoint_io_and_signals_are_part_of_every_fit():
 
 
 def test_a_checkpoint_io_of_the_users_stays():
-    assert fit("--trainer.plugins+=lightning.pytorch.plugins.io.TorchCheckpointIO") == 0
-    assert type(Recorder.last.trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
+    assert fit("--trainer.plugins+=tests.support_cli.OwnIO") == 0
+    assert type(Recorder.last.trainer.strategy.checkpoint_io).__name__ == "OwnIO"

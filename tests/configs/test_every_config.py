@@ -41,6 +41,7 @@ def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
     written = yaml.safe_load(path.read_text("utf-8"))
     parts = built(path)
     callbacks = {type(callback).__name__: callback for callback in parts.trainer.callbacks}
+    assert "NonFiniteGuard" in callbacks
     for key in ("callbacks", "callbacks+"):
         for named in written["trainer"].get(key, ()):
             entry = {"class_path": named} if isinstance(named, str) else named

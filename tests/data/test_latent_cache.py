@@ -24,6 +24,7 @@ from lit_efficient import (
 from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.latents.latent_store import LatentStore
 from lit_efficient.data.latents.latent_writer import plan_shards
+from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.models.text_encoder import TextEncoderConfig
 from tests.data.images.image_kit import write
 from tests.data.images.toy_images import ToyImages
@@ -291,12 +292,10 @@ def test_damage_is_found(tmp_path, name):
 
 
 def test_a_row_that_is_another_images_is_refused_when_it_is_read(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     made(tmp_path / "cache")
-    index = load_file(tmp_path / "cache/index.safetensors")
+    index = load_tensors(tmp_path / "cache/index.safetensors")
     index["places"][[3, 4]] = index["places"][[4, 3]]
-    save_file(index, tmp_path / "cache/index.safetensors")
+    save_tensors(tmp_path / "cache/index.safetensors", index)
     with pytest.raises(ConfigurationError, match=r"belongs to \[4, 0\], not to \[3, 0\]"):
         LatentStore(tmp_path / "cache")[3, 0]
     with pytest.raises(ConfigurationError, match=r"has no image \(index 3, variant 1\)"):

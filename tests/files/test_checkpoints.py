@@ -9,18 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from lit_efficient import CausalLMConfig
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
-from lit_efficient.errors import CheckpointError
+from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.atomic_file import write_folder
+from lit_efficient.files.cache import read_json, write_json
 from lit_efficient.files.checkpoints import load_verified, read, save_atomically
+from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
 from lit_efficient.models.autoencoders import build_autoencoder
+from lit_efficient.models.causal_lm import build as build_causal_lm
+from lit_efficient.models.teachers import find_teacher
 from lit_efficient.tasks.loading import load_language_model
 from tests import processes
+
+TINY = GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=8)
 
 
 def content(step=0, size=50):
@@ -174,7 +183,7 @@ def test_a_snapshot_that_is_cut_short_is_refused(tmp_path):
         write_snapshot(tmp_path, Snapshot(step, 0.05), {"w": torch.ones(50)})
     cut = tmp_path / Snapshot(1, 0.05).filename
     cut.write_bytes(cut.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match=f"{cut.name} cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{cut.name} is damaged"):
         synthesize(tmp_path, [0.05])
 
 
@@ -202,4 +211,105 @@ def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path
     process.join()
     assert not (tmp_path / "export").exists()
     write_folder(tmp_path / "export", lambda folder: (folder / "whole").touch())
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["export", "export/whole"]
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "export",
+        "export/SHA256SUMS",
+        "export/whole",
+    ]
+
+
+def flips(path, count, seed=0):
+    """Write ``count`` versions of a file that differ in one bit each, and at last the file as it was."""
+    raw, generator = path.read_bytes(), random.Random(seed)
+    for _ in range(count):
+        bit = generator.randrange(8 * len(raw))
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        yield
+    path.write_bytes(raw)
+
+
+def unnoticed(path, reader, count=150):
+    """How many of ``count`` flipped bits a reader takes for what was written; none may change what it returns."""
+    sound, taken = reader(), 0
+    for _ in flips(path, count):
+        try:
+            found = reader()
+        except (CheckpointError, ConfigurationError):
+            continue
+        taken += 1
+        assert found.keys() == sound.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in sound.items())
+    assert torch.equal(*(next(iter(state.values())) for state in (reader(), sound)))
+    return taken
+
+
+def test_no_flipped_bit_of_safetensors_changes_what_is_read(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_tensors(path, {"w": torch.arange(50.0), "b": torch.ones(3)}, format="pt")
+    assert unnoticed(path, lambda: read(path)["state_dict"]) < 10  # of the name of the hash, perhaps
+    save_file({"w": torch.ones(3)}, path)  # of other programs
+    assert torch.equal(load_tensors(path)["w"], torch.ones(3))
+
+
+def test_a_bit_flipped_in_any_snapshot_or_one_that_is_missing_is_seen(tmp_path):
+    run = [Snapshot(step, width) for step in (1, 2, 3) for width in (0.05, 0.1)]
+    for number, snapshot in enumerate(run):
+        until = [other for other in run if other.step <= snapshot.step]
+        write_snapshot(tmp_path, snapshot, {"w": torch.full((20,), float(number))}, until)
+    for snapshot in (run[0], run[3], run[5]):
+        path = tmp_path / snapshot.filename
+        assert unnoticed(path, lambda: synthesize(tmp_path, [0.07])[0], 40) < 8
+        path.rename(tmp_path / "aside")
+        if snapshot.step == 3:  # nothing of the last step but the other width says so
+            with pytest.raises(CheckpointError, match=f"1 of 6 snapshots are missing in .*{snapshot.filename}"):
+                synthesize(tmp_path, [0.07])
+        else:
+            with pytest.raises(CheckpointError, match=f"1 of 6 snapshots are missing in .*{snapshot.filename}"):
+                synthesize(tmp_path, [0.07], 3)
+        (tmp_path / "aside").rename(path)
+
+
+def test_of_snapshots_of_earlier_releases_every_step_has_the_same_widths(tmp_path):
+    for step in (1, 2):
+        for width in (0.05, 0.1):
+            write_snapshot(tmp_path, Snapshot(step, width), {"w": torch.ones(2)})
+    assert synthesize(tmp_path, [0.07])
+    (tmp_path / Snapshot(1, 0.1).filename).unlink()
+    with pytest.raises(CheckpointError, match="1 of 4 snapshots are missing"):
+        synthesize(tmp_path, [0.07])
+
+
+def test_no_flipped_bit_of_a_manifest_changes_what_it_says(tmp_path):
+    path, content = tmp_path / "manifest.json", {"mean": [0.1, 2.5], "files": {"a": [1, "x"]}, "note": "ä"}
+    write_json(path, content)
+    for _ in flips(path, 300):
+        try:
+            found = read_json(path)
+        except (ValueError, AttributeError, TypeError):
+            continue
+        assert {name: found[name] for name in content} == content
+    path.write_text('{"mean": 1}')  # of an earlier release
+    assert read_json(path) == {"mean": 1}
+
+
+def test_a_folder_that_was_exported_is_compared_with_its_sums_by_whoever_loads_it(tmp_path):
+    folder = write_folder(tmp_path / "out", lambda new: GPT2LMHeadModel(TINY).save_pretrained(new))
+    names = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+    spec, part = CausalLMConfig(name_or_path=str(folder)), folder / "model.safetensors"
+    loaders = {part: lambda: build_causal_lm(spec)}
+    loaders[folder / "config.json"] = lambda: find_teacher(str(folder), ["h.0"], who="X")
+    for path, load in loaders.items():
+        load()
+        raw = path.read_bytes()
+        path.write_bytes(raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:])
+        with pytest.raises(CheckpointError, match=f"{path.name} is missing, or not what was written"):
+            load()
+        path.write_bytes(raw)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=f"{part.name} is missing"):
+        check_sums(folder)
+    check_sums(folder, "tokenizer")
+    check_sums("org/name")

@@ -4,10 +4,12 @@ import resource
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from sklearn.preprocessing import LabelEncoder
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import load_verified, save_atomically
 from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 from tests import processes
@@ -75,6 +77,31 @@ def test_classes_are_refused_by_name_and_announced_when_saving(tmp_path, monkeyp
     assert not (tmp_path / "exploded").exists()
 
 
+def test_all_refused_classes_are_named_with_the_line_that_allows_them(tmp_path):
+    """Scalars and arrays of NumPy and an encoder of scikit-learn, as published projects keep them; the line is run."""
+    path, encoder = tmp_path / "a.ckpt", LabelEncoder().fit(["cat", "dog"])
+    saved = {**content(), "hyper_parameters": {"rate": np.float64(0.5), "count": np.int32(3), "encoder": encoder}}
+    with pytest.warns(UserWarning, match="will be refused when loaded"):
+        save_atomically(saved, path)
+    with pytest.raises(CheckpointError, match="refused to load") as caught:
+        SafeCheckpointIO().load_checkpoint(path)
+    message = str(caught.value)
+    assert "damaged" not in message
+    assert "LabelEncoder, " in message
+    *_, imports, allow = message.splitlines()
+    before = torch.serialization.get_safe_globals()
+    try:
+        exec(f"{imports.strip()}\n{allow.strip()}", {})
+        assert load_verified(path)["hyper_parameters"]["encoder"].classes_.tolist() == ["cat", "dog"]
+        assert load_verified(path)["hyper_parameters"]["count"] == 3
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged"):
+        load_verified(path)
+
+
 def test_an_unsafe_load_or_another_device_is_refused(tmp_path):
     save_atomically(content(), tmp_path / "a.ckpt")
     with pytest.raises(ConfigurationError, match=r"weights_only must be true or null .*, got False"):
@@ -89,7 +116,7 @@ def test_an_unsafe_load_or_another_device_is_refused(tmp_path):
         load_verified(tmp_path)
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path):
+def test_of_a_damaged_checkpoint_the_last_good_one_is_named_or_taken_on_request(tmp_path):
     for age, name in enumerate(["damaged", "weights", "torn", "newest_good", "older_good"]):
         path = tmp_path / f"{name}.ckpt"
         save_atomically(content(age) if name != "weights" else {"state_dict": {}}, path)
@@ -97,18 +124,16 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path):
             path.write_bytes(path.read_bytes()[:-100])
         os.utime(path, (1000 - age, 1000 - age))
     (tmp_path / "last.ckpt").symlink_to("damaged.ckpt")
-    with pytest.warns(
-        UserWarning, match=r"damaged\.ckpt is damaged.* Going on from .*newest_good\.ckpt \(epoch 1, step 3\)"
-    ):
-        assert SafeCheckpointIO().load_checkpoint(tmp_path / "damaged.ckpt")["global_step"] == 3
-    with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged"):
-        SafeCheckpointIO(fallback=False).load_checkpoint(tmp_path / "damaged.ckpt")
+    with pytest.warns(UserWarning, match=r"damaged\.ckpt is damaged.* Going on from .*newest_good\.ckpt"):
+        assert SafeCheckpointIO(fallback=True).load_checkpoint(tmp_path / "damaged.ckpt")["global_step"] == 3
+    with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged.* last good one beside it: .*newest_good"):
+        SafeCheckpointIO().load_checkpoint(tmp_path / "damaged.ckpt")
     with pytest.raises(CheckpointError, match=r"there is no file .*absent\.ckpt"):
         SafeCheckpointIO().load_checkpoint(tmp_path / "absent.ckpt")
     (tmp_path / "newest_good.ckpt").unlink()
     (tmp_path / "older_good.ckpt").unlink()
     with pytest.raises(CheckpointError, match=r"No other .* is whole and resumable"):
-        SafeCheckpointIO().load_checkpoint(tmp_path / "damaged.ckpt")
+        SafeCheckpointIO(fallback=True).load_checkpoint(tmp_path / "damaged.ckpt")
 
 
 def test_files_and_folders_are_removed_whole(tmp_path, monkeypatch):
@@ -125,6 +150,24 @@ def test_files_and_folders_are_removed_whole(tmp_path, monkeypatch):
     assert all(name.startswith(".sharded.ckpt.") for name in leftovers(tmp_path))
     save_atomically(content(), tmp_path / "a.ckpt")
     assert leftovers(tmp_path) == []
+
+
+def test_weights_that_are_not_finite_replace_none_that_are(tmp_path):
+    path, io = tmp_path / "a.ckpt", SafeCheckpointIO()
+    mask = torch.full((3, 3), -torch.inf).triu(1)
+    sound = {"w": torch.ones(3), "mask": mask, "best": torch.tensor(torch.inf), "none": torch.zeros(0)}
+    sound |= {"f8": torch.ones(2).to(torch.float8_e4m3fn), "half": torch.ones(2, dtype=torch.float16)}
+    sound |= {"count": torch.tensor(3), "flag": torch.tensor(True), "text": "x", "c": torch.ones(2, dtype=torch.cfloat)}
+    io.save_checkpoint({"state_dict": sound}, path)
+    bad = [torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0, torch.inf]), torch.tensor(torch.nan)]
+    bad += [torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn), torch.tensor([0, -torch.inf, 1]).bfloat16()]
+    for tensor in bad:
+        with pytest.raises(DivergedError, match=r"a\.ckpt is not written: its weights are not finite in w$"):
+            io.save_checkpoint({"state_dict": {**sound, "w": tensor}}, path)
+        assert torch.equal(load_verified(path)["state_dict"]["w"], torch.ones(3))
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
+    SafeCheckpointIO(finite=False).save_checkpoint({"state_dict": {"w": bad[0]}}, path)
+    assert load_verified(path)["state_dict"]["w"].isnan().any()
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
@@ -151,7 +194,7 @@ def test_both_trainers_take_it(tmp_path, namespace):
     run.fit(Module(), loader)
     torn = tmp_path / "step=3.ckpt"
     torn.write_bytes(torn.read_bytes()[:-50])
-    again = package.Trainer(max_steps=2, plugins=[SafeCheckpointIO()], callbacks=[saver], **arguments)
+    again = package.Trainer(max_steps=2, plugins=[SafeCheckpointIO(fallback=True)], callbacks=[saver], **arguments)
     with pytest.warns(UserWarning, match=r"Going on from .*step=2\.ckpt"):
         again.fit(Module(), loader, ckpt_path=torn)
     assert again.global_step == 2

@@ -21,7 +21,7 @@ from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
 from lit_efficient.data.images.image_tables import ImageTable, open_table
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import altered_file, cache_root, prepared_folder, sha256_of
+from lit_efficient.files.cache import altered_file, cache_root, prepared_folder, read_json, sha256_of, write_json
 from lit_efficient.files.file_hashes import hash_files
 
 FORMAT = 1  # part of every key: raise it when the files' meaning changes
@@ -117,7 +117,7 @@ def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
     np.save(folder / "digests.npy", digests)
     (folder / "unreadable.json").write_text(json.dumps(unreadable))
     files = {path.name: [path.stat().st_size, sha256_of(path)] for path in sorted(folder.iterdir())}
-    (folder / _MANIFEST).write_text(json.dumps(files, indent=2) + "\n")
+    write_json(folder / _MANIFEST, files)
 
 
 def _listed(table: ImageTable, unreadable: list[tuple[int, str]]) -> str:
@@ -128,7 +128,7 @@ def _listed(table: ImageTable, unreadable: list[tuple[int, str]]) -> str:
 
 def _problem(folder: Path) -> str | None:
     try:
-        recorded = {name: (size, digest) for name, (size, digest) in _json(folder / _MANIFEST).items()}
+        recorded = {name: (size, digest) for name, (size, digest) in read_json(folder / _MANIFEST).items()}
     except (OSError, ValueError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read ({error})."
     return altered_file(folder, recorded, thorough=True)

@@ -13,7 +13,6 @@ Costs: opening reads the index (8 bytes a key); a thorough check reads everythin
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from lit_efficient.data.latents.latent_format import decode_row
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import altered_file
+from lit_efficient.files.cache import altered_file, read_json
 from lit_efficient.files.tensors import map_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
@@ -147,7 +146,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigurationError(f"There is no latent cache in {folder}. Make it: {COMMAND}")
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        manifest = read_json(path)
         if missing := {"identity", "files", "count", "statistics", "labels", "text_rows"} - manifest.keys():
             raise KeyError(*sorted(missing))
     except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -37,7 +37,7 @@ from lit_efficient.data.latents.latent_store import (
 from lit_efficient.data.latents.teacher_features import stored_features
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.atomic_file import remove_whole, replacing
-from lit_efficient.files.cache import sha256_of
+from lit_efficient.files.cache import sha256_of, write_json
 from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
 from lit_efficient.models.latent_codec import LatentCodec
@@ -302,8 +302,7 @@ class _Build:
             "reconstruction_psnr_db": self._psnr(),
             "files": files,
         }
-        with replacing(self.folder / MANIFEST) as file:
-            file.write((json.dumps(manifest, indent=1) + "\n").encode())
+        write_json(self.folder / MANIFEST, manifest)
         return manifest
 
     def _shapes(self) -> dict[str, int]:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.cache import sha256_of
+from lit_efficient.files.cache import read_json, sha256_of, write_json
 from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
@@ -104,9 +103,7 @@ def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer) -> Non
             save_tensors(path, _answered(shard, answer))
         number += 1
     names = [f"shard-{index:06d}.safetensors" for index in range(number)]
-    manifest = {"files": {name: sha256_of(folder / name) for name in names}}
-    with replacing(folder / MANIFEST) as file:
-        file.write((json.dumps(manifest, indent=2) + "\n").encode())
+    write_json(folder / MANIFEST, {"files": {name: sha256_of(folder / name) for name in names}})
 
 
 def _answered(shard: list[Batch], answer: Answer) -> dict[str, Tensor]:
@@ -134,7 +131,7 @@ class TopKCache:
     def __init__(self, folder: Path, thorough: bool = True) -> None:
         mend = f"Delete the folder {folder} and run again: it is made again."
         try:
-            files: dict[str, str] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+            files: dict[str, str] = read_json(folder / MANIFEST)["files"]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"The cache's manifest {folder / MANIFEST} cannot be read. {mend}") from error
         self.folder = folder

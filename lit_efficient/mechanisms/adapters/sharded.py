@@ -16,6 +16,7 @@ from lit_efficient.files.checkpoints import read
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
+from lit_efficient.mechanisms.shards import read_metadata
 
 
 def restore_without_base(strategy: Any) -> None:
@@ -75,8 +76,6 @@ def checkpoint_keys(path: Path) -> set[str]:
     """The keys of the ``state_dict`` in a checkpoint: of one file, or of a folder of shards; no tensor is read."""
     if path.is_file():
         return set(read(path)["state_dict"])
-    from torch.distributed.checkpoint import FileSystemReader
-
     prefix = "state_dict."
-    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    keys = read_metadata(path).state_dict_metadata
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}

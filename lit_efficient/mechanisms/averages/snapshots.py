@@ -5,8 +5,9 @@
 The c are :func:`lit_efficient.mechanisms.averages.weights.synthesis_weights`.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, refusal
-from lit_efficient.files.checkpoints import read, write
+from lit_efficient.files.checkpoints import read
+from lit_efficient.files.tensors import metadata_of, save_tensors
 from lit_efficient.mechanisms.averages.weights import precise, synthesis_weights
 
 _NAME = re.compile(r"average-step=(\d+)-sigma_rel=([0-9.e-]+)\.safetensors")
@@ -33,9 +35,12 @@ class Snapshot:
         return f"average-step={self.step:08d}-sigma_rel={self.sigma_rel!r}.safetensors"
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot, tensors: dict[str, Tensor]) -> None:
-    """Write one file, whole or not at all."""
-    write(folder / snapshot.filename, {"state_dict": tensors})
+def write_snapshot(
+    folder: Path, snapshot: Snapshot, tensors: dict[str, Tensor], run: Collection[Snapshot] = ()
+) -> None:
+    """Write one file, whole or not at all, which says what others the run has written until this step, inclusive."""
+    said = {"run": json.dumps([[other.step, other.sigma_rel] for other in run])} if run else {}
+    save_tensors(folder / snapshot.filename, tensors, **said)
 
 
 def find_snapshots(folder: str | Path) -> list[Snapshot]:
@@ -64,7 +69,7 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
 
     Raises:
         ConfigurationError: For a width out of range or a step without a snapshot.
-        CheckpointError: If there are no snapshots, or one cannot be read.
+        CheckpointError: If there are no snapshots, or one is missing or cannot be read.
     """
     found = find_snapshots(folder)
     steps = sorted({snapshot.step for snapshot in found})
@@ -72,6 +77,7 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
     if end not in steps:
         raise refusal("synthesize", "step", f"one of the {len(steps)} of the snapshots {steps[:20]}", step)
     used = [snapshot for snapshot in found if snapshot.step <= end]
+    _check_complete(Path(folder), used)
     stored = [snapshot.sigma_rel for snapshot in used]
     shares = [synthesis_weights([snapshot.step for snapshot in used], stored, end, s) for s in sigma_rels]
     built: list[dict[str, Tensor]] = [{} for _ in sigma_rels]
@@ -82,3 +88,21 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
                     width[name] = torch.zeros_like(tensor, dtype=precise(tensor.dtype))
                 width[name].add_(tensor, alpha=share[i])
     return built
+
+
+def _check_complete(folder: Path, used: Sequence[Snapshot]) -> None:
+    """Refuse to build from a part of a run's snapshots: it would be another average.
+
+    Those of earlier releases say nothing of the others; of them every step must have the same widths.
+    """
+    read(folder / used[-1].filename)  # whole, or refused
+    said = json.loads(metadata_of(folder / used[-1].filename).get("run", "[]"))
+    widths = {snapshot.sigma_rel for snapshot in used}
+    wanted = {Snapshot(int(step), float(width)) for step, width in said}
+    wanted = wanted or {Snapshot(snapshot.step, width) for snapshot in used for width in widths}
+    missing = sorted(wanted - set(used))
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of {len(wanted)} snapshots are missing in {folder}, first {missing[0].filename}: without "
+            "them it would be another average. A run that was resumed needs those of the run before in one folder"
+        )

@@ -1,0 +1,115 @@
+"""What the command line ends with: every code of `errors.EXIT_CODES`, and what it says of a run that diverges."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lit_efficient.__main__ import main
+from lit_efficient.errors import EXIT_CODES, CheckpointError, DivergedError, OutOfMemoryError
+from lit_efficient.files.checkpoints import load_verified
+from tests.cli.toy_runs import ALLOW, fit
+from tests.support_cli import Recorder, ToyModel
+
+DIVERGES = ["--model.scale", "1e12"]
+SAVES = ["--trainer.enable_checkpointing", "true", "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
+SAVES += ["--trainer.callbacks.every_n_train_steps=1", "--trainer.callbacks.dirpath=kept"]
+SAVES += ["--trainer.callbacks.save_last=true"]
+
+
+class Raises(Callback):
+    """Raise an error of a kind in a hook that every stage has.
+
+    Args:
+        kind: Which one.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        if self.kind.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, self.kind))
+        else:
+            raise {
+                "out of memory": torch.OutOfMemoryError("tried to allocate 80 GiB"),
+                "our limit": OutOfMemoryError("8 bytes of 4"),
+                "checkpoint": CheckpointError("damaged"),
+                "bug": RuntimeError("a bug"),
+            }[self.kind]
+
+
+def ends(command: str, kind: str) -> int:
+    raises = ["--trainer.callbacks+=tests.cli.test_exit_codes.Raises", "--trainer.callbacks.kind", kind]
+    return main([command, *ALLOW, "-c", "base.yaml", *raises])
+
+
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint_and_ends_with_4(capsys):
+    assert fit(*DIVERGES, *SAVES) == 4
+    captured = capsys.readouterr()
+    assert "Done" not in captured.out
+    *_, diverged, where, left = captured.err.splitlines()
+    assert diverged == "error: the run has diverged"
+    assert "gradients are not finite in net.0.weight" in where
+    written = [load_verified(path)["state_dict"] for path in Path("kept").glob("*.ckpt")]
+    assert written
+    assert all(tensor.isfinite().all() for state in written for tensor in state.values())
+    last = Path(left.removeprefix("The last good checkpoint: "))
+    assert load_verified(last)["global_step"] == max(
+        load_verified(path)["global_step"] for path in Path("kept").glob("*.ckpt")
+    )
+
+
+@pytest.mark.filterwarnings("ignore:NonFiniteGuard")
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_a_guard_of_the_configs_is_the_only_one(action):
+    guard = ["--trainer.callbacks+=NonFiniteGuard", "--trainer.callbacks.action", action]
+    assert fit(*DIVERGES, *guard) == (4 if action == "raise" else 0)
+    if action == "skip":
+        assert all(parameter.isfinite().all() for parameter in ToyModel.last.parameters())
+        assert [type(callback).__name__ for callback in Recorder.last.trainer.callbacks].count("NonFiniteGuard") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("out of memory", 3), ("our limit", 3), ("checkpoint", 2), ("SIGINT", 130), ("SIGTERM", 143)]
+)
+def test_errors_and_signals_have_their_codes(kind, code, capsys):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    assert ends("validate", kind) == code
+    for number, handler in before.items():
+        signal.signal(number, handler)  # Lightning leaves SIGINT ignored
+    assert "Traceback" not in capsys.readouterr().err
+
+
+class Warned(Callback):
+    """A scheduler's warning while the data are being prepared, and in the last hook of a fit."""
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_fit_end(self, trainer, pl_module) -> None:
+        self.setup(trainer, pl_module, "")
+
+
+def test_a_warning_before_or_after_training_does_not_kill():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        assert fit("--trainer.callbacks+=tests.cli.test_exit_codes.Warned") == 0
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="a bug"):
+        ends("validate", "bug")
+
+
+def test_help_lists_every_code(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert [code for code in EXIT_CODES if f"{code} {EXIT_CODES[code]}" in said] == [0, 1, 2, 3, 4]
+    assert DivergedError.exit_code == 4
