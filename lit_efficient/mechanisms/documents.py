@@ -103,8 +103,8 @@ class DocumentRows:
     def _check_causal(self, probe: "_Probe", agree: Callable[[bool], bool]) -> None:
         if probe.blind:
             rank_zero_warn(
-                f"{self.owner}: whether tokens of {probe.name} see later ones, or other documents of their row, cannot "
-                "be told: no token changes what follows it, or the logits are not finite"
+                f"{self.owner}: it is not known whether tokens of {probe.name} see later ones, or other documents of "
+                "their row: no token changes what follows it, or the logits are not finite"
             )
         if not agree(probe.sees_later <= probe.tolerance):
             decoder = "config_fields: {is_decoder: true}, or " if hasattr(probe.network.config, "is_decoder") else ""

@@ -93,8 +93,8 @@ class _Reader:
     def read(self, pending: Tensor) -> Tensor:
         """Logits ``[B, V]`` behind ``pending`` ``[B, T]``, which follow what was read before."""
         if self.caches is not None:
-            output: Tensor = hidden_states(self.network, {"input_ids": pending, "cache": self.caches})[1]
-            return output[:, -1]
+            last_logits: Tensor = hidden_states(self.network, {"input_ids": pending, "cache": self.caches})[1]
+            return last_logits[:, -1]
         if not self.carried:
             self.all = pending = pending if self.all is None else torch.cat((self.all, pending), 1)
         last = {"logits_to_keep": 1} if "logits_to_keep" in self.takes else {}

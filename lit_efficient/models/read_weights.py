@@ -28,7 +28,7 @@ class _Watched(nn.Module):
     _called = _read = False
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         self.__dict__["_read"] |= not self._called
         weight = self._parameters["weight"]
         assert weight is not None
@@ -37,7 +37,7 @@ class _Watched(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         self.__dict__["_called"] = True
         try:
-            return super().forward(*inputs)  # type: ignore[misc]
+            return super().forward(*inputs)
         finally:
             self.__dict__["_called"] = False
 

@@ -201,7 +201,7 @@ def test_all_processes_go_the_same_way() -> None:
 def test_a_network_that_mixes_nothing_is_not_judged() -> None:
     network = network_of("gpt")
     network.embedding.weight.data.fill_(1.0)
-    with pytest.warns(UserWarning, match="cannot be told"):
+    with pytest.warns(UserWarning, match="is not known whether"):
         assert "position_ids" in DocumentRows("Task").arguments(network, PACKED)
 
 
