@@ -9,7 +9,10 @@ Costs: dequantising in each forward and backward pass; the rounding of the base
 Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://arxiv.org/abs/2208.07339; bitsandbytes
 """
 
+import copy
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -25,6 +28,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
+from lit_efficient.models.read_weights import read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
 from lit_efficient.technique import Technique
 
@@ -34,7 +38,8 @@ class QuantizeBase(Technique):
 
     Quantises ``nn.Linear`` and GPT-2's ``Conv1D``. Names stay. Checkpoints of either kind load: quantised ones as they
     are, and those of the float base, which are quantised on the way. Layers that share their weight with another one
-    stay as they are. A model that transformers has loaded in 4 or 8 bits already needs ``LoRA`` alone.
+    stay as they are, and those whose weight a model of transformers reads by itself (Mamba's ``dt_proj``). A model that
+    transformers has loaded in 4 or 8 bits already needs ``LoRA`` alone.
 
     Args:
         format: ``nf4`` (4 bits, for normally distributed weights), ``fp4``, ``int8``, or ``int4`` (for
@@ -119,11 +124,12 @@ class QuantizeBase(Technique):
         for part in module.modules():
             for parameter in part.parameters(recurse=False):
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        read = {f"{prefix}{name}" for prefix, make in _recipes(module) for name in read_layers(make)}
         found: list[tuple[str, Any]] = [
             (name, part)
             for name, part in module.named_modules()
             if (type(part) is nn.Linear or is_conv1d(part))
-            and name and uses[id(part.weight)] == 1 and not self._skips(name)
+            and name and uses[id(part.weight)] == 1 and not self._skips(name) and name not in read
         ]  # fmt: skip
         if not found:
             raise ConfigurationError(
@@ -143,3 +149,12 @@ class QuantizeBase(Technique):
 
     def _skips(self, name: str) -> bool:
         return any(name_pattern(pattern, "QuantizeBase: skip").fullmatch(name) for pattern in self.skip)
+
+
+def _recipes(module: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Where the causal models of transformers stand in a module, and what makes each anew."""
+    for name, part in module.named_modules():
+        if callable(getattr(part, "prepare_inputs_for_generation", None)):
+            kinds = [kind for kind in type(part).__mro__ if kind.__module__.startswith("transformers.models.")]
+            if kinds:
+                yield f"{name}." if name else "", partial(kinds[0], copy.deepcopy(part.config))

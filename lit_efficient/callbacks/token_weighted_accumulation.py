@@ -96,6 +96,8 @@ class TokenWeightedAccumulation(Technique):
         self._batch = (0, 0)  # number of the micro-batch under way, its tokens
         self._reference: float | None = None  # of the window; None before the first one
         self._complete = False
+        self._alone = True
+        self._resumed: dict[str, Any] = {}
 
     def check(self, trainer: Any, module: Any) -> None:
         name = type(module).__name__
@@ -129,12 +131,16 @@ class TokenWeightedAccumulation(Technique):
                 "TokenWeightedAccumulation: a parameter has a post-accumulate hook, which uses its gradient before the "
                 "tokens of the window are counted; leave out the optimizer in the backward pass, or this technique"
             )
-        self._reference = None
+        self._window, self._reference = {}, None
+        self._alone = trainer.world_size == 1
         wrap_method(pl_module, "backward", _backward)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count the tokens; at a window's start agree on a reference with the other ranks."""
         tokens = self._count(pl_module, batch)
+        resumed, self._resumed = self._resumed, {}
+        if resumed and any(parameter.grad is not None for parameter in pl_module.parameters()):
+            self._window, self._reference = resumed["window"], resumed["reference"]
         if batch_idx % trainer.accumulate_grad_batches == 0 or self._reference is None:
             self._window = {}
             self._reference = _sum_over_ranks(trainer, tokens) / trainer.world_size or 1.0
@@ -147,6 +153,14 @@ class TokenWeightedAccumulation(Technique):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap_method(pl_module, "backward", _backward)
         super().teardown(trainer, pl_module, stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tokens of a window that is still open; on one process, where `ExactResume` keeps its gradients."""
+        kept = self._alone and self._window and not self._complete
+        return {"window": dict(self._window), "reference": self._reference} if kept else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
 
     def _scale(self, trainer: Any, loss: Tensor) -> Tensor | None:
         """The loss times its share of the reference; ``None`` for a backward pass that is left out."""

@@ -50,16 +50,16 @@ def kinds_of(batch: dict[str, Tensor]) -> Kinds:
     """Tell the tokens of a batch apart.
 
     Args:
-        batch: ``input_ids`` and ``labels`` ``[B, T]``, shifted by one or not, with ``position_ids`` if it is packed or
-            ``attention_mask`` if it is padded.
+        batch: ``input_ids`` and ``labels`` (shifted by one or not) or ``shift_labels`` ``[B, T]``, with
+            ``position_ids`` if it is packed or ``attention_mask`` if it is padded.
 
     Raises:
         ConfigurationError: If the labels are neither the tokens nor those that follow.
     """
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids, labels = batch["input_ids"], batch["labels" if "labels" in batch else "shift_labels"]
     counts = labels != IGNORE
     trained = counts.clone()
-    if not torch.equal(labels[counts], ids[counts]):
+    if "labels" not in batch or not torch.equal(labels[counts], ids[counts]):
         if not torch.equal(labels[:, :-1][counts[:, :-1]], ids[:, 1:][counts[:, :-1]]):
             raise ConfigurationError("preview: the labels are neither the tokens nor those that follow each.")
         trained = torch.cat((torch.zeros_like(counts[:, :1]), counts[:, :-1]), dim=1)
@@ -258,9 +258,9 @@ def run(argv: Sequence[str]) -> int:
         data.prepare_data()
         data.setup("fit")
     batch = next(iter(data.train_dataloader() if options.split == "train" else data.val_dataloader()))
-    if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
+    if not isinstance(batch, dict) or "input_ids" not in batch or not {"labels", "shift_labels"} & batch.keys():
         raise ConfigurationError(
-            f"preview: shows batches with input_ids and labels; {type(data).__name__} gives "
+            f"preview: shows batches with input_ids and labels or shift_labels; {type(data).__name__} gives "
             f"{list(batch) if isinstance(batch, dict) else type(batch).__name__}."
         )
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

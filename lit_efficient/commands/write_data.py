@@ -186,60 +186,69 @@ def write_rows(
     output: Path,
     prompts: Sequence[str | Turns],
     start: int,
-    answer: Callable[[int, str | Turns], tuple[Row, bool]],
+    answer: Callable[[int, Sequence[str | Turns]], list[tuple[Row, bool]]],
     keep_cut: bool,
 ) -> tuple[int, int]:
-    """Answer the prompts from ``start`` on, each on the disk before the next; return how many were written and cut.
+    """Answer the prompts from ``start`` on, a few on the disk before the next; return how many were written and cut.
 
     Args:
         output: the data, appended to.
         prompts: all of them.
         start: the first to answer.
-        answer: number and prompt to the row, and whether the model ended the answer.
+        answer: the first number and some prompts to their rows, and whether the model ended each answer.
         keep_cut: keep those that it did not.
     """
+    from lit_efficient.tasks.text_generation import BATCH_SIZE
+
     written = cut = 0
     with open(output, "ab", buffering=0) as file:
-        for index, prompt in enumerate(prompts[start:], start):
-            row, ended = answer(index, prompt)
-            cut += not ended
-            if not ended and not keep_cut:
-                continue
-            about = {"index": index, "asked": _hash(prompt)}
-            file.write((json.dumps(row | about, ensure_ascii=False) + "\n").encode())  # one write: a line or less
+        for first in range(start, len(prompts), BATCH_SIZE):
+            few = prompts[first : first + BATCH_SIZE]
+            for index, (row, ended) in enumerate(answer(first, few), first):
+                cut += not ended
+                if not ended and not keep_cut:
+                    continue
+                about = {"index": index, "asked": _hash(prompts[index])}
+                file.write((json.dumps(row | about, ensure_ascii=False) + "\n").encode())  # one write: a line or less
+                written += 1
             os.fsync(file.fileno())
-            written += 1
     return written, cut
 
 
-def _answer(model: Any, arguments: argparse.Namespace) -> Callable[[int, str | Turns], tuple[Row, bool]]:
-    from lit_efficient.tasks.text_generation import as_chat, continue_text
+def _answer(
+    model: Any, arguments: argparse.Namespace
+) -> Callable[[int, Sequence[str | Turns]], list[tuple[Row, bool]]]:
+    from lit_efficient.tasks.text_generation import as_chat, continuations
 
     tokenizer = model.tokenizer
     stop = set((model.tokenizer_state or {}).get("stop", ()))
-    if arguments.format == "messages":
+    completes = arguments.format == "completion"
+    if not completes:
         as_chat(tokenizer, "", "write-data: --format messages")
 
-    def answer(index: int, prompt: str | Turns) -> tuple[Row, bool]:
-        text = prompt if arguments.format == "completion" else as_chat(tokenizer, prompt)
-        new, ended = continue_text(
+    def answer(first: int, prompts: Sequence[str | Turns]) -> list[tuple[Row, bool]]:
+        found = continuations(
             model.network,
             tokenizer,
-            str(text),
+            [str(prompt) if completes else as_chat(tokenizer, prompt) for prompt in prompts],
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
             top_p=arguments.top_p,
-            seed=arguments.seed + index,
+            seeds=range(arguments.seed + first, arguments.seed + first + len(prompts)),
             stop=stop,
             device=model.device,
-            special=arguments.format == "completion",
+            special=completes,
         )
-        if arguments.format == "completion":
-            return {"prompt": prompt, "completion": new}, ended
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return {"messages": [*turns, {"role": "assistant", "content": new}]}, ended
+        return [(_row(prompt, new, completes), ended) for prompt, (new, ended) in zip(prompts, found)]
 
     return answer
+
+
+def _row(prompt: str | Turns, new: str, completes: bool) -> Row:
+    if completes:
+        return {"prompt": prompt, "completion": new}
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {"messages": [*turns, {"role": "assistant", "content": new}]}
 
 
 def _alone(output: Path) -> Any:

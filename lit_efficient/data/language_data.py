@@ -52,8 +52,8 @@ class LanguageData(ChatDataModule):
 
     Packed batches are ``{"input_ids", "labels", "position_ids"}``, padded ones ``{"input_ids", "labels",
     "attention_mask"}``, all ``[B, T]``; those for validation also have ``num_bytes`` ``[B]``, the bytes of text that
-    the labels of a row stand for. Packed documents are kept apart by ``position_ids``: a Hugging Face model needs
-    ``use_cache=False`` for that, see :mod:`lit_efficient.data.text.collate`. Testing uses the validation rows.
+    the labels of a row stand for. What keeps packed documents apart differs between models, and some have nothing: our
+    tasks find it or refuse, see :mod:`lit_efficient.mechanisms.documents`. Testing uses the validation rows.
 
     Args:
         train: files (.jsonl, .json, .csv, .tsv, .parquet; any other suffix is text; .gz after it), folders of them or

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
-from lit_efficient.models.modes import evaluating
-from lit_efficient.models.sampling import sample_token
+from lit_efficient.models.read_weights import read_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -193,7 +192,7 @@ def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                quantization_config=_quantization(spec, dtype),
+                quantization_config=_quantization(spec, dtype, config),
                 **options,
             )
     except (OSError, ValueError, ImportError) as error:
@@ -222,17 +221,27 @@ def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
             parameter[rows:] = parameter[:rows].float().mean(0).to(parameter.dtype)
 
 
-def _quantization(spec: CausalLMConfig, dtype: Any) -> Any:
+def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") -> Any:
     if spec.quantize is None:
         return None
-    from transformers import BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.quantizers.base import get_keys_to_not_convert
 
+    kept: list[str] = []
+
+    def make() -> nn.Module:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        kept.extend(get_keys_to_not_convert(model))
+        return model
+
+    skipped = sorted({*read_layers(make), *kept})
     if spec.quantize == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
     compute = torch.float32 if dtype == "auto" else dtype
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
-    )
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute,
+        llm_int8_skip_modules=skipped,
+    )  # fmt: skip
 
 
 def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
@@ -243,39 +252,3 @@ def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> 
     kind = str(config["model_type"])
     fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields), dtype=dtype, trust_remote_code=False)
-
-
-@torch.no_grad()
-def continue_tokens(
-    model: nn.Module,
-    input_ids: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float,
-    top_p: float,
-    generator: torch.Generator,
-    stop: set[int],
-) -> Tensor:
-    """Continue one sequence with the model's own cache to ``[1, T + n]``, n at most ``max_new_tokens``.
-
-    Unlike the model's ``generate`` it neither reads nor changes the global random state.
-
-    Args:
-        model: a causal model of transformers.
-        input_ids: ``[1, T]``.
-        max_new_tokens: most tokens to add.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: in (0, 1].
-        generator: the only source of randomness, on the device of ``input_ids``.
-        stop: ids that end the text; the one that was drawn is returned, too.
-    """
-    past, pending = None, input_ids
-    with evaluating(model):
-        for _ in range(max_new_tokens):
-            output = model(input_ids=pending, past_key_values=past, use_cache=True)
-            past = output.past_key_values
-            pending = sample_token(output.logits[:, -1], temperature, top_p, generator)
-            input_ids = torch.cat((input_ids, pending), dim=1)
-            if int(pending) in stop:
-                break
-    return input_ids

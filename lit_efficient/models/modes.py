@@ -1,8 +1,9 @@
-"""Evaluate for a moment, then put every submodule back into the mode it was in."""
+"""Evaluate for a moment, then put every submodule back into the mode it was in; how exactly a network computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -20,3 +21,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for child, training in modes:
             child.training = training
+
+
+def whole_precision(module: nn.Module, device: torch.device) -> bool:
+    """Whether ``module`` computes in float32 or more: no weight has fewer bits, and nothing is cast on the way."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    return not torch.is_autocast_enabled(device.type) and dtypes <= {torch.float32, torch.float64}

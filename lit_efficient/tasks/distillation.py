@@ -29,8 +29,9 @@ from lit_efficient.losses.chunked_distillation import (
 )
 from lit_efficient.losses.distillation import Divergence, top_k_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of
+from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.gpt import GPTConfig
 from lit_efficient.models.output_head import check_head, hidden_states, output_head
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource, tokens_in_common
@@ -38,7 +39,6 @@ from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _DEFAULT_STUDENT = GPTConfig()
 _RATIONALE = "rationale_"
-_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Distillation(LanguageModeling):
         self._cache: TopKCache | None = None
         self._shared: int | None = None  # tokens that both know
         self._checked: set[int] = set()  # networks whose head is known to be understood
+        self._read = DocumentRows("Distillation: teacher")
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -207,16 +208,14 @@ class Distillation(LanguageModeling):
         return losses, targets, router_loss
 
     def _hidden_states(self, network: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        # GPT is causal: what fills a row up at its end is seen by nobody. Others get no cache: with one, packed
-        # documents would see each other.
-        names = ("input_ids", "position_ids") if isinstance(network, GPT) else _INPUTS
-        inputs: dict[str, Any] = {name: batch[name] for name in names if name in batch}
-        if not isinstance(network, GPT):
-            inputs["use_cache"] = False
+        # Each process has the whole teacher, and may be the only one that asks it.
+        ours = network is self.network
+        inputs = self._rows.arguments(network, batch, self._agree) if ours else self._read.arguments(network, batch)
         if id(network) not in self._checked:
-            check_head(network, inputs)
+            check_head(network, {"input_ids": batch["input_ids"]})
             self._checked.add(id(network))
-        return hidden_states(network, inputs)
+        hidden, output = hidden_states(network, inputs)
+        return hidden.view(*batch["input_ids"].shape, -1), output
 
     def _teacher_of(self, batch: Mapping[str, Tensor], learned: Tensor, vocab_size: int) -> Teacher:
         if self._cache is not None:

@@ -22,11 +22,12 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
+from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.schedules import warmup_cosine
-from lit_efficient.tasks.text_generation import continue_texts
+from lit_efficient.tasks.text_generation import BATCH_SIZE, continue_texts
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _CHECKPOINT_KEY = "language_modeling"
@@ -45,7 +46,9 @@ class LanguageModeling(LightningModule):
     """Next-token prediction on batches ``{"input_ids": [B, T], "labels": [B, T]}``.
 
     Labels stand under their own token, as transformers has them, and -100 counts for nothing; a batch may have
-    ``shift_labels`` instead, already shifted. ``position_ids`` and ``attention_mask`` ``[B, T]`` go to the network.
+    ``shift_labels`` instead, already shifted. ``attention_mask`` ``[B, T]`` goes to the network, and ``position_ids``,
+    which begin at 0 in every document of a row. Before its first batch the network is asked whether it is causal, and
+    by what it keeps the documents of a row apart; where nothing does, packed rows are refused.
 
     Logs ``train/loss``, and ``loss``, ``perplexity`` and (for batches with ``num_bytes`` ``[B]``) ``bits_per_byte``
     under ``val/`` and ``test/``. Prediction continues the texts of a batch ``{"prompts": [...]}``, and gives the loss
@@ -90,9 +93,11 @@ class LanguageModeling(LightningModule):
         self.network: nn.Module | None = None
         self.tokenizer_state: dict[str, Any] | None = None
         self.epoch_metrics = TokenMetrics()  # of the validation or test epoch under way
+        self._rows = DocumentRows(type(self).__name__)
 
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the datamodule, if it has one; that with a chat template first."""
+        self._rows = DocumentRows(type(self).__name__)  # techniques may have changed the network since the last run
         data = self._datamodule()
         tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
         if tokenizer is not None:
@@ -211,6 +216,7 @@ class LanguageModeling(LightningModule):
         top_p: float = 0.95,
         seed: int = 0,
         chat: bool = False,
+        batch_size: int = BATCH_SIZE,
     ) -> list[str]:
         """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
 
@@ -221,6 +227,7 @@ class LanguageModeling(LightningModule):
             top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
             seed: prompt number i is continued with the seed ``seed + i``.
             chat: each prompt is a user's turn, to be answered in the tokenizer's chat template.
+            batch_size: most prompts at a time; each is continued as if it were alone.
         """
         tokenizer = self.tokenizer
         return continue_texts(
@@ -234,6 +241,7 @@ class LanguageModeling(LightningModule):
             chat=chat,
             stop=set((self.tokenizer_state or {}).get("stop", ())),
             device=self.device,
+            batch_size=batch_size,
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -303,20 +311,24 @@ class LanguageModeling(LightningModule):
         """Losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it asks for one."""
         network: Any = self._built()
         targets = targets_of(batch)
-        options: dict[str, Any] = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
-        if isinstance(network, GPT):  # causal: what fills a row up at its end is seen by nobody
-            return network(batch["input_ids"], position_ids=options.get("position_ids"), labels=targets), targets, None
-        # Without a cache: with one, packed documents would see each other.
-        options |= {"input_ids": batch["input_ids"], "use_cache": False}
+        inputs = self._rows.arguments(network, batch, self._agree)
+        arranged = targets.reshape(inputs["input_ids"].shape)
+        if isinstance(network, GPT):
+            return network(**inputs, labels=arranged).view_as(targets), targets, None
         if hasattr(network, "token_losses"):  # ChunkedCrossEntropy has put the logits off
-            losses, output = network.token_losses(targets, **options)
+            losses, output = network.token_losses(arranged, **inputs)
         else:
-            output = network(**options)
-            losses = token_losses(output.logits, targets)
+            output = network(**inputs)
+            losses = token_losses(output.logits, arranged)
         router_loss = getattr(output, "aux_loss", None)
         if router_loss is not None:
             router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef
-        return losses, targets, router_loss
+        return losses.view_as(targets), targets, router_loss
+
+    def _agree(self, decision: bool) -> bool:
+        """Whether all processes say yes: they must call the network alike."""
+        trainer = trainer_of(self)
+        return decision if trainer is None else bool(trainer.strategy.reduce_boolean_decision(decision))
 
     def _log_epoch(self, prefix: str) -> None:
         # compute() has already summed over processes; sync_dist averages equal numbers and keeps Lightning quiet.

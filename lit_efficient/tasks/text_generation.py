@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from lit_efficient.data.text.token_cache import END_OF_TEXT
-from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.models.causal_lm import continue_tokens
-from lit_efficient.models.gpt import GPT
+from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.models.generation import continue_rows, longest_row
 from lit_efficient.models.sampling import check_sampling
+
+BATCH_SIZE = 8
 
 
 def continue_texts(
@@ -25,6 +26,7 @@ def continue_texts(
     chat: bool = False,
     stop: set[int],
     device: torch.device,
+    batch_size: int = BATCH_SIZE,
 ) -> list[str]:
     """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
 
@@ -39,61 +41,81 @@ def continue_texts(
         chat: whether each prompt is a user's turn, to be answered.
         stop: further ids that end a text.
         device: where the network is.
+        batch_size: most prompts at a time; each is continued as if it were alone.
 
     Raises:
         ConfigurationError: for arguments out of range, an empty prompt where no token begins a text, and a chat without
             a template.
     """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    options |= {"stop": stop, "device": device, "special": not chat}
-    prompts = [as_chat(tokenizer, prompt) for prompt in prompts] if chat else prompts
-    return [
-        prompt + continue_text(network, tokenizer, prompt, seed=seed + index, **options)[0]
-        for index, prompt in enumerate(prompts)
-    ]
+    prompts = [as_chat(tokenizer, prompt) for prompt in prompts] if chat else list(prompts)
+    found = continuations(
+        network,
+        tokenizer,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seeds=range(seed, seed + len(prompts)),
+        stop=stop,
+        device=device,
+        special=not chat,
+        batch_size=batch_size,
+    )
+    return [prompt + new for prompt, (new, _) in zip(prompts, found)]
 
 
-def continue_text(
+def continuations(
     network: nn.Module,
     tokenizer: Any,
-    prompt: str,
+    prompts: Sequence[str],
     *,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
-    seed: int,
+    seeds: Sequence[int],
     stop: set[int],
     device: torch.device,
     special: bool = True,
-) -> tuple[str, bool]:
-    """As `continue_texts` for one prompt: the continuation alone, and whether the model (not the limit) ended it."""
+    batch_size: int = BATCH_SIZE,
+) -> list[tuple[str, bool]]:
+    """As `continue_texts`: the continuations alone, and of each whether the model (not the limit) ended it."""
     check_sampling("generate_text", temperature, top_p)
-    longest = _longest(network)
+    check_number("generate_text", "batch_size", batch_size, least=1, whole=True)
+    longest = longest_row(network)
     room = longest - max_new_tokens
     if max_new_tokens < 1 or room < 1:
         allowed = f"at least 1 and below the model's max_length, {longest}"
         raise refusal("generate_text", "max_new_tokens", allowed, max_new_tokens)
     stop = stop | stop_ids(network, tokenizer)
+    rows = [_ids(tokenizer, prompt, special, stop)[-room:] for prompt in prompts]
+    found: dict[int, tuple[str, bool]] = {}
+    for group in _groups([len(row) for row in rows], batch_size, max_new_tokens):
+        generators = [torch.Generator(device).manual_seed(seeds[i]) for i in group]
+        ways: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "generators": generators, "stop": stop}
+        for i, new in zip(group, continue_rows(network, [rows[i] for i in group], max_new_tokens, **ways)):
+            ended = new[-1] in stop
+            found[i] = _decoded_behind(tokenizer, rows[i], new[:-1] if ended else new), ended
+    return [found[i] for i in range(len(rows))]
+
+
+def _groups(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
+    """Numbers of rows to go on with together: at most ``size``, which differ by at most ``most`` tokens in length."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or len(groups[-1]) == size or lengths[i] - lengths[groups[-1][0]] > most:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+def _ids(tokenizer: Any, prompt: str, special: bool, stop: set[int]) -> list[int]:
     # ``special``: what begins a tokenizer's texts. A chat template has written it, and no model has seen two of them.
     ids = _encode(tokenizer, prompt, special)
     if special and ids and ids[-1] == getattr(tokenizer, "eos_token_id", None):
         ids = ids[:-1]  # some tokenizers end every text, and nothing goes on behind its end
-    ids = ids[-room:]
-    if not ids:  # an empty prompt starts a new text
-        if not stop:
-            raise refusal("generate_text", "prompts", f"texts with something in them, without {END_OF_TEXT}", prompt)
-        ids = [min(stop)]
-    start = torch.tensor([ids], device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    if isinstance(network, GPT):
-        output = network.generate(start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator)
-    else:
-        output = continue_tokens(
-            network, start, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator, stop=stop
-        )
-    new = output[0, len(ids) :].tolist()
-    ends = [new.index(token) for token in stop if token in new]
-    return _decoded_behind(tokenizer, ids, new[: min(ends)] if ends else new), bool(ends)
+    if not ids and not stop:
+        raise refusal("generate_text", "prompts", f"texts with something in them, without {END_OF_TEXT}", prompt)
+    return ids or [min(stop)]  # an empty prompt starts a new text
 
 
 def _decoded_behind(tokenizer: Any, ids: list[int], new: list[int]) -> str:
@@ -127,13 +149,6 @@ def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:
     settings = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
     found |= set(settings) if isinstance(settings, list) else {settings}
     return {token for token in found if token is not None}
-
-
-def _longest(network: nn.Module) -> int:
-    if isinstance(network, GPT):
-        return network.config.max_length
-    config: Any = network.config
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
 
 def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:

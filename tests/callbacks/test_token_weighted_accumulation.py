@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lit_efficient import ChunkedCrossEntropy, ConfigurationError, ConflictError, TokenWeightedAccumulation
+from lit_efficient import (
+    ChunkedCrossEntropy,
+    ConfigurationError,
+    ConflictError,
+    ExactResume,
+    TokenWeightedAccumulation,
+)
 from lit_efficient.callbacks.token_weighted_accumulation import count_tokens
 from tests.processes import run_ranks
 from tests.ranks.toys import sharding
@@ -214,6 +220,30 @@ def test_refuses_what_cannot_be_right() -> None:
     next(module.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ConflictError, match="post-accumulate hook"):
         trainer([TokenWeightedAccumulation()]).fit(module, data(), data())
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 4])
+def test_a_window_that_a_checkpoint_interrupts_goes_on(saved_after: int, tmp_path: Path) -> None:
+    """Between the micro-batches of a window its tokens and gradients so far are kept: not a bit differs."""
+
+    class SaveBetween(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx + 1 == saved_after:
+                trainer.save_checkpoint(tmp_path / "between.ckpt")
+
+    def run(callbacks: list[Any], **resumed: Any) -> Ragged:
+        module = Ragged()
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.5)  # type: ignore[method-assign]
+        loader = torch.utils.data.DataLoader(batches(COUNTS[:6]), batch_size=None)  # type: ignore[arg-type]
+        made = trainer([TokenWeightedAccumulation(), ExactResume(), *callbacks], accumulate_grad_batches=3)
+        made.fit(module, loader, **resumed)
+        return module
+
+    whole = run([SaveBetween()])
+    resumed = run([], ckpt_path=tmp_path / "between.ckpt")
+    assert torch.equal(whole.table, resumed.table)
+    assert len(resumed.gradients) == (1 if saved_after == 4 else 2)
+    assert torch.equal(whole.gradients[-1], resumed.gradients[-1])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

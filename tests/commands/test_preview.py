@@ -122,6 +122,23 @@ def test_an_end_that_is_not_learned_and_rows_that_are_cut_are_said(
     assert re.search(r"\d+ rows truncated \(\d+\.\d%\), \d+ tokens lost", capsys.readouterr().out)
 
 
+def test_windows_whose_labels_are_already_shifted_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As the first task of the README has them: every token but a window's first is predicted by the one before."""
+    (tmp_path / "text.py").write_text("".join(f"value_{i} = {i * i}\n" for i in range(400)))
+    files = {"paths": [str(tmp_path / "text.py")]}
+    arguments = {"vocab_size": 300, "sequence_length": 16, "batch_size": 2, "cache_dir": str(tmp_path / "cache")}
+    tree = {
+        "model": {"class_path": "LanguageModeling"},
+        "data": {"class_path": "PythonCorpus", "init_args": {**arguments, "files": files}},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    assert main(["preview", "-c", str(tmp_path / "config.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert "batch    2 x 16 tokens: 30 trained (93.8%), 2 masked (6.2%), 0 padded (0.0%)" in text
+    same = torch.tensor([[5, 5, 5]])  # shifted labels that look as if they were not
+    assert kinds_of({"input_ids": same, "shift_labels": same}).trained.tolist() == [[False, True, True]]
+
+
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["preview", "-c", config(tmp_path, max_length=1)]) == 2
     assert "max_length must be a whole number of at least 2, got 1" in capsys.readouterr().err

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lit_efficient import CausalLMConfig, ConfigurationError
-from lit_efficient.models.causal_lm import build, continue_tokens, resolve
+from lit_efficient import CausalLMConfig, ConfigurationError, QuantizeBase
+from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.models.causal_lm import build, resolve
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -80,24 +82,24 @@ def test_quantised_loading_keeps_the_head_and_the_function(
     assert (got - expected).norm() < 0.25 * expected.norm()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_continuing_with_a_cache_equals_recomputing(family: str) -> None:
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_layers_that_a_network_reads_instead_of_calling_stay_floats(quantize: Any, tmp_path: Path) -> None:
+    """Mamba multiplies by ``dt_proj.weight``, its kernels take ``out_proj.weight``: codes are no weights there."""
+    fields = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
     torch.manual_seed(0)
-    model = build(CausalLMConfig(config_fields=FAMILIES[family]))
-    ids = torch.randint(3, 97, (1, 5))
-    state = torch.get_rng_state()
-    options: Any = {"temperature": 0.0, "top_p": 1.0, "generator": torch.Generator(), "stop": {-1}}
-    got = continue_tokens(model, ids, 6, **options)
-    assert torch.equal(state, torch.get_rng_state())
-    assert model.training
-    expected = ids
-    with torch.no_grad():
-        for _ in range(6):
-            logits = model.eval()(expected, use_cache=False).logits[:, -1]
-            expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(got, expected)
-    first = int(got[0, 5])
-    assert continue_tokens(model, ids, 6, **{**options, "stop": {first}}).shape[1] == 6
+    plain = build(CausalLMConfig(config_fields=fields))
+    plain.save_pretrained(tmp_path)
+    small = build(CausalLMConfig(str(tmp_path), quantize=quantize))
+    whole = copy.deepcopy(plain)
+    QuantizeBase("int4").transform(whole)
+    for network in (small, whole):
+        mixer = network.backbone.layers[1].mixer
+        assert type(mixer.dt_proj) is type(mixer.out_proj) is type(network.lm_head) is torch.nn.Linear
+        assert is_quantized(mixer.in_proj)
+        ids = torch.arange(12)[None]
+        with torch.no_grad():
+            expected, got = (m.eval()(ids, use_cache=False).logits for m in (plain, network))
+        assert (got - expected).norm() < 0.25 * expected.norm()
 
 
 @pytest.mark.parametrize(

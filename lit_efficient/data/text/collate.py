@@ -3,9 +3,9 @@
     packed:  input_ids, labels, position_ids [B, T]      positions begin at 0 in every document
     padded:  input_ids, labels, attention_mask [B, T]    one document a row
 
-A packed batch has no attention mask on purpose. transformers keeps documents apart by their positions, and only if it
-is given no mask **and no key-value cache**: call the model with ``use_cache=False``, for its default of True lets every
-document read the ones before it, silently. :class:`lit_efficient.models.gpt.GPT` takes ``position_ids`` as well.
+A packed batch has no attention mask on purpose. Most models of transformers keep documents apart by their positions,
+if they get no mask **and no key-value cache** (``use_cache=False``); many do not, silently. Our tasks ask the model:
+see :mod:`lit_efficient.mechanisms.documents`, which finds the arguments for a module of your own as well.
 The first label of every document is `IGNORE`, so nothing is predicted across a boundary, wherever the shift is done.
 """
 

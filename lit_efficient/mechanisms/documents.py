@@ -1,0 +1,246 @@
+"""What tokens see in a language model, asked of the network itself: no later token, no other document of their row.
+
+    leak = max_t |f(A B)_t - f(A' B)_t| / max_t |f(A B)_t - f(A B')_t|        t in B; B' changes B's first tokens only
+
+A changes B as much as B itself does where documents see each other, and not at all where they do not: with A replaced,
+and without A. What keeps them apart differs from network to network, so the ways are tried in order. Costs two to four
+calls with five rows of at most 16 tokens, once; weights, buffers, counters, modes and random states are put back.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.trials.rewind import Rewind
+from lit_efficient.models.generation import longest_row
+from lit_efficient.models.gpt import GPT
+from lit_efficient.models.modes import evaluating, whole_precision
+
+_ROW = 16
+# Of networks that leak none, the rounding alone: 0 to 1e-4 in float32, up to 0.06 in bfloat16; of those that do, 0.08
+# to 8 over all architectures of transformers.
+_EXACT, _COARSE = 5e-3, 0.07
+_Inputs = dict[str, Any]
+
+
+def by_positions(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
+    """Positions that start over: most attention models make their mask of them."""
+    return {"input_ids": input_ids, "position_ids": position_ids}
+
+
+def by_mask(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
+    """A block-diagonal mask for each kind of layer, of the kind that the network's attention takes."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    make = getattr(network, "create_masks_for_generate", create_masks_for_generate)
+    like = torch.empty((*input_ids.shape, 0), dtype=network.dtype, device=input_ids.device)
+    mask = make(network.config, like, None, None, position_ids=position_ids)
+    return by_positions(network, input_ids, position_ids) | {"attention_mask": mask}
+
+
+def by_lengths(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
+    """All rows as one, with the documents' bounds: what kernels for state-space layers and flash attention take."""
+    begins = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1).flatten()
+    bounds = torch.cat((begins.nonzero()[:, 0], begins.new_tensor([begins.numel()], dtype=torch.int64))).int()
+    longest = int(bounds.diff().max())
+    return by_positions(network, input_ids.reshape(1, -1), position_ids.reshape(1, -1)) | {
+        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
+        "seq_idx": (begins.cumsum(0) - 1).int()[None],
+    }  # fmt: skip
+
+
+WAYS = {"position_ids": by_positions, "a block-diagonal mask": by_mask, "lengths of documents": by_lengths}
+
+
+class DocumentRows:
+    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees.
+
+    Args:
+        owner: the task, for errors.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self._asked: nn.Module | None = None
+        self._way: Callable[[Any, Tensor, Tensor], _Inputs] | None = None
+
+    def arguments(
+        self, network: nn.Module, batch: Mapping[str, Tensor], agree: Callable[[bool], bool] = bool
+    ) -> _Inputs:
+        """What to call the network with. ``input_ids`` may be ``[1, B T]`` then, and so is what comes back.
+
+        Args:
+            network: a `GPT` or a causal model of transformers, on the device of the batch.
+            batch: ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded.
+            agree: whether all processes say yes, where several call at once.
+
+        Raises:
+            ConfigurationError: if a token sees later ones, or nothing keeps the documents of a row apart.
+        """
+        plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False}
+        packed = _packed(network, batch)
+        if self._asked is not network or (packed and self._way is None):
+            with _undisturbed(network, batch["input_ids"].device):
+                probe = _Probe(network, batch["input_ids"].device, plain)
+                if self._asked is not network:
+                    self._way = None
+                    self._check_causal(probe, agree)
+                    self._asked = network
+                if packed:
+                    self._way = self._find(probe, agree)
+        if packed:
+            assert self._way is not None
+            return plain | self._way(network, batch["input_ids"], batch["position_ids"])
+        optional = () if isinstance(network, GPT) else ("attention_mask", "position_ids")
+        return plain | {name: batch[name] for name in ("input_ids", *optional) if name in batch}
+
+    def _check_causal(self, probe: "_Probe", agree: Callable[[bool], bool]) -> None:
+        if probe.blind:
+            rank_zero_warn(
+                f"{self.owner}: it is not known whether tokens of {probe.name} see later ones, or other documents of "
+                "their row: no token changes what follows it, or the logits are not finite"
+            )
+        if not agree(probe.sees_later <= probe.tolerance):
+            decoder = "config_fields: {is_decoder: true}, or " if hasattr(probe.network.config, "is_decoder") else ""
+            raise ConfigurationError(
+                f"{self.owner}: {probe.name} is not causal: its tokens see later ones ({probe.sees_later:.2g} of what "
+                f"an earlier one changes), so that each would be predicted from itself; take {decoder}a decoder"
+            )
+
+    def _find(self, probe: "_Probe", agree: Callable[[bool], bool]) -> Callable[[Any, Tensor, Tensor], _Inputs]:
+        reasons = []
+        for name, way in WAYS.items():
+            leak, reason = probe.leak(way)
+            if agree(leak <= probe.tolerance):
+                if way is not by_positions:
+                    rank_zero_info(f"{self.owner}: packed documents are kept apart by {name} in {probe.name}")
+                return way
+            reasons.append(f"with {name} {reason}")
+        raise ConfigurationError(
+            f"{self.owner}: documents of a packed row see each other in {probe.name}: {'; '.join(reasons)}. Give each "
+            "document a row of its own: data.init_args.pack=false"
+        )
+
+
+class _Probe:
+    """Five rows, and what a network makes of them: A B, A' B, A B', B A, and A B with another last token."""
+
+    def __init__(self, network: nn.Module, device: torch.device, plain: _Inputs) -> None:
+        self.network: Any = network
+        self.name = type(network).__name__
+        self.plain = plain
+        self.tolerance = _EXACT if whole_precision(network, device) else _COARSE
+        length = min(_ROW, longest_row(network))
+        self.first = length * 7 // 16  # tokens of A
+        self.changed = (length - self.first) // 2  # those of B that are others in B'
+        tokens = _tokens(self.network)
+        index = torch.arange(length)
+        row, other = (tokens[(index + shift) % len(tokens)] for shift in (0, 1))
+        begins, ends = self.first, self.first + self.changed
+        places = [index < begins, (index >= begins) & (index < ends), index == length - 1]
+        rows = [row, *(torch.where(place, other, row) for place in places)]
+        rows.insert(3, row.roll(-self.first))  # B A
+        self.rows = torch.stack(rows).to(device)
+        positions = torch.cat((torch.arange(self.first), torch.arange(length - self.first))).repeat(5, 1)
+        positions[3] = torch.cat((torch.arange(length - self.first), torch.arange(self.first)))
+        self.positions = positions.to(device)
+        self._instead: dict[str, Tensor] = {}
+        logits = self._logits({"input_ids": self.rows})
+        self.blind = not self._effect(logits) > 1e-6 * float(_norms(logits).max())
+        if self.blind and (instead := _awake(network)):
+            self._instead = instead
+            logits = self._logits({"input_ids": self.rows})
+            self.blind = not self._effect(logits) > 1e-6 * float(_norms(logits).max())
+        self.sees_later = 0.0 if self.blind else self._most(logits[0, :-1] - logits[4, :-1], logits)
+
+    def leak(self, way: Callable[[Any, Tensor, Tensor], _Inputs]) -> tuple[float, str]:
+        """By how much A changes B, and how to say it."""
+        try:
+            logits = self._logits(way(self.network, self.rows, self.positions))
+        except Exception as error:  # each network refuses what it does not take in its own way
+            return float("inf"), f"it fails ({str(error).strip().splitlines()[0] if str(error) else repr(error)})"
+        if self.blind:
+            return 0.0, ""
+        second, alone = logits[0, self.first :], logits[3, : len(logits[3]) - self.first]
+        leak = max(self._most(second - logits[1, self.first :], logits), self._most(second - alone, logits))
+        return leak, f"one changes the next by {leak:.2g} of what that changes itself"
+
+    def _logits(self, inputs: _Inputs) -> Tensor:
+        inputs = {**self.plain, **inputs}
+        if self._instead:
+            output = torch.func.functional_call(self.network, self._instead, (), inputs)
+        else:
+            output = self.network(**inputs)
+        logits = output if isinstance(output, Tensor) else output.logits
+        return logits.float().reshape(*self.rows.shape, -1)
+
+    def _effect(self, logits: Tensor) -> float:
+        behind = self.first + self.changed
+        return float(_norms(logits[0, behind:] - logits[2, behind:]).max())
+
+    def _most(self, difference: Tensor, logits: Tensor) -> float:
+        return float(_norms(difference).max()) / self._effect(logits)
+
+
+def _norms(logits: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(logits, dim=-1)
+
+
+def _tokens(network: Any) -> Tensor:
+    """Some ids that are no special ones, spread over the vocabulary."""
+    if isinstance(network, GPT):
+        return torch.arange(network.head.out_features)[:: max(1, network.head.out_features // _ROW)]
+    config = network.config.get_text_config()
+    given = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    special = {token for ids in given for token in (ids if isinstance(ids, list) else [ids])}
+    usual = torch.tensor([token for token in range(config.vocab_size) if token not in special] or [0])
+    return usual[:: max(1, len(usual) // _ROW)]
+
+
+def _awake(network: nn.Module) -> dict[str, Tensor]:
+    """Noise in place of the parameters that are all zero: behind them a fresh network hides what it will see."""
+    zeros = {
+        name: parameter
+        for name, parameter in network.named_parameters()
+        if parameter.is_floating_point() and not hasattr(parameter, "to_local") and not parameter.any()
+    }
+    return {name: torch.linspace(-0.1, 0.1, p.numel()).to(p).sin_().view_as(p) for name, p in zeros.items()}
+
+
+def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
+    if "position_ids" not in batch:
+        return False
+    if "attention_mask" not in batch or isinstance(network, GPT):
+        return True
+    real = batch["attention_mask"].bool()  # positions of padded rows start over behind the filling only
+    return bool(((batch["position_ids"].diff(dim=1) != 1) & real[:, 1:] & real[:, :-1]).any())
+
+
+@contextmanager
+def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
+    """Call ``network`` in eval mode, eagerly and without gradients, as if it had not been called."""
+    parts = list(network.modules())
+    held = [value for part in parts for name, value in vars(part).items() if name not in ("_parameters", "_modules")]
+    record = Rewind(held, parts, outside=_left_alone)
+    kind = device.type
+    # A weight that is cast here, without gradients, must not be what the step finds in autocast's cache.
+    autocast = torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    )
+    try:
+        with evaluating(network), torch.no_grad(), autocast, torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        record.restore()
+
+
+def _left_alone(kind: type) -> bool:
+    """All but plain containers and tensors: nothing writes weights here, and what objects hold belongs together."""
+    plain = issubclass(kind, dict | list | tuple | set | deque | Tensor)
+    return not plain or issubclass(kind, nn.Parameter) or hasattr(kind, "to_local")

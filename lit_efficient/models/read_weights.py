@@ -1,0 +1,61 @@
+"""Linear layers that a network does not call: it reads their weight, and would read codes where that is quantised.
+
+Mamba multiplies by ``dt_proj.weight`` itself, fused kernels take ``out_proj.weight``. A copy of the network on the meta
+device, which holds no numbers, is run once and tells.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lit_efficient.surgery import mix_in
+
+
+class _Guessing(TorchFunctionMode):
+    """Decisions that need numbers are no: without it most masks could not be made."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.__bool__, Tensor.item):
+            return False
+        return function(*args, **(kwargs or {}))
+
+
+class _Watched(nn.Module):
+    _called = _read = False
+
+    @property
+    def weight(self) -> Tensor:
+        self.__dict__["_read"] |= not self._called
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
+    def forward(self, *inputs: Any) -> Any:
+        self.__dict__["_called"] = True
+        try:
+            return super().forward(*inputs)
+        finally:
+            self.__dict__["_called"] = False
+
+
+def read_layers(make: Callable[[], nn.Module]) -> list[str]:
+    """Names of the linear layers whose weight the causal language model that ``make`` gives reads by itself.
+
+    Found in a training and an evaluation step, for every part of the same class at once: a step may break off where a
+    decision needs numbers.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad(), _Guessing():
+        network = make()
+        layers = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
+        for part in layers.values():
+            mix_in(part, _Watched, _read=False)
+        for training in (True, False):
+            with contextlib.suppress(Exception):  # what it has read until then counts
+                network.train(training)(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    owners = {name: (type(network.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in layers}
+    read = {owners[name] for name, part in layers.items() if part.__dict__["_read"]}
+    return [name for name, owner in owners.items() if owner in read]

@@ -1,0 +1,220 @@
+"""Packed documents are what they are alone, in every architecture or not at all; what is not causal is refused.
+
+The oracle is the same network: the documents one by one, each in a row of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling
+from lit_efficient.mechanisms import documents
+from lit_efficient.mechanisms.documents import DocumentRows
+from lit_efficient.models.causal_lm import build
+from lit_efficient.models.gpt import GPT, GPTConfig
+from tests.models.test_causal_lm import SMALL
+
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8}
+LINEAR = {f"linear_{name}": size for name, size in (("num_value_heads", 4), ("num_key_heads", 2))}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
+    "bamba": {**STATES, "attn_layer_indices": [1]},
+    "qwen3_5_text": {**LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "rwkv": {"attention_hidden_size": 32},
+    "roberta": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+SPLIT = 12  # where the second document begins
+IDS = torch.tensor([[*range(3, 15), *range(40, 57)], [*range(60, 72), *range(20, 37)]])
+PACKED = {
+    "input_ids": IDS,
+    "labels": torch.where(torch.arange(29) == SPLIT, -100, IDS),
+    "position_ids": torch.cat((torch.arange(SPLIT), torch.arange(29 - SPLIT))).repeat(2, 1),
+}
+
+
+def network_of(kind: str, **fields: Any) -> Any:
+    """A small network of a family, which mixes well; ``gpt`` is ours."""
+    torch.manual_seed(0)
+    if kind == "gpt":
+        network: Any = GPT(GPTConfig(vocab_size=97, dim=32, depth=2, num_heads=4, max_length=32))
+    else:
+        small = {name: value for name, value in SMALL.items() if hasattr(CONFIG_MAPPING[kind](), name)}
+        network = build(CausalLMConfig(config_fields={**small, "model_type": kind, **FIELDS[kind], **fields}))
+    for parameter in network.parameters():
+        if parameter.ndim > 1:  # at this width the usual ones mix next to nothing
+            nn.init.normal_(parameter, std=0.15)
+    return network
+
+
+def _task(network: nn.Module) -> LanguageModeling:
+    task = LanguageModeling()
+    task.network = network
+    return task.eval()
+
+
+def _sums(task: LanguageModeling, ids: Tensor) -> Tensor:
+    return task.predict_step({"input_ids": ids, "labels": ids}, 0) * (ids.shape[1] - 1)
+
+
+@torch.no_grad()
+def _apart(network: nn.Module) -> None:
+    """The loss of packed rows is that of their documents, each alone."""
+    task = _task(network)
+    alone = _sums(task, IDS[:, :SPLIT]) + _sums(task, IDS[:, SPLIT:])
+    torch.testing.assert_close(task.predict_step(PACKED, 0) * (29 - 2), alone, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "opt", "gpt_oss"])
+def test_packed_documents_are_what_they_are_alone(kind: str) -> None:
+    """gpt-oss has a window of 4 tokens in every second layer: the mask of its own must stay."""
+    _apart(network_of(kind))
+
+
+def test_documents_are_kept_apart_behind_layers_that_begin_with_zeros() -> None:
+    """As fresh networks often do: nothing is mixed yet, so no output tells what will be."""
+    network = network_of("opt")
+    for layer in network.model.decoder.layers:
+        nn.init.zeros_(layer.self_attn.out_proj.weight)
+        nn.init.zeros_(layer.fc2.weight)
+    rows = DocumentRows("Task")
+    assert "attention_mask" in rows.arguments(network, PACKED)
+    assert not network.model.decoder.layers[0].fc2.weight.any()
+    blind = network_of("bert")
+    for layer in blind.bert.encoder.layer:
+        nn.init.zeros_(layer.attention.output.dense.weight)
+    with pytest.raises(ConfigurationError, match="not causal"):
+        rows.arguments(blind, {"input_ids": IDS})
+
+
+@pytest.mark.parametrize("kind", ["mamba", "qwen3_5_text"])
+def test_carried_states_are_refused_in_packed_rows_alone(kind: str) -> None:
+    task = _task(network_of(kind))
+    with pytest.raises(ConfigurationError, match=r"see each other in .*: with position_ids .*pack=false"):
+        task.predict_step(PACKED, 0)
+    padded = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
+    assert task.predict_step(padded, 0).shape == (2,)
+
+
+def test_kernels_for_states_get_the_documents_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has none of them: what they compute, document by document, stands in for them."""
+    from transformers.models.bamba import modeling_bamba as module
+
+    def by_document(function: Any, dim: int) -> Any:
+        plain = inspect.unwrap(function)
+
+        def kernel(x: Tensor, *args: Any, seq_idx: Tensor | None = None, **options: Any) -> Tensor:
+            if seq_idx is None:
+                return plain(x, *args, **options)
+            assert seq_idx.shape == (x.shape[0], x.shape[dim])
+            sizes = torch.bincount(seq_idx[0]).tolist()
+
+            def parts(value: Any) -> list[Any]:
+                long = isinstance(value, Tensor) and value.ndim > 2 and value.shape[dim] == x.shape[dim]
+                return list(value.split(sizes, dim)) if long else [value] * len(sizes)
+
+            calls = zip(*map(parts, (x, *args)), strict=True)
+            return torch.cat([plain(*call, **options) for call in calls], dim)
+
+        return kernel
+
+    monkeypatch.setattr(module, "causal_conv1d_fn", by_document(module.causal_conv1d_fn, 2))
+    monkeypatch.setattr(module, "mamba2_chunk_scan", by_document(module.mamba2_chunk_scan, 1))
+    network = network_of("bamba")
+    assert DocumentRows("Task").arguments(network, PACKED)["cu_seq_lens_q"].tolist() == [0, 12, 29, 41, 58]
+    _apart(network)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_what_is_not_causal_is_refused_unless_it_can_be_made_so(kind: str) -> None:
+    batch = {"input_ids": IDS, "labels": IDS}
+    with pytest.raises(ConfigurationError, match=r"not causal: its tokens see later ones .*is_decoder: true"):
+        _task(network_of(kind)).predict_step(batch, 0)
+    assert _task(network_of(kind, is_decoder=True)).predict_step(batch, 0).isfinite().all()
+
+
+def test_the_question_leaves_no_trace() -> None:
+    """Weights, buffers, modes, counters and random states: only the step itself is seen."""
+    network = network_of("opt")
+    network.register_buffer("calls", torch.zeros(1))
+    network.count, network.log = 0, []
+    network.model.decoder.layers[0].eval()
+
+    def counting(module: Any, *_: Any) -> None:
+        module.calls += 1
+        module.count += 1
+        module.log.append(random.random() + np.random.rand() + float(torch.rand(1)))
+
+    network.register_forward_pre_hook(counting)
+    modes = [part.training for part in network.modules()]
+    weights = deepcopy({name: value for name, value in network.state_dict().items() if name != "calls"})
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    first = random.random() + np.random.rand() + float(torch.rand(1))
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    inputs = DocumentRows("Task").arguments(network, PACKED)
+    assert (network.count, network.log, network.calls.item()) == (0, [], 0)
+    assert [part.training for part in network.modules()] == modes
+    assert all(torch.equal(value, network.state_dict()[name]) for name, value in weights.items())
+    network(**inputs)
+    assert network.log == [first]
+
+
+def test_the_first_step_in_autocast_still_has_gradients() -> None:
+    """A weight cast without gradients would otherwise be found again in autocast's cache."""
+    task, gradients = _task(network_of("llama")).train(), []
+    for _ in range(2):
+        task.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            task._losses(PACKED)[0].mean().backward()
+        gradients.append([p.grad.clone() for p in task.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients))
+    assert all(gradient.any() for gradient in gradients[0])
+
+
+def test_all_processes_go_the_same_way() -> None:
+    """What one of them cannot do, none does; one that has found nothing is not left behind by the others."""
+    asked: list[bool] = []
+
+    def agree(decision: bool) -> bool:
+        asked.append(decision)
+        return decision and len(asked) != 2
+
+    inputs = DocumentRows("Task").arguments(network_of("llama"), PACKED, agree)
+    assert asked == [True, True, True]  # causal; apart by positions, which another process denies; by a mask
+    assert "attention_mask" in inputs
+
+
+def test_a_network_that_mixes_nothing_is_not_judged() -> None:
+    network = network_of("gpt")
+    network.embedding.weight.data.fill_(1.0)
+    with pytest.warns(UserWarning, match="is not known whether"):
+        assert "position_ids" in DocumentRows("Task").arguments(network, PACKED)
+
+
+def test_positions_of_padded_rows_are_no_documents() -> None:
+    """Filled up on the left, as transformers does for generation: the filling's positions start over, too."""
+    network = network_of("opt")
+    mask = torch.ones_like(IDS)
+    mask[:, :5] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    assert DocumentRows("Task").arguments(network, batch)["attention_mask"] is mask
+    both = DocumentRows("Task").arguments(network, PACKED | {"attention_mask": torch.ones_like(IDS)})
+    assert both["attention_mask"].ndim == 4
+
+
+def test_the_ways_are_those_that_are_documented() -> None:
+    assert list(documents.WAYS) == ["position_ids", "a block-diagonal mask", "lengths of documents"]
