@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lit_efficient import EMA, ConfigurationError, ConflictError, MaxBatchSize, TokenWeightedAccumulation
 from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.mechanisms.rewind import random_states
 from lit_efficient.mechanisms.trials.batch_size import candidate_sizes, divisors, largest_fitting
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, parse_bytes
-from lit_efficient.mechanisms.trials.rewind import random_states
 from lit_efficient.mechanisms.trials.steps import Trials
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones

@@ -21,7 +21,7 @@ from torch import distributed
 
 from lit_efficient.errors import OutOfMemoryError
 from lit_efficient.internals.lightning_data import validate_on
-from lit_efficient.internals.lightning_loops import DATA_FETCHER, forget_restart
+from lit_efficient.internals.lightning_loops import forget_restart
 from lit_efficient.internals.lightning_trainer import (
     call_callbacks,
     call_module,
@@ -29,13 +29,12 @@ from lit_efficient.internals.lightning_trainer import (
     set_default_root_dir,
 )
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
+from lit_efficient.mechanisms.rewind import Rewind, random_states
 from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
-from lit_efficient.mechanisms.trials.rewind import Rewind, random_states
 from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
 _WRITERS = {"Checkpoint", "ProgressBar"}
-_MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", DATA_FETCHER}
 
 
 class Trials:
@@ -54,7 +53,7 @@ class Trials:
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
         roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
         shallow = [trainer, strategy, *([data] if data is not None else [])]
-        self.record = Rewind(roots, shallow, _is_machinery)
+        self.record = Rewind(roots, shallow)
 
     @contextmanager
     def trial(self, accumulate: int = 1, alone: bool = True) -> Iterator[None]:
@@ -189,12 +188,6 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _itself(value: Any, *_: Any, **__: Any) -> Any:
     return value
-
-
-def _is_machinery(kind: type) -> bool:
-    """Whether a type belongs to the machinery of a run, in either of Lightning's namespaces, which trials go around."""
-    roots = {"lightning", "pytorch_lightning"}
-    return any(base.__name__ in _MACHINERY and base.__module__.partition(".")[0] in roots for base in kind.__mro__)
 
 
 class _Waiting:
