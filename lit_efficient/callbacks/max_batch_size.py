@@ -57,7 +57,7 @@ class MaxBatchSize(Technique):
         memory_limit: Bytes that may be used, as a number or like ``12GiB``; null for all there are. On the CPU live
             tensors are measured, parameters and optimizer states included.
         max_size: No size is larger; null for no bound but the dataset's length.
-        min_size: No size is smaller, at least 1; batch normalisation needs 2.
+        min_size: No size is smaller, at least 1. What does not run with 1, such as batch normalisation, starts above.
         scan: Samples to look at for the longest ones, at least 1.
         idle: Names of further callback classes that must not act in trials, because they leave traces outside.
 
@@ -75,10 +75,6 @@ class MaxBatchSize(Technique):
         "find the size in a run without GradualUnfreezing and set it",
         "ActivationCheckpointing(memory_budget=...)": "which blocks are recomputed is decided by the first batch, "
         "after the size is found: use every or save",
-        "EncodedData": "its loader draws whole batches of keys: set batch_size by hand",
-        "ImageData": "its loader draws whole batches of keys: set batch_size by hand",
-        "LatentData": "its loader draws whole batches of keys: set batch_size by hand",
-        "PhotoCrops": "its loader draws whole batches of keys: set batch_size by hand",
         "LanguageData(stream.enabled=True)": "a stream cannot be asked for its longest rows: set batch_size by hand",
     }
 
@@ -216,6 +212,9 @@ class MaxBatchSize(Technique):
                 if isinstance(value, int):
                     self._batch_counts[name] = value
                     setattr(trainer, name, max(1, round(value * self._place.value / found.size)))
+            if found.batches is not None:
+                self._batch_counts.setdefault("limit_train_batches", trainer.limit_train_batches)
+                trainer.limit_train_batches = found.batches
         self._place.set(found.size)
         loop = trainer.fit_loop
         for part in (loop, loop.epoch_loop.val_loop):

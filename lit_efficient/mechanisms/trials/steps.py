@@ -8,6 +8,7 @@ trainer's own loop, so that transforms, rewritten optimizers, precision, clippin
 part. What would leave a trace outside the process does not: loggers, checkpoints, progress bars, writers of files.
 """
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ class Trials:
                 techniques that spare memory by chance do not.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
-        with collected(), tempfile.TemporaryDirectory() as folder:
+        with collected(), _quiet(), tempfile.TemporaryDirectory() as folder:
             try:
                 trainer.callbacks = [callback for callback in trainer.callbacks if self._acts(callback)]
                 trainer.loggers = [DummyLogger()] if trainer.loggers else []
@@ -155,6 +156,17 @@ class Trials:
     def _hook(self, name: str) -> None:
         call_callbacks(self.trainer, name)
         call_module(self.trainer, name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of what is undone afterwards: that a layer thaws, that a size was found."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 class _Feed:
