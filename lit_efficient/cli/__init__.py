@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.errors import constructor_error, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
-from lit_efficient.cli.run import SaveRunConfig, add_default_parts, callbacks_of, last_word, quiet
+from lit_efficient.cli.run import CheckSharding, SaveRunConfig, add_default_parts, callbacks_of, last_word, quiet
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.lightning_cli import OpenCLI
 
@@ -97,7 +97,9 @@ class LitEfficientCLI(OpenCLI):
         quiet(evaluating=self.subcommand != "fit")
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
         add_default_parts(self.part(self.config_init, "trainer", default={}), self.subcommand, optimizer)
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.append(CheckSharding())  # type: ignore[attr-defined]
+        return trainer
 
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
