@@ -36,6 +36,7 @@ SLOTS = {
     "data": "data",
 }
 _TECHNIQUES = {"precision", "plugins", "strategies", "optimizers"}  # a callback is one if it says what it saves
+PURPOSES = ("memory", "speed", "quality")
 _LABELS = ("Saves", "Costs", "Source")
 
 
@@ -55,6 +56,7 @@ class Card:
         conflicts: Classes that it excludes, each with the reason and the way out.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
         distribution: The package of somebody else's that registers it, with its version; empty for ours.
+        helps: What to use it for, of :data:`PURPOSES`, with its rank and a reason.
     """
 
     name: str
@@ -67,6 +69,12 @@ class Card:
     conflicts: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
     distribution: str = ""
+    helps: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+def helping(cards: Iterable[Card], purpose: str) -> list[Card]:
+    """The cards of what helps with one of :data:`PURPOSES`, what costs least first."""
+    return sorted((card for card in cards if purpose in card.helps), key=lambda card: card.helps[purpose][0])
 
 
 def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list[Card]:
@@ -117,6 +125,7 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
         distribution=distribution,
+        helps=ast.literal_eval(attributes["helps"]) if "helps" in attributes else {},
     )
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 
 class LitEfficientError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 2
 
 
 class ConfigurationError(LitEfficientError, ValueError):
@@ -33,6 +35,8 @@ class CheckpointError(LitEfficientError, RuntimeError):
 
 class OutOfMemoryError(LitEfficientError, RuntimeError):
     """A step that needs more memory than there is, or than it may take. The message gives both in bytes."""
+
+    exit_code = 3
 
 
 def refusal(owner: str, name: str, allowed: str, value: object) -> ConfigurationError:

@@ -56,6 +56,7 @@ class CheckpointAverage(ShadowWeights):
         "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
         "EMA": "both exchange the weights for evaluation; keep one of them",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (2, "averages the last weights of a constant rate")}
 
     def __init__(
         self,

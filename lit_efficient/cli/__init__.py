@@ -21,7 +21,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lit_efficient.cli import checkpoint, optimizers, preflight
-from lit_efficient.cli.errors import constructor_error, explain
+from lit_efficient.cli.advice import MemoryAdvice
+from lit_efficient.cli.errors import constructor_error, exit_code, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
 from lit_efficient.cli.run import CheckSharding, SaveRunConfig, add_default_parts, callbacks_of, last_word, quiet
 from lit_efficient.errors import ConfigurationError
@@ -98,7 +99,7 @@ class LitEfficientCLI(OpenCLI):
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
         add_default_parts(self.part(self.config_init, "trainer", default={}), self.subcommand, optimizer)
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.append(CheckSharding())  # type: ignore[attr-defined]
+        trainer.callbacks += [CheckSharding(), MemoryAdvice()]  # type: ignore[attr-defined]
         return trainer
 
     @staticmethod
@@ -150,5 +151,5 @@ def run(argv: Sequence[str]) -> int:
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
-        return 2
+        return exit_code(error)
     return 0

@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.cli.parsing import did_you_mean
-from lit_efficient.errors import ConfigurationError, LitEfficientError
+from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError
 from lit_efficient.files.moved import moved_path
+from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
 MAX_LINES = 10
 _MAX_WIDTH = 400
@@ -46,6 +47,8 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
         lines = _explain_parsing(error.message, argv)
     elif isinstance(error, (LitEfficientError, MisconfigurationException)):
         lines = str(error).strip().splitlines()
+    elif is_out_of_memory(error):
+        lines = [f"out of memory: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"]
     elif isinstance(error, ModuleNotFoundError):
         lines = _explain_missing_module(error)
     elif isinstance(error, OSError) and error.filename is not None:
@@ -54,8 +57,14 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
         lines = _explain_state_dict(str(error))
     else:
         return None
+    lines = [*lines[:2], *"\n".join(notes).splitlines()] if (notes := getattr(error, "__notes__", ())) else lines
     lines = [line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..." for line in lines if line.strip()]
     return "\n".join(lines[:MAX_LINES])
+
+
+def exit_code(error: BaseException) -> int:
+    """What the command line ends with for an error that it can explain; see :mod:`lit_efficient.errors`."""
+    return OutOfMemoryError.exit_code if is_out_of_memory(error) else getattr(error, "exit_code", 2)
 
 
 @contextmanager
