@@ -50,13 +50,12 @@ class Card:
         module: Module that holds it.
         summary: First sentence of the module's docstring.
         facts: ``saves``, ``costs`` and ``source``, the lines that the docstring begins so, and ``phase``, in which it
-            is applied; each may be an empty string.
+            is applied; each may be an empty string. For each of :data:`PURPOSES` that it serves, rank and reason.
         signature: Arguments of the constructor, as written.
         arguments: The ``Args:`` section of the class docstring.
         conflicts: Classes that it excludes, each with the reason and the way out.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
         distribution: The package of somebody else's that registers it, with its version; empty for ours.
-        helps: What to use it for, of :data:`PURPOSES`, with its rank and a reason.
     """
 
     name: str
@@ -69,12 +68,13 @@ class Card:
     conflicts: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
     distribution: str = ""
-    helps: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
-def helping(cards: Iterable[Card], purpose: str) -> list[Card]:
-    """The cards of what helps with one of :data:`PURPOSES`, what costs least first."""
-    return sorted((card for card in cards if purpose in card.helps), key=lambda card: card.helps[purpose][0])
+def helping(cards: Iterable[Card], purpose: str) -> list[tuple[str, str]]:
+    """Name and reason of what helps with one of :data:`PURPOSES`, what costs least first."""
+    found = [(card.facts[purpose].partition(". "), card) for card in cards if purpose in card.facts]
+    ranked = sorted(found, key=lambda entry: int(entry[0][0]))
+    return [(card.name, reason) for (_, _, reason), card in ranked]
 
 
 def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list[Card]:
@@ -112,12 +112,14 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
     attributes = _class_attributes(node)
     phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else ""
+    helps = ast.literal_eval(attributes["helps"]) if "helps" in attributes else {}
+    helps = {purpose: f"{rank}. {reason}" for purpose, (rank, reason) in helps.items()}
     return Card(
         name=name,
         slot=slot,
         module=module,
         summary=_first_paragraph(docstring),
-        facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase},
+        facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase} | helps,
         signature=_signature(node),
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
         conflicts=_conflicts(attributes.get("conflicts")),
@@ -125,7 +127,6 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
         distribution=distribution,
-        helps=ast.literal_eval(attributes["helps"]) if "helps" in attributes else {},
     )
 
 

@@ -29,10 +29,10 @@ class MemoryAdvice(Callback):
 def memory_advice(trainer: Any, module: Any) -> list[str]:
     """A line of YAML for each technique that saves memory and fits the run, the one that costs least first."""
     lines = []
-    for card in helping(read_cards(), "memory"):
-        kind = getattr(lit_efficient, card.name)
+    for name, reason in helping(read_cards(), "memory"):
+        kind = getattr(lit_efficient, name)
         if isinstance(kind, type) and issubclass(kind, Declaration) and _fits(kind(), trainer, module):
-            lines.append(f"  trainer: {{callbacks+: [{card.name}]}}  # {card.helps['memory'][1]}")
+            lines.append(f"  trainer: {{callbacks+: [{name}]}}  # {reason}")
     return lines[:_MOST]
 
 

@@ -55,10 +55,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def ranked(cards: Sequence[Card], purpose: str) -> str:
     """Render what helps with a purpose, what costs least first, with the line of YAML that uses it."""
-    found = [(f"trainer: {{callbacks+: [{c.name}]}}", c) for c in helping(cards, purpose)]
-    found = [(line if c.slot == "trainer.callbacks" else f"{c.slot}: {c.name}", c) for line, c in found]
-    width = max(len(line) for line, _ in found)
-    return "\n".join(f"{line:<{width}}  # {c.helps[purpose][1]}" for line, c in found)
+    lines = [(f"trainer: {{callbacks+: [{name}]}}", reason) for name, reason in helping(cards, purpose)]
+    width = max(len(line) for line, _ in lines)
+    return "\n".join(f"{line:<{width}}  # {reason}" for line, reason in lines)
 
 
 def table(cards: Sequence[Card], width: int | None) -> str:

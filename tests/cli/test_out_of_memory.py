@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lit_efficient
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PURPOSES, helping, read_cards
 from tests.cli.toy_runs import fit
@@ -38,9 +39,9 @@ def test_an_out_of_memory_error_says_what_this_run_could_do(capsys):
 def test_the_catalogue_lists_the_same(purpose, capsys):
     assert main(["techniques", "--for", purpose]) == 0
     lines = capsys.readouterr().out.splitlines()
-    cards = helping(read_cards(), purpose)
-    assert [f"[{card.name}]" in line for card, line in zip(cards, lines, strict=True)] == [True] * len(cards)
-    ranks = [card.helps[purpose][0] for card in cards]
+    found = helping(read_cards(), purpose)
+    assert [f"[{name}]" in line for (name, _), line in zip(found, lines, strict=True)] == [True] * len(found)
+    ranks = [getattr(lit_efficient, name).helps[purpose][0] for name, _ in found]
     assert ranks == sorted(set(ranks))
     assert len(ranks) >= 3
     assert main(["techniques", "--for", "money"]) == 2

@@ -6,9 +6,12 @@ from lit_efficient.internals import lightning_metrics
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import NAMESPACES, module, rows, trainer
 
+LOGGED = "epoch_loop._results, _logger_connector._callback_metrics, _logger_connector._first_loop_iter"
+KEPT = "_defaults, _update_count, _computed, _forward_cache"
+
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-@leans_on("lightning", "trainer.fit_loop.epoch_loop._results and torchmetrics' _defaults", "lightning_metrics")
+@leans_on("lightning", f"{LOGGED} and, of torchmetrics, {KEPT}", "lightning_metrics")
 def test_the_metrics_of_half_an_epoch_can_be_taken_to_another_fit(namespace):
     def logging():
         toy = module(namespace)
