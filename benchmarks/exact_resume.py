@@ -4,7 +4,7 @@
 
 A small network with dropout, shuffling, random augmentation, accumulation over two batches, momentum and a schedule is
 trained once whole, with a checkpoint after every batch; then once from each checkpoint, in new objects.
-A point counts if weights, optimizer and scheduler states at the end are equal in every bit. Takes about half a minute.
+A point counts if weights, optimizer and scheduler states at the end are equal in every bit. Takes about a minute.
 """
 
 import contextlib
@@ -28,6 +28,10 @@ SETTINGS = {
     "validation every 3 batches": {"val_check_interval": 3},
     "2 workers": {"num_workers": 2, "max_epochs": 2},
     "schedule asks for the run's length": {"ask": True, "max_epochs": 2},
+    "StepLR by epoch": {"schedule": "step", "val_check_interval": 3},
+    "ReduceLROnPlateau by epoch": {"schedule": "plateau", "val_check_interval": 3},
+    "ReduceLROnPlateau by step": {"schedule": "plateau", "interval": "step", "val_check_interval": 3},
+    "ReduceLROnPlateau, training loss": {"schedule": "plateau", "monitor": "loss"},
 }
 
 
@@ -40,23 +44,32 @@ class Augmented(Dataset):
 
 
 class Network(pl.LightningModule):
-    def __init__(self, ask, num_workers):
+    def __init__(self, ask, num_workers, schedule, interval, monitor):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-        self.ask, self.num_workers = ask, num_workers
+        self.ask, self.num_workers, self.schedule = ask, num_workers, schedule
+        self.config = {"interval": interval, "monitor": monitor, "strict": False}
 
     def training_step(self, batch, batch_idx):
-        return (self.net(batch) - torch.randn(())).pow(2).mean()
+        loss = (self.net(batch) - torch.randn(())).pow(2).mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
 
     def validation_step(self, batch, batch_idx):
-        self.net(batch[0] + torch.randn(4))
+        self.log("val", self.net(batch[0] + torch.randn(4)).pow(2).mean())
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
         length = self.trainer.estimated_stepping_batches if self.ask else 12
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        schedules = torch.optim.lr_scheduler
+        if self.schedule == "plateau":
+            schedule = schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        elif self.schedule == "step":
+            schedule = schedules.StepLR(optimizer, 1, 0.5)
+        else:
+            schedule = schedules.CosineAnnealingLR(optimizer, length)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.config}}
 
     def train_dataloader(self):
         return DataLoader(Augmented(), batch_size=3, shuffle=True, num_workers=self.num_workers)
@@ -73,13 +86,17 @@ class SaveEveryBatch(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batch_idx:03d}.ckpt")
 
 
-def final_bits(seed, callbacks, ckpt_path=None, *, ask=False, num_workers=0, max_epochs=3, **arguments):
+def final_bits(
+    seed, callbacks, ckpt_path=None, *, ask=False, num_workers=0, max_epochs=3, schedule="cosine", interval=None,
+    monitor="val", **arguments,
+):  # fmt: skip
     pl.seed_everything(seed, verbose=False)
+    interval = interval or ("step" if schedule == "cosine" else "epoch")
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=max_epochs, accumulate_grad_batches=2, callbacks=callbacks, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **arguments,
     )  # fmt: skip
-    trainer.fit(Network(ask, num_workers), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(Network(ask, num_workers, schedule, interval, monitor), ckpt_path=ckpt_path, weights_only=True)
     saved = io.BytesIO()
     optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]

@@ -28,7 +28,8 @@ usage: python -m lit_efficient COMMAND ...
   validate    evaluate a checkpoint on the validation data:    -c CONFIG.yaml --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
-  techniques  list all techniques; `techniques NAME` prints a card, `techniques --matrix` what goes with what
+  techniques  list all techniques; `techniques NAME` prints a card, `--matrix` what goes with what, `--for memory` what
+              helps, `--for speed` and `--for quality`, too
   preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
   cache-latents  encode the images of a config once, for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
   average     the weighted mean of checkpoints:    CKPT... --output FILE

@@ -248,6 +248,24 @@ def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None
 def _configure_model(self: Any) -> None:
     inner_method(self, "configure_model", _configure_model)()
     apply(self, techniques_of(self.trainer))
+    check_sharded(self.trainer, self)
+
+
+def check_sharded(trainer: Any, module: nn.Module) -> None:
+    """Refuse a fit whose processes would each train a copy apart: the strategy leaves all sharding to the module.
+
+    Raises:
+        ConflictError: If the module has been configured, and no parameter is sharded.
+    """
+    traits = traits_of(trainer.strategy)
+    if not traits.dtensors or trainer.world_size == 1 or getattr(trainer.state.fn, "value", "") != "fit":
+        return
+    if not any(map(is_sharded, module.parameters())):
+        raise ConflictError(
+            f"{traits.name} shards nothing by itself, and neither does {type(module).__name__}: each of the "
+            f"{trainer.world_size} processes would train a copy of its own, apart from the others. Shard in "
+            "configure_model (torch.distributed.fsdp.fully_shard over self.device_mesh), or use strategy: ddp"
+        )
 
 
 def _configure_optimizers(self: Any) -> Any:

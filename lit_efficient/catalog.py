@@ -36,6 +36,7 @@ SLOTS = {
     "data": "data",
 }
 _TECHNIQUES = {"precision", "plugins", "strategies", "optimizers"}  # a callback is one if it says what it saves
+PURPOSES = ("memory", "speed", "quality")
 _LABELS = ("Saves", "Costs", "Source")
 
 
@@ -49,7 +50,7 @@ class Card:
         module: Module that holds it.
         summary: First sentence of the module's docstring.
         facts: ``saves``, ``costs`` and ``source``, the lines that the docstring begins so, and ``phase``, in which it
-            is applied; each may be an empty string.
+            is applied; each may be an empty string. For each of :data:`PURPOSES` that it serves, rank and reason.
         signature: Arguments of the constructor, as written.
         arguments: The ``Args:`` section of the class docstring.
         conflicts: Classes that it excludes, each with the reason and the way out.
@@ -67,6 +68,13 @@ class Card:
     conflicts: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
     distribution: str = ""
+
+
+def helping(cards: Iterable[Card], purpose: str) -> list[tuple[str, str]]:
+    """Name and reason of what helps with one of :data:`PURPOSES`, what costs least first."""
+    found = [(card.facts[purpose].partition(". "), card) for card in cards if purpose in card.facts]
+    ranked = sorted(found, key=lambda entry: int(entry[0][0]))
+    return [(card.name, reason) for (_, _, reason), card in ranked]
 
 
 def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list[Card]:
@@ -104,12 +112,14 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
     attributes = _class_attributes(node)
     phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else ""
+    helps = ast.literal_eval(attributes["helps"]) if "helps" in attributes else {}
+    helps = {purpose: f"{rank}. {reason}" for purpose, (rank, reason) in helps.items()}
     return Card(
         name=name,
         slot=slot,
         module=module,
         summary=_first_paragraph(docstring),
-        facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase},
+        facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase} | helps,
         signature=_signature(node),
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
         conflicts=_conflicts(attributes.get("conflicts")),

@@ -80,6 +80,8 @@ class Declaration:
     # What it cannot work with: name of a class -> why, and the way out. ``Name(argument=...)`` is one for which that
     # argument is set, ``Name(group.argument='value')`` one that was given this value. Optimizers may have some, too.
     conflicts: ClassVar[Mapping[str, str]] = {}
+    # What to use it for, of memory, speed and quality -> rank and reason; the smaller the rank, the less it costs.
+    helps: ClassVar[Mapping[str, tuple[int, str]]] = {}
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
-from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics
+from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics, statistics_of
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import (
     averageable,
@@ -56,6 +56,7 @@ class CheckpointAverage(ShadowWeights):
         "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
         "EMA": "both exchange the weights for evaluation; keep one of them",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (2, "averages the last weights of a constant rate")}
 
     def __init__(
         self,
@@ -167,10 +168,9 @@ class CheckpointAverage(ShadowWeights):
         super().swap_in(module)
         if standing or self._raw is None or not batch_norms(module):
             return
-        self._raw_statistics = _buffers(module)
         if self._statistics is None:
-            recompute_statistics(module, self.bn_batches, who="CheckpointAverage")
-            self._statistics = _buffers(module)
+            self._statistics = recompute_statistics(module, self.bn_batches, who="CheckpointAverage")
+        self._raw_statistics = statistics_of(module)
         _restore(module, self._statistics)
 
     @outside_autograd
@@ -201,11 +201,6 @@ class CheckpointAverage(ShadowWeights):
         """Take the snapshots of a checkpoint."""
         self._mean, self._statistics = None, dict(state_dict["statistics"]) or None
         self._snapshots, self._count = [dict(s) for s in state_dict["snapshots"]], int(state_dict["count"])
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    norms = batch_norms(module)
-    return {f"{n}.{key}": t.clone() for n, norm in norms.items() for key, t in norm.named_buffers(recurse=False)}
 
 
 def _restore(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:

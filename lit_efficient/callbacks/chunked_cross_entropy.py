@@ -43,6 +43,7 @@ class ChunkedCrossEntropy(Technique):
 
     phase = Phase.RECOMPUTE
     conflicts: ClassVar[dict[str, str]] = {}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (3, "the logits of a language model, for nothing")}
 
     def __init__(
         self, chunk_size: int = CHUNK_SIZE, backend: str = "auto", z_loss: float = 0.0, label_smoothing: float = 0.0

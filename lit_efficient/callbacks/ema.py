@@ -51,6 +51,7 @@ class EMA(ShadowWeights):
         "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
         "CheckpointAverage": "both exchange the weights for evaluation; keep one of them",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (1, "evaluates with averaged weights")}
 
     def __init__(
         self,

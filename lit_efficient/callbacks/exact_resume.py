@@ -2,9 +2,10 @@
 
     before batch k of epoch e:  torch, Python and NumPy are seeded by hash(seed, e, k, rank)
     order of epoch e:           a pure function of (seed, e); the loader's state is the number of batches it yielded
+    after a resume:             what was still to do for the last batch: validate, step schedulers, end the epoch
 
 Saves: the work since the last epoch's end, in code that knows nothing of it; stock Lightning shuffles and draws again.
-Costs: 0.1 ms a step and five integers in the checkpoint; inside an accumulation window also the gradients so far.
+Costs: 0.1 ms a step; a few numbers and the metrics in the checkpoint, inside an accumulation window also the gradients.
 Source: Lightning's stateful-loader protocol, https://lightning.ai/docs/pytorch/stable/clouds/fault_tolerant_training_basic.html.
 
 Reseeding was chosen over storing generator states because it needs no state: it holds for every rank although rank 0
@@ -24,7 +25,8 @@ from torch import Tensor
 from lit_efficient.declaration import Report
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_data import restore_loader_states
-from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_loops import accumulates, end_batch, end_epoch, settle
+from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
@@ -54,6 +56,8 @@ class ExactResume(Technique):
         self._rank = 0
         self._world_size: int | None = None
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window, to be put back
+        self._reached = ""  # what of a batch is over: "batch", "validation" or "epoch"; empty inside a step
+        self._resumed: dict[str, Any] = {}  # the same of the checkpoint, with its metrics
         self._said: set[str] = set()
         self._loaders: list[ResumableLoader] | None = None  # in a fit
 
@@ -85,6 +89,7 @@ class ExactResume(Technique):
             loader.reseed(self._run_seed)  # strategies that restore late made them before the checkpoint was read
         # Lightning forgets to, if something (a scheduler that asks how long the run is) made it load the data early.
         restore_loader_states(trainer)
+        self._go_on(trainer)
         gradients, self._gradients = self._gradients, None
         if gradients:
             for name, parameter in pl_module.named_parameters():
@@ -92,10 +97,30 @@ class ExactResume(Technique):
                     parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._reached = ""
         seed_all(self._seed_at(trainer, -1))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._reached = ""
         seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._reached = "batch"
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._reached:  # a resumed run may validate again
+            seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx, 1))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._reached:
+            self._reached = "validation"
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._reached = "epoch"
+        seed_all(self._seed_at(trainer, -2))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._reached = ""
 
     def describe(self, module: Any) -> Report:
         return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
@@ -118,23 +143,47 @@ class ExactResume(Technique):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
+        if self._reached:
+            results = unfinished(trainer) if self._reached != "epoch" else []
+            if trainer.world_size > 1 and results:
+                self._say("each process's part of the epoch's training metrics is not in the checkpoint")
+                results = []
+            state |= {"reached": self._reached, "metrics": monitored(trainer), "results": results}
         if not _window_is_open(trainer, pl_module):
             return
         if trainer.world_size > 1:
             self._say("a checkpoint inside an accumulation window: each process's gradients so far are not in it")
             return
         named = pl_module.named_parameters()
-        gradients = {name: parameter.grad.detach().clone() for name, parameter in named if parameter.grad is not None}
-        checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())["gradients"] = gradients
+        state["gradients"] = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if self._loaders is not None and self.state_key not in checkpoint.get("callbacks", {}):
+        if self._loaders is None:
+            return
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state is None:
             self._say("the checkpoint was written without ExactResume: its epoch's data order cannot be known")
+        elif "reached" in state:  # older ones have none
+            self._resumed = {key: state[key] for key in ("reached", "metrics", "results")}
+            settle(checkpoint, epoch=state["reached"] == "epoch")  # the loops are restored after the callbacks
 
-    def _seed_at(self, trainer: Any, batch: int) -> int:
+    def _go_on(self, trainer: Any) -> None:
+        """Have the rest of the checkpoint's last batch done: Lightning would go on to the next one."""
+        state, self._resumed = self._resumed, {}
+        if not state:
+            return
+        restore(trainer, state["metrics"], state["results"])
+        self._reached = state["reached"]
+        if self._reached == "epoch":
+            end_epoch(trainer)
+        else:
+            wrap_method(trainer.fit_loop.epoch_loop, "advance", _end_batch)
+
+    def _seed_at(self, trainer: Any, batch: int, *purpose: int) -> int:
         assert self._run_seed is not None
-        return mix_seed(self._run_seed, _epoch(trainer), batch, self._rank)
+        return mix_seed(self._run_seed, _epoch(trainer), batch, self._rank, *purpose)
 
     def _say_limits(self, trainer: Any, pl_module: Any) -> None:
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
@@ -160,18 +209,30 @@ class ExactResume(Technique):
         return made
 
     def _unwrap(self, trainer: Any) -> None:
-        self._loaders = None
+        self._loaders, self._reached, self._resumed = None, "", {}
+        unwrap_method(trainer.fit_loop.epoch_loop, "advance", _end_batch)
         unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
 
 
 def _process_dataloader(self: Any, dataloader: Any) -> Any:
     """Around ``strategy.process_dataloader``, the last hand that every loader passes through."""
     trainer = self.lightning_module.trainer
-    technique = next((callback for callback in trainer.callbacks if isinstance(callback, ExactResume)), None)
+    technique = _of(trainer)
     # The trainer is in its training stage for training loaders only: validation in between changes the stage.
     if technique is not None and technique._loaders is not None and trainer.training:
         dataloader = technique._resumable(trainer, dataloader)
     return inner_method(self, "process_dataloader", _process_dataloader)(dataloader)
+
+
+def _end_batch(self: Any, data_fetcher: Any) -> None:
+    """In the place of ``epoch_loop.advance``, once: after it Lightning validates, steps schedulers, ends the epoch."""
+    unwrap_method(self, "advance", _end_batch)
+    technique = _of(self.trainer)
+    end_batch(self.trainer, validated=technique is not None and technique._reached == "validation")
+
+
+def _of(trainer: Any) -> ExactResume | None:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, ExactResume)), None)
 
 
 def _epoch(trainer: Any) -> int:

@@ -70,6 +70,9 @@ class LoRA(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA"
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (6, "gradients and states of all but adapters: another training")
+    }
 
     def __init__(
         self,

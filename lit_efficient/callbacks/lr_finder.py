@@ -30,12 +30,13 @@ from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_loaders import copied
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
+    SETTLED,
+    grows,
     plot_rates,
     rates_to_try,
     scale_rates,
     scale_schedule,
     set_rate,
-    smoothed,
     suggest_lr,
 )
 from lit_efficient.mechanisms.trials.steps import Trials, schedule, unschedule
@@ -55,7 +56,8 @@ class LRFinder(Technique):
         max_lr: Last rate, above ``min_lr``.
         num_steps: Optimizer steps, at least 3; the data is begun again where it is shorter.
         mode: ``exponential`` for equal ratios, ``linear`` for equal differences.
-        early_stop_threshold: Stop when the smoothed loss is above so many times the lowest; null for never.
+        early_stop_threshold: Stop when the smoothed loss is above so many times the lowest, once it is a mean of five
+            steps; null for never.
         apply: Train with the suggestion. If false, only report and draw it.
         plot: Path of a PNG of the test; null for none.
         idle: Names of further callback classes that must not act in the test, because they leave traces outside.
@@ -181,7 +183,9 @@ class LRFinder(Technique):
 def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tuple[list[float], list[float]]:
     """Train at rising rates; the loss of a step is the mean of its micro-batches', over all processes."""
     rates = rates_to_try(finder.min_lr, finder.max_lr, finder.num_steps, finder.mode)
+    tried: list[float] = []
     losses: list[float] = []
+    skipped = 0  # steps without a loss, one after the other
     accumulate = trainer.accumulate_grad_batches
     batches = _batches(trainer)
     generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
@@ -193,19 +197,25 @@ def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tu
         for rate in rates:
             for group, share in zip(optimizer.param_groups, shares):
                 set_rate(group, rate * share)
-            losses.append(_step(trainer, trials, batches, accumulate))
-            curve = [loss for loss in smoothed(losses, _DECAY) if math.isfinite(loss)]
-            threshold = finder.early_stop_threshold
-            if not math.isfinite(losses[-1]) or (threshold is not None and curve[-1] > threshold * min(curve) > 0):
+            loss = _step(trainer, trials, batches, accumulate)
+            if loss is None:  # training_step gave none: of a step that was skipped nothing is known
+                skipped += 1
+                if skipped == SETTLED:
+                    break
+                continue
+            skipped = 0
+            tried.append(rate)
+            losses.append(loss)
+            if not math.isfinite(loss) or grows(losses, finder.early_stop_threshold, _DECAY):
                 break
     for generator, state in generators:
         generator.set_state(state)
     trials.finish()
-    return rates[: len(losses)], losses
+    return tried, losses
 
 
-def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int) -> float:
-    """One optimizer step; its loss, or NaN where a guard refuses it."""
+def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int) -> float | None:
+    """One optimizer step; its loss, NaN where a guard refuses it, ``None`` if ``training_step`` gave none."""
     losses: list[Tensor] = []
     trainer.callbacks = [*trainer.callbacks, watcher := _Losses(losses)]
     try:
@@ -217,8 +227,9 @@ def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int)
         return math.nan  # what the test is after
     finally:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not watcher]
-    # Lightning has divided each by the number of micro-batches.
-    mean = torch.stack(losses).sum() if losses else torch.tensor(math.nan)
+    if trials.agree(float(bool(losses))) == 0:
+        return None
+    mean = torch.stack(losses).mean() * accumulate  # Lightning has divided each by the number of micro-batches
     return float(trainer.strategy.reduce(mean.to(trainer.strategy.root_device), reduce_op="mean"))
 
 

@@ -26,11 +26,11 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_choice
 from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders
 from lit_efficient.internals.lightning_loops import validates_next
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.mechanisms.rewind import other_randomness
 from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
 from lit_efficient.mechanisms.trials.memory import format_bytes, parse_bytes
 from lit_efficient.mechanisms.trials.probes import live_generators
-from lit_efficient.mechanisms.trials.rewind import other_randomness
 from lit_efficient.mechanisms.trials.steps import schedule, unschedule
 from lit_efficient.technique import Technique
 
@@ -57,7 +57,7 @@ class MaxBatchSize(Technique):
         memory_limit: Bytes that may be used, as a number or like ``12GiB``; null for all there are. On the CPU live
             tensors are measured, parameters and optimizer states included.
         max_size: No size is larger; null for no bound but the dataset's length.
-        min_size: No size is smaller, at least 1; batch normalisation needs 2.
+        min_size: No size is smaller, at least 1. What does not run with 1, such as batch normalisation, starts above.
         scan: Samples to look at for the longest ones, at least 1.
         idle: Names of further callback classes that must not act in trials, because they leave traces outside.
 
@@ -75,11 +75,11 @@ class MaxBatchSize(Technique):
         "find the size in a run without GradualUnfreezing and set it",
         "ActivationCheckpointing(memory_budget=...)": "which blocks are recomputed is decided by the first batch, "
         "after the size is found: use every or save",
-        "EncodedData": "its loader draws whole batches of keys: set batch_size by hand",
-        "ImageData": "its loader draws whole batches of keys: set batch_size by hand",
-        "LatentData": "its loader draws whole batches of keys: set batch_size by hand",
-        "PhotoCrops": "its loader draws whole batches of keys: set batch_size by hand",
         "LanguageData(stream.enabled=True)": "a stream cannot be asked for its longest rows: set batch_size by hand",
+    }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (1, "smaller batches, accumulated to the same effective one"),
+        "speed": (4, "larger batches that fit"),
     }
 
     def __init__(
@@ -216,6 +216,9 @@ class MaxBatchSize(Technique):
                 if isinstance(value, int):
                     self._batch_counts[name] = value
                     setattr(trainer, name, max(1, round(value * self._place.value / found.size)))
+            if found.batches is not None:
+                self._batch_counts.setdefault("limit_train_batches", trainer.limit_train_batches)
+                trainer.limit_train_batches = found.batches
         self._place.set(found.size)
         loop = trainer.fit_loop
         for part in (loop, loop.epoch_loop.val_loop):

@@ -43,6 +43,9 @@ class OffloadOptimizer(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both"
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (5, "all of the optimizer's states, for transfers in each step")
+    }
 
     def __init__(self, piece_mb: int = 256) -> None:
         super().__init__()

@@ -51,6 +51,7 @@ class SNRWeighting(LossHooks, Technique):
 
     phase = Phase.LOSS
     conflicts: ClassVar[dict[str, str]] = {}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (3, "weighs the noise levels of diffusion")}
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class TokenWeightedAccumulation(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "OptimizerInBackward": "it steps before the tokens of the window are counted; leave one of the two out"
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (4, "accumulated gradients are those of the big batch")}
 
     def __init__(
         self, count: str = "auto", ignore_index: int = -100, mask: bool = False, shift: bool | None = None

@@ -23,9 +23,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lit_efficient.cli import checkpoint, optimizers, preflight
+from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.errors import constructor_error, exit_code, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
-from lit_efficient.cli.run import SaveRunConfig, add_default_parts, callbacks_of, last_saved, last_word, quiet
+from lit_efficient.cli.run import (
+    CheckSharding,
+    SaveRunConfig,
+    add_default_parts,
+    callbacks_of,
+    last_saved,
+    last_word,
+    quiet,
+)
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.internals.lightning_cli import OpenCLI
@@ -101,7 +110,9 @@ class LitEfficientCLI(OpenCLI):
         quiet(evaluating=self.subcommand != "fit")
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
         add_default_parts(self.part(self.config_init, "trainer", default={}), self.subcommand, optimizer)
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks += [CheckSharding(), MemoryAdvice()]  # type: ignore[attr-defined]
+        return trainer
 
     def run_subcommand(self, subcommand: str) -> None:
         """Run it; of a run that diverges say what is left."""

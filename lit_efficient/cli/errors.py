@@ -61,6 +61,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
         lines = _explain_state_dict(str(error))
     else:
         return None
+    lines = [*lines[:2], *"\n".join(notes).splitlines()] if (notes := getattr(error, "__notes__", ())) else lines
     lines = [line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..." for line in lines if line.strip()]
     return "\n".join(lines[:MAX_LINES])
 

@@ -6,6 +6,7 @@ Everything here is decided before a class is imported, because importing what a 
 import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import re
 import types
@@ -119,6 +120,11 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
                 raise ConfigurationError("--allow-import needs the name of a package, as in --allow-import my_project")
             allowed.append(package)
             continue
+        if key.startswith("--") and key.endswith(".strategy"):
+            value = value if equals else next(tokens, "")
+            named = strategy_class(value)
+            arguments.append(f"{key}={json.dumps(named) if isinstance(named, dict) else named}")
+            continue
         leaf = _leaf(key[2:]) if key.startswith("--") else ""
         is_slot = leaf in _SLOTS or leaf in ("class_path", "help")
         if is_slot and equals:
@@ -143,12 +149,20 @@ def full_name(name: str) -> str:
     return theirs.path if theirs else _ALIASES.get(name, name)
 
 
+def strategy_class(name: str) -> str | dict[str, str]:
+    """What the trainer takes for a class: a plain string would be one of Lightning's own short names, such as ddp."""
+    full = full_name(name)
+    return {"class_path": full} if full.rpartition(".")[2] in strategies.__all__ else full
+
+
 def expand_short_names(tree: Any, key: str = "") -> Any:
     """Write the short class names in a loaded config in full: those in ``class_path`` and in the slots."""
     if isinstance(tree, dict):
         return {k: expand_short_names(value, str(k)) for k, value in tree.items()}
     if isinstance(tree, list):
         return [expand_short_names(item, key) for item in tree]
+    if isinstance(tree, str) and _leaf(key) == "strategy":
+        return strategy_class(tree)
     if isinstance(tree, str) and (_leaf(key) in _SLOTS or _leaf(key) == "class_path"):
         return full_name(tree)
     return tree

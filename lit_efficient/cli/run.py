@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
+from lit_efficient.application import check_sharded
 from lit_efficient.files.atomic_file import replacing
 
 # Beginnings of messages that advertise something, or tell what is not there.
@@ -76,6 +77,13 @@ def run_folder(trainer: Trainer) -> Path:
         return Path(log_dir or trainer.default_root_dir)
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version
+
+
+class CheckSharding(Callback):
+    """Refuse a fit under FSDP2 that shards nothing, with techniques and without."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        check_sharded(trainer, pl_module)
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -6,12 +6,13 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from lit_efficient.catalog import Card, pairs, read_cards, read_third_party
+from lit_efficient.catalog import PURPOSES, Card, helping, pairs, read_cards, read_third_party
 
-USAGE = """usage: python -m lit_efficient techniques [NAME | --matrix | --markdown]
+USAGE = """usage: python -m lit_efficient techniques [NAME | --for PURPOSE | --matrix | --markdown]
 
   (nothing)    all techniques: slot in the YAML, what it saves, what it costs, where it comes from
   NAME         the card of one technique, task or data module
+  --for memory | speed | quality   what to use, what costs least first
   --matrix     what goes with what
   --markdown   the table as Markdown"""
 
@@ -30,10 +31,14 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         print(table(cards, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         return 0
+    if arguments[0] == "--for" and len(arguments) == 2 and arguments[1] in PURPOSES:
+        print(ranked(cards, arguments[1]))
+        return 0
     renderers = {"--matrix": matrix, "--markdown": markdown}
     wanted = arguments[0]
     if len(arguments) > 1 or (wanted.startswith("-") and wanted not in renderers):
-        print(f"error: techniques takes a name, --matrix or --markdown, got: {' '.join(arguments)}", file=sys.stderr)
+        allowed = "a name, --for memory | speed | quality, --matrix or --markdown"
+        print(f"error: techniques takes {allowed}, got: {' '.join(arguments)}", file=sys.stderr)
         return 2
     if wanted in renderers:
         print(renderers[wanted](cards))
@@ -46,6 +51,13 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     print(card_text(known[wanted.lower()]))
     return 0
+
+
+def ranked(cards: Sequence[Card], purpose: str) -> str:
+    """Render what helps with a purpose, what costs least first, with the line of YAML that uses it."""
+    lines = [(f"trainer: {{callbacks+: [{name}]}}", reason) for name, reason in helping(cards, purpose)]
+    width = max(len(line) for line, _ in lines)
+    return "\n".join(f"{line:<{width}}  # {reason}" for line, reason in lines)
 
 
 def table(cards: Sequence[Card], width: int | None) -> str:

@@ -20,7 +20,7 @@ def drop_loaders(loop: Any) -> None:
     """Stop a loop's workers, and have its loaders made again: ``_data_fetcher`` and ``_combined_loader``."""
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
-    loop._combined_loader = None
+    loop._combined_loader = loop._data_fetcher = None
 
 
 def restore_loader_states(trainer: Any) -> None:

@@ -23,3 +23,29 @@ def forget_restart(trainer: Any) -> None:
     loop = trainer.fit_loop
     for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         part._restarting = False
+
+
+def settle(checkpoint: dict[str, Any], epoch: bool) -> None:
+    """Let a checkpoint's counters say that its last batch is over, or with ``epoch`` its epoch: ``loops.fit_loop``."""
+    counters = checkpoint["loops"]["fit_loop"]
+    over = ["epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress", *(["epoch_progress"] if epoch else [])]
+    for name in over:
+        for part in ("total", "current"):
+            counters[name][part] = dict.fromkeys(counters[name][part], counters[name][part]["ready"])
+
+
+def end_batch(trainer: Any, validated: bool) -> None:
+    """Inside a restarted ``epoch_loop.advance``: let the loops go on as after the batch before: ``_skip_next_val``."""
+    forget_restart(trainer)
+    trainer.fit_loop.epoch_loop._skip_next_val = validated
+
+
+def end_epoch(trainer: Any) -> None:
+    """At the start of a restarted fit: step schedulers that monitor, and begin an epoch: ``reset_restart_stage``."""
+    loop = trainer.fit_loop
+    loop.epoch_progress.current.completed -= 1  # the number of the epoch that is over
+    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    loop.epoch_progress.current.completed += 1
+    forget_restart(trainer)
+    for part in (loop, loop.epoch_loop):
+        part.reset_restart_stage()

@@ -19,7 +19,7 @@ def fetcher(loader: DataLoader[Any]) -> Any:
     """What a loader without workers reads with: ``fetch(indices)`` is a batch; ``_MapDatasetFetcher``."""
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-    return _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False)
+    return _MapDatasetFetcher(loader.dataset, loader.batch_sampler is not None, loader.collate_fn, False)
 
 
 class PlannedLoader(DataLoader[Any]):

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torchmetrics import SumMetric
 
 from lit_efficient import CheckpointAverage, ConfigurationError, ConflictError
 from lit_efficient.mechanisms.averages.weights import position_weights
+from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler, keyed_loader
 from tests.callbacks.test_ema import Trace
 from tests.support import Toy, assert_equal, data, trainer, weights
 
@@ -22,6 +24,16 @@ class Normed(Toy):
         super()._build()
         if not built:
             self.net.head = nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.5), self.net.head)
+
+
+def normed_input(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What reaches the BatchNorm layer from all data, in a network of these weights."""
+    twin = Normed()
+    twin.load_state_dict(state)
+    hidden = twin.net.stem(data().dataset.tensors[0])
+    for block in twin.net.blocks:
+        hidden = block(hidden)
+    return hidden.detach()
 
 
 def fit(average: CheckpointAverage, module: Any = None, **arguments: Any) -> tuple[Any, Trace]:
@@ -65,19 +77,53 @@ def test_statistics_are_those_of_the_average_and_training_never_notices(tmp_path
     assert module.net.head[0].momentum == 0.1
 
     used = trace.used["validate"]
-    twin = Normed()
-    twin.load_state_dict(used)
-    norm = twin.net.head[0]
-    x = data().dataset.tensors[0]
-    hidden = twin.net.stem(x)
-    for block in twin.net.blocks:
-        hidden = block(hidden)
-    torch.testing.assert_close(norm.running_mean, hidden.mean(0), rtol=1e-4, atol=1e-5)
+    hidden = normed_input(used)
+    torch.testing.assert_close(used["net.head.0.running_mean"], hidden.mean(0), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(module.net.head[0].running_mean, hidden.mean(0), rtol=1e-2)
     run.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
     checkpoint = torch.load(tmp_path / "w.ckpt", weights_only=True)
     assert_equal(checkpoint["state_dict"], used)
     assert checkpoint["lit_efficient"]["weights"] == "average"
+
+
+def test_passes_for_the_statistics_leave_nothing_in_the_module() -> None:
+    class Carries(Normed):
+        """Counts, draws and carries a state in its training step, and logs a metric object of each epoch."""
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.samples, self.generator = SumMetric(), torch.Generator().manual_seed(1)
+            self.register_buffer("carried", torch.zeros(()))
+            self.history: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.carried.add_(torch.rand((), generator=self.generator))
+            self.history.append(float(self.carried))
+            self.samples(len(batch))
+            self.log("samples", self.samples, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    ends = []
+    for callbacks in ([], [CheckpointAverage(last_k=2, every_n_steps=1)]):
+        torch.manual_seed(0)
+        run = trainer(callbacks, max_epochs=2, val_check_interval=2)
+        run.fit(module := Carries(), data(shuffle=True), data())
+        ends.append([run.callback_metrics["samples"].item(), module.history, module.carried.item()])
+        ends[-1] += [module.generator.get_state().tolist()]
+    assert ends[0] == ends[1]
+
+
+class Keyed(Dataset):
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return data().dataset[key[0]]
+
+
+def test_statistics_come_from_loaders_of_whole_batches_too() -> None:
+    loader = keyed_loader(Keyed(), KeyedBatchSampler(range(16), 4), default_collate)
+    run = trainer([CheckpointAverage(every_n_steps=1), trace := Trace()], max_epochs=1)
+    run.fit(Normed(), loader, data())
+    used = trace.used["validate"]
+    torch.testing.assert_close(used["net.head.0.running_mean"], normed_input(used).mean(0), rtol=1e-4, atol=1e-5)
 
 
 def test_batch_norm_without_suitable_data_or_step_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from PIL import Image
 
-from lit_efficient import ConfigurationError, LRFinder, NonFiniteGuard, suggest_lr
-from lit_efficient.mechanisms.trials.rate_range import rates_to_try, smoothed
+from lit_efficient import ConfigurationError, GradualUnfreezing, LRFinder, NonFiniteGuard, suggest_lr
+from lit_efficient.mechanisms.trials.rate_range import grows, rates_to_try, smoothed
 from tests.callbacks.test_max_batch_size import Noisy, _everything
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones
@@ -53,8 +55,12 @@ def test_pure_functions() -> None:
     assert suggest_lr(rates, cut, decay=0.0) == suggest_lr(rates, losses, decay=0.0)
     with pytest.raises(ConfigurationError, match="never falls"):
         suggest_lr([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    with pytest.raises(ConfigurationError, match="1 finite losses are too few"):
+    with pytest.raises(ConfigurationError, match=r"1 finite losses are too few .* it is inf at the rate 2"):
         suggest_lr([1.0, 2.0, 3.0], [1.0, math.inf, 3.0])
+    noisy = [0.1, 1.0, 1.2, 1.1, 1.0, 0.9, 0.8, 0.8, 0.7]
+    assert not any(grows(noisy[:end], 4.0) for end in range(10))
+    assert grows([*noisy, 30.0], 4.0)
+    assert not grows([*noisy, 30.0], None)
 
 
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
@@ -122,6 +128,38 @@ def test_divergence_ends_the_test(guard: bool) -> None:
     early = finder(min_lr=1e-3, max_lr=1e30, num_steps=40)
     trainer([early]).fit(Toy(), data(), data())
     assert len(early.losses) < len(search.losses)
+
+
+class Skips(Toy):
+    """Returns no loss for some batches."""
+
+    skipped: Collection[int] = (0, 2)
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        output = super().training_step(batch, batch_idx)
+        return None if self.steps - 1 in self.skipped else output
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_without_a_loss_is_left_out() -> None:
+    search = finder(num_steps=8)
+    trainer([search]).fit(Skips(), data(), data())
+    assert len(search.losses) == 6
+    assert search.rates == [rate for i, rate in enumerate(rates_to_try(LOW, HIGH, 8, "exponential")) if i not in (0, 2)]
+    never = Skips()
+    never.skipped = range(2, 100)
+    search = finder(num_steps=50)
+    with pytest.raises(ConfigurationError, match=r"2 finite losses .*: training_step returned no loss in the other"):
+        trainer([search]).fit(never, data(), data())
+
+
+def test_nothing_is_said_of_what_is_undone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    trainer([finder(), GradualUnfreezing(every_n_steps=2)], max_steps=2).fit(Toy(), data(), data())
+    assert "LRFinder: suggests" in caplog.text
+    assert " thaws" not in caplog.text
 
 
 def test_a_resumed_run_does_not_test_again(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lit_efficient import EMA, ConfigurationError, ConflictError, MaxBatchSize, TokenWeightedAccumulation
 from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler, keyed_loader
+from lit_efficient.mechanisms.rewind import random_states
 from lit_efficient.mechanisms.trials.batch_size import candidate_sizes, divisors, largest_fitting
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, parse_bytes
-from lit_efficient.mechanisms.trials.rewind import random_states
 from lit_efficient.mechanisms.trials.steps import Trials
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones
@@ -461,3 +462,87 @@ def test_settings_that_count_batches_go_on_counting_the_same_samples() -> None:
     assert counter.rows == 3 * 4
     assert (run.limit_train_batches, run.val_check_interval) == (3, 2)
     assert run.global_step == 3
+
+
+class _Keyed(L.LightningDataModule):
+    """Whole batches of keys in two shapes, of which the second is rarer and larger."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        keyed = KeyedBatchSampler(range(32), self.batch_size, lambda index: index % 4 == 0)
+        return keyed_loader(_Shapes(), keyed, torch.stack)
+
+
+class _Shapes(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
+        return torch.full((64 if key[0] % 4 == 0 else 16,), 0.1)
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_loaders_of_whole_batches_grow(passed: bool) -> None:
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.sizes: set[tuple[int, ...]] = set()
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.sizes.add(tuple(batch.shape))
+
+    def fit(callbacks: list[Any], size: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        datamodule = _Keyed(size)
+        given = {"train_dataloaders": datamodule.train_dataloader()} if passed else {"datamodule": datamodule}
+        trainer(callbacks).fit(module := TextModule(), **given)
+        return weights(module)
+
+    finder = MaxBatchSize(keep_effective_batch=False, max_size=8)
+    found = fit([finder, watch := Watch()], 4)
+    assert finder.found is not None
+    assert [trial["size"] for trial in finder.found.trials] == [1, 2, 4, 8]
+    assert watch.sizes == {(8, 16), *((size, 64) for size in (1, 2, 4, 8))}  # trials took the larger shape
+    assert_equal(found, fit([], 8))
+
+
+def test_a_fit_may_end_before_its_first_validation() -> None:
+    run = trainer([MaxBatchSize(max_size=2)], num_sanity_val_steps=2, max_steps=1)
+    run.fit(Toy(), data(), data())
+    assert run.global_step == 1
+
+
+def test_a_schedule_of_known_length_does_not_run_out() -> None:
+    class Cycle(Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            steps = int(self.trainer.estimated_stepping_batches)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    loader = DataLoader(data(15).dataset, 8, drop_last=True)  # one batch of 8, but seven of 2
+    run = trainer([finder := MaxBatchSize(max_size=2)], max_epochs=2)
+    run.fit(Cycle(), loader)
+    assert finder.found is not None
+    assert finder.found.size == 2
+    assert run.global_step == 2
+    assert run.limit_train_batches == 1.0
+
+
+def test_a_network_that_does_not_run_with_one_sample_starts_above() -> None:
+    class Normed(Toy):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.norm(self.net(batch[0])).square().mean()
+
+    module = Normed()
+    module.norm = nn.BatchNorm1d(WIDTH)
+    trainer([finder := MaxBatchSize(max_size=4)]).fit(module, data())
+    assert finder.found is not None
+    assert [trial["size"] for trial in finder.found.trials] == [2, 4]
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        trainer([MaxBatchSize(max_size=1)]).fit(module, data())

@@ -9,6 +9,17 @@ from tests.processes import python
 from tests.support import assert_equal
 
 
+def on_two(*arguments):
+    return python("-m", "lit_efficient", "fit", *ALLOW, "-c", "base.yaml", "--trainer.devices", "2", *arguments)
+
+
+def test_a_module_that_shards_nothing_does_not_train_apart():
+    done = on_two("--trainer.strategy", "ModelParallelStrategy")
+    assert done.returncode == 2, (done.stdout + done.stderr)[-4000:]
+    assert "error: ModelParallelStrategy shards nothing by itself, and neither does ToyModel" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_two_processes_train_as_one_does_on_both_batches():
     """A batch holds all of a process's rows, so that two processes see together what one sees, in whatever order."""
     weights = "--trainer.callbacks+=tests.support_cli.WeightsOfRank"
@@ -16,8 +27,7 @@ def test_two_processes_train_as_one_does_on_both_batches():
     alone = torch.load("rank0.pt", weights_only=True)
     Path("rank0.pt").unlink()
 
-    ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--data.batch_size", "4"]
-    done = python("-m", "lit_efficient", "fit", *ALLOW, "-c", "base.yaml", weights, *ddp)
+    done = on_two(weights, "--trainer.strategy", "ddp", "--data.batch_size", "4")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     first, second = (torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert (alone.pop("world"), first["world"]) == (1, 2)

@@ -18,6 +18,7 @@ def test_short_names_are_written_in_full_in_yaml():
         - class_path: SNRWeighting
           init_args: {rule: GPT}
       logger: CSVLogger
+      strategy: ModelParallelStrategy
     """
     assert load_yaml(text) == {
         "model": "lit_efficient.LanguageModeling",
@@ -27,6 +28,7 @@ def test_short_names_are_written_in_full_in_yaml():
                 {"class_path": "lit_efficient.SNRWeighting", "init_args": {"rule": "GPT"}},
             ],
             "logger": "CSVLogger",
+            "strategy": {"class_path": "ModelParallelStrategy"},
         },
     }
     assert set(PUBLIC) == {expand_short_names(name, "class_path").removeprefix("lit_efficient.") for name in PUBLIC}
@@ -42,6 +44,9 @@ def test_short_names_are_written_in_full_on_the_command_line():
         "GPT",
         "--data.help",
         "PythonCorpus",
+        "--trainer.strategy",
+        "FSDPStrategy",
+        "--trainer.strategy=ddp",
     ]
     full, allowed = split_arguments([*argv[:2], "--allow-import", "a", *argv[2:], "--allow-import=b.c"])
     assert allowed == ["a", "b.c"]
@@ -54,6 +59,8 @@ def test_short_names_are_written_in_full_on_the_command_line():
         "GPT",
         "--data.help",
         "lit_efficient.PythonCorpus",
+        '--trainer.strategy={"class_path": "FSDPStrategy"}',
+        "--trainer.strategy=ddp",
     ]
 
 

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import lit_efficient
-from lit_efficient import PUBLIC, ConfigurationError, ConflictError, Technique
+from lit_efficient import PUBLIC, ConflictError, Technique
 from lit_efficient.catalog import pairs, read_cards
 from lit_efficient.data.text.arguments import LanguageStream
 from lit_efficient.declaration import check_conflicts
-from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler, keyed_loader
-from lit_efficient.mechanisms.trials.probes import check_loader
 from tests.contract.table import CASES, make_all, network_of
 from tests.support import Toy, data, trainer
 
@@ -104,15 +102,3 @@ def test_a_conflict_may_depend_on_an_argument(technique: str, other: str, exclud
         check_conflicts([make(**excluded), *make_all(technique)])
     check_conflicts([make(**free), *make_all(technique)])
     assert _between(technique, other).startswith(f"conflicts if {other}(")
-
-
-def test_batches_of_keys_are_refused_before_the_data_is_prepared() -> None:
-    keyed = {"EncodedData", "ImageData", "LatentData"}
-    assert keyed <= CARDS["MaxBatchSize"].conflicts.keys()
-    for name in keyed:
-        kind = getattr(lit_efficient, name)
-        with pytest.raises(ConflictError, match=f"MaxBatchSize cannot be combined with {name}"):
-            check_conflicts([lit_efficient.MaxBatchSize(), kind.__new__(kind)])
-    # Why: such a loader has no batch size of its own. Once this is mended, the conflicts go.
-    with pytest.raises(ConfigurationError, match="the loader has no batch_size"):
-        check_loader(keyed_loader(list(range(4)), KeyedBatchSampler(range(4), 2), list), "MaxBatchSize")

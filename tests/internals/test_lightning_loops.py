@@ -1,8 +1,10 @@
+import types
+
 import pytest
 
 from lit_efficient.internals import lightning_loops
 from tests.internals.leaning import leans_on
-from tests.internals.toy_fit import NAMESPACES, fit, rows
+from tests.internals.toy_fit import NAMESPACES, fit, module, rows, trainer
 
 both = pytest.mark.parametrize("namespace", NAMESPACES)
 
@@ -45,3 +47,46 @@ def test_what_hands_batches_to_a_loop_is_of_that_class(namespace):
     hooks = {"on_train_start": lambda trainer, *_: seen.append(trainer.fit_loop._data_fetcher)}
     fit(namespace, hooks)
     assert lightning_loops.DATA_FETCHER in [base.__name__ for base in type(seen[0]).__mro__]
+
+
+@both
+@leans_on("lightning", "checkpoint['loops']['fit_loop'] and epoch_loop._skip_next_val", "lightning_loops")
+def test_a_checkpoint_of_an_epochs_last_batch_can_be_ended_instead_of_skipped(namespace, tmp_path):
+    path, ends = tmp_path / "last.ckpt", []
+
+    def save(trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 3 and trainer.current_epoch == 0:
+            trainer.save_checkpoint(path)
+
+    fit(namespace, {"on_train_batch_end": save})
+
+    def end(self, fetcher):
+        del self.advance
+        lightning_loops.end_batch(self.trainer, validated=skips)
+
+    def settle(trainer, module, checkpoint):
+        lightning_loops.settle(checkpoint, epoch=False)
+        trainer.fit_loop.epoch_loop.advance = types.MethodType(end, trainer.fit_loop.epoch_loop)
+
+    hooks = {"on_load_checkpoint": settle, "on_train_epoch_end": lambda trainer, *_: ends.append(trainer.current_epoch)}
+    for skips in (False, True):
+        toy = module(namespace)
+        trainer(namespace, hooks, max_epochs=2).fit(toy, rows(), rows(1), ckpt_path=path, weights_only=True)
+        assert toy.validated == [[0.0]] * (1 if skips else 2)
+    assert ends == [0, 1, 0, 1]
+
+
+@both
+@leans_on("lightning", "fit_loop.epoch_progress.current and reset_restart_stage", "lightning_loops")
+def test_an_epoch_that_is_over_can_step_what_monitors_it(namespace):
+    seen = []
+
+    def look(trainer, *_):
+        trainer.fit_loop.epoch_progress.current.completed = 3
+        trainer.fit_loop.epoch_loop.update_lr_schedulers = lambda *args, **kwargs: seen.append(trainer.current_epoch)
+        lightning_loops.end_epoch(trainer)
+        seen.append(trainer.current_epoch)
+        del trainer.fit_loop.epoch_loop.update_lr_schedulers
+
+    fit(namespace, {"on_train_start": look}, max_epochs=1)
+    assert seen == [2, 3]

@@ -72,3 +72,5 @@ def trained_or_refused_on_shards() -> None:
         fit([Grow()])
     with pytest.raises(ConflictError, match="DTensors"):
         fit([LowBitOptimizer(backend="bitsandbytes")])
+    with pytest.raises(ConflictError, match="shards nothing by itself, and neither does Toy: each of the 2 processes"):
+        trainer([SNRWeighting()], devices=2, strategy=sharding()).fit(Toy("configure_model"), data(32))

@@ -2,24 +2,29 @@
 
     running statistics = mean over n batches of the batch's own statistics (momentum 1 / i in batch i)
 
-The batches are drawn by a generator of their own, and all random states are put back: training never notices.
+The batches are drawn by a generator of their own, and all that training_step changes is put back: metrics, states that
+are carried from batch to batch, random states. Training never notices.
 """
 
+import copy
 import inspect
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from lit_efficient.declaration import LossHooks
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
+from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
+from lit_efficient.mechanisms.rewind import Rewind
+from lit_efficient.surgery import reshard
 
 
 def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
@@ -28,11 +33,17 @@ def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     return {name: layer for name, layer in layers if layer.track_running_stats}
 
 
-def recompute_statistics(module: Any, batches: int, *, who: str) -> None:
-    """Run ``training_step`` of a LightningModule on random training batches, with BatchNorm alone in training mode.
+def statistics_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the running statistics, by name."""
+    norms = batch_norms(module)
+    return {f"{n}.{key}": t.clone() for n, norm in norms.items() for key, t in norm.named_buffers(recurse=False)}
+
+
+def recompute_statistics(module: Any, batches: int, *, who: str) -> dict[str, Tensor]:
+    """The statistics that ``training_step`` makes on random training batches, with BatchNorm alone in training mode.
 
     Dropout and the like stay off: statistics should be those of the network that is evaluated. All processes draw the
-    same batches and so agree without communication.
+    same batches and so agree without communication. The module is left as it was.
 
     Args:
         module: A LightningModule that is attached to a trainer in a fit.
@@ -43,15 +54,14 @@ def recompute_statistics(module: Any, batches: int, *, who: str) -> None:
         ConfigurationError: If there are no training data to draw from at random.
     """
     trainer = module.trainer
-    norms = batch_norms(module)
     loader = _random_loader(trainer.train_dataloader, batches, who)
-    modes = {name: part.training for name, part in module.named_modules()}
-    momenta = [norm.momentum for norm in norms.values()]
     several = len(inspect.signature(module.training_step).parameters) > 1
-    with _same_random_states(), _silent(module):
-        try:
+    # Callbacks do not act in here, but for those that change the loss.
+    record = Rewind([module, *(c for c in trainer.callbacks if isinstance(c, LossHooks))], shallow=[trainer])
+    try:
+        with _silent(module):
             module.eval()
-            for norm in norms.values():
+            for norm in batch_norms(module).values():
                 norm.reset_running_stats()
                 norm.momentum = None
                 norm.train()
@@ -59,15 +69,18 @@ def recompute_statistics(module: Any, batches: int, *, who: str) -> None:
                 batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(drawn))
                 with trainer.precision_plugin.train_step_context():
                     module.training_step(*((batch, i) if several else (batch,)))
-        finally:
-            for norm, momentum in zip(norms.values(), momenta):
-                norm.momentum = momentum
-            for name, part in module.named_modules():
-                part.training = modes[name]
+        return statistics_of(module)
+    finally:
+        reshard(module)
+        record.restore()
 
 
 def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
-    dataset = getattr(loader, "dataset", None)
+    dataset, keyed = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
+    if isinstance(keyed, KeyedBatchSampler):
+        keyed = copy.copy(keyed)
+        keyed.seed, keyed.epoch, keyed.shuffle, keyed.num_replicas, keyed.rank = 0, 0, True, 1, 0
+        return DataLoader(loader.dataset, batch_size=None, sampler=keyed, collate_fn=loader.collate_fn)
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if dataset is None or isinstance(dataset, IterableDataset) or size is None:
         raise ConfigurationError(
@@ -85,6 +98,8 @@ def _silent(module: Any) -> Iterator[None]:
     """What the training step logs here belongs to no epoch."""
     for name in ("log", "log_dict"):
         wrap_method(module, name, _nothing)
+    if module.trainer.loggers:
+        module.trainer.loggers = [DummyLogger()]
     try:
         yield
     finally:
@@ -94,14 +109,3 @@ def _silent(module: Any) -> Iterator[None]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
-
-
-@contextmanager
-def _same_random_states() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

@@ -10,6 +10,7 @@ step, what one process with batches of R * B sees. What is cached by key and wha
 the same order.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -110,7 +111,10 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         self.variants = variants
         self.round = 0  # a loader that is begun again within an epoch gets another order
         self._buckets: list[Hashable] = [bucket_of(i) if bucket_of else None for i in self.index]
-        counts, whole = Counter(self._buckets), batch_size * num_replicas
+        self._count()
+
+    def _count(self) -> None:
+        counts, whole, drop_last = Counter(self._buckets), self.batch_size * self.num_replicas, self.drop_last
         if drop_last and (never := {bucket: count for bucket, count in counts.items() if count < whole}):
             listed = ", ".join(f"{bucket}: {count}" for bucket, count in sorted(never.items(), key=str)[:5])
             raise ConfigurationError(
@@ -130,6 +134,23 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
 
     def __len__(self) -> int:
         return self._length
+
+    def resized(self, batch_size: int) -> "KeyedBatchSampler":
+        """A copy with another batch size."""
+        other = copy.copy(self)
+        other.batch_size = batch_size
+        other._count()
+        return other
+
+    def largest_batch(self) -> int:
+        """The most keys that a batch of one rank can have."""
+        counts = Counter(self._buckets).values()
+        return min(counts) // self.num_replicas if self.drop_last else math.ceil(max(counts) / self.num_replicas)
+
+    def alike(self, keys: Sequence[Key]) -> list[Key]:
+        """Those of some keys that may be in one batch with the first."""
+        bucket_of = dict(zip(self.index, self._buckets))
+        return [key for key in keys if bucket_of[key[0]] == bucket_of[keys[0][0]]]
 
 
 def data_parallel_part(trainer: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ micro-batches need no more.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from lit_efficient.errors import ConfigurationError, OutOfMemoryError
+from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError
 from lit_efficient.internals.lightning_data import data_source, wants_distributed_sampler
 from lit_efficient.internals.torch_trees import tree_map_only
+from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget, candidate_sizes, largest_fitting
 from lit_efficient.mechanisms.trials.memory import (
     AllocationMeter,
@@ -55,13 +57,17 @@ class Trial:
 
 @dataclass
 class FoundBatch:
-    """What the search found: it is kept in checkpoints, so that a resumed run does not search again."""
+    """What the search found: it is kept in checkpoints, so that a resumed run does not search again.
+
+    ``batches`` of an epoch are as many optimizer steps as before: smaller batches leave less out under ``drop_last``.
+    """
 
     size: int
     accumulation: int
     peak_bytes: int
     budget_bytes: int
     trials: list[dict[str, Any]] = field(default_factory=list)
+    batches: int | None = None
 
 
 class BatchSearch:
@@ -98,8 +104,9 @@ class BatchSearch:
         self.limit = self._available() if memory_limit is None else min(parse_bytes(memory_limit), self._available())
         self.budget = int(self.limit * (1 - margin))
         self.tried: list[Trial] = []
+        self._size = 0  # of the present trial
         self.effective: int | None = None
-        self._longest: dict[str, list[int]] = {}
+        self._longest: dict[str, list[Any]] = {}
 
     def run(self, mode: str, keep_effective_batch: bool, min_size: int, max_size: int | None) -> FoundBatch:
         """Find the largest size.
@@ -120,14 +127,22 @@ class BatchSearch:
         if not sizes:
             kept = f" that divides the effective batch of {self.effective}" if self.effective else ""
             raise ConfigurationError(f"{self.place.owner}: there is no size from {min_size} (min_size) to {most}{kept}")
-        found = largest_fitting(sizes, self._fits)
+        try:
+            found = largest_fitting(sizes, self._fits)
+        except (RuntimeError, ValueError) as error:  # batch normalisation, and losses of pairs, need two
+            if self._size != 1 or len(sizes) == 1 or isinstance(error, LitEfficientError):
+                raise
+            rank_zero_info(f"{self.place.owner}: a batch of 1 does not run, so {sizes[1]} is the smallest: {error}")
+            sizes = sizes[1:]
+            found = largest_fitting(sizes, self._fits)
         self.trials.finish()
         if found is None:
             raise self._too_much(sizes[0])
         peak = next(trial.peak_bytes for trial in self.tried if trial.size == found)
         size = self.asked if found == asked else found  # what is above the data's length stays as it was written
         trials = [asdict(trial) for trial in self.tried]
-        return FoundBatch(size, self._accumulation(found), peak, self.budget, trials)
+        batches = None if self.effective is None else math.ceil(self.trainer.num_training_batches * self.asked / size)
+        return FoundBatch(size, self._accumulation(found), peak, self.budget, trials, batches)
 
     def _accumulation(self, size: int) -> int:
         return self.accumulation if self.effective is None else self.effective // size
@@ -139,6 +154,7 @@ class BatchSearch:
 
     def _try(self, size: int, budget: int) -> Trial:
         """Run the steps of one size within a budget."""
+        self._size = size
         trial = Trial(size, self._accumulation(size), failed_in="training")
         micro_batches = min(trial.accumulation, 2)
         try:
@@ -213,6 +229,8 @@ class BatchSearch:
         return next((owner.longest_samples for owner in owners if hasattr(owner, "longest_samples")), None)
 
     def _samples_a_process(self, loader: DataLoader[Any]) -> int:
+        if isinstance(loader.sampler, KeyedBatchSampler):
+            return loader.sampler.largest_batch()
         samples = len(loader.sampler)  # type: ignore[arg-type]
         if samples < 1:
             raise ConfigurationError(

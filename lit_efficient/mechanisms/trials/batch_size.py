@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_data import data_source
-from lit_efficient.mechanisms.trials.probes import check_loader, loaders_in, resize
+from lit_efficient.mechanisms.trials.probes import batch_size_of, check_loader, loaders_in, resize
 
 NAMES = ("device_batch", "batch_size")  # what "auto" looks for, in this order
 
@@ -134,8 +134,8 @@ class BatchSizeTarget:
         loaders = loaders_in(self._passed)
         for loader in loaders:
             check_loader(loader, self.owner)
-        if len({loader.batch_size for loader in loaders}) != 1:
-            sizes = [loader.batch_size for loader in loaders]
+        if len({batch_size_of(loader) for loader in loaders}) != 1:
+            sizes = [batch_size_of(loader) for loader in loaders]
             raise ConfigurationError(
                 f"{self.owner}: the loaders passed to fit have batches of {sizes}, and which of them to change cannot "
                 "be known; give them one size, or put it into an attribute of a datamodule"
@@ -145,14 +145,14 @@ class BatchSizeTarget:
     def value(self) -> int:
         """The batch size of now."""
         if self._passed is not None:
-            return int(loaders_in(self._source.instance)[0].batch_size)
+            return int(batch_size_of(loaders_in(self._source.instance)[0]) or 1)
         holder, name = self._places[0]
         return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
     def set(self, size: int) -> None:
         """Change the batch size wherever it is held; loaders that exist already do not follow."""
         if self._passed is not None:
-            unchanged = size == loaders_in(self._passed)[0].batch_size
+            unchanged = size == batch_size_of(loaders_in(self._passed)[0])
             self._source.instance = self._passed if unchanged else resize(self._passed, size)
         for holder, name in self._places:
             if isinstance(holder, dict):
@@ -169,10 +169,10 @@ class BatchSizeTarget:
         collection = self._source.dataloader()
         for loader in loaders_in(collection):
             check_loader(loader, self.owner)
-            if loader.batch_size != self.value:
+            if batch_size_of(loader) != self.value:
                 raise ConfigurationError(
                     f"{self.owner}: {self.name} is {self.value}, but the training loader has batches of "
-                    f"{loader.batch_size}: it does not follow it; name the attribute that it does follow in target"
+                    f"{batch_size_of(loader)}: it does not follow it; name the attribute that it does follow in target"
                 )
         return collection
 

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_loaders import copied, fetcher
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
+from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatches, KeyedBatchSampler
 
 Longest = Callable[[Any, int], Sequence[int]]
 
@@ -38,17 +39,17 @@ def _leaf_bytes(leaf: object) -> int:
     return 8
 
 
-def longest_samples(dataset: Any, count: int, indices: Sequence[int] | None = None) -> list[int]:
+def longest_samples(dataset: Any, count: int, indices: Sequence[Any] | None = None) -> list[Any]:
     """Indices of ``count`` samples spread evenly over a dataset, the one with the most bytes first.
 
     Args:
         dataset: Any dataset with a length; samples are read, at most ``count`` of them.
         count: How many to look at.
-        indices: The ones to choose from, all by default.
+        indices: The ones to choose from, all by default; or keys of another kind.
     """
     known = range(len(dataset)) if indices is None else indices
     count = min(count, len(known))
-    chosen = [int(known[i * len(known) // count]) for i in range(count)]
+    chosen = [known[i * len(known) // count] for i in range(count)]
     sizes = {index: sample_bytes(dataset[index]) for index in chosen}
     return sorted(sizes, key=lambda index: -sizes[index])
 
@@ -56,6 +57,11 @@ def longest_samples(dataset: Any, count: int, indices: Sequence[int] | None = No
 def loaders_in(loaders: Any) -> list[Any]:
     """The loaders in a collection of them, in order."""
     return list(tree_leaves(getattr(loaders, "iterables", loaders)))
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Samples a batch, of a loader whose sampler makes whole batches of keys, too."""
+    return loader.sampler.batch_size if isinstance(loader.sampler, KeyedBatchSampler) else loader.batch_size
 
 
 def check_loader(loader: Any, owner: str) -> None:
@@ -73,7 +79,7 @@ def check_loader(loader: Any, owner: str) -> None:
             f"{owner}: the iterable dataset {type(loader.dataset).__name__} cannot be asked for its longest samples "
             "nor for its length, and may batch by itself; find the size with a dataset that has indices"
         )
-    if loader.batch_size is None:
+    if batch_size_of(loader) is None:
         kind = type(loader.batch_sampler).__name__
         raise ConfigurationError(
             f"{owner}: the loader has no batch_size "
@@ -87,18 +93,18 @@ class ProbeBatches:
 
     Args:
         loader: A loader that :func:`check_loader` accepts.
-        indices: The longest samples' indices, largest first; they are repeated where the batch is larger.
+        indices: The longest samples' indices or keys, largest first; they are repeated where the batch is larger.
     """
 
-    def __init__(self, loader: DataLoader[Any], indices: Sequence[int]) -> None:
-        size = min(loader.batch_size or 1, len(loader.dataset))  # type: ignore[arg-type]
+    def __init__(self, loader: DataLoader[Any], indices: Sequence[Any]) -> None:
+        size = min(batch_size_of(loader) or 1, len(loader.dataset))  # type: ignore[arg-type]
         self._indices = list(itertools.islice(itertools.cycle(indices), size))
         # What a loader without workers uses, batched reading (``__getitems__``) included.
         self._fetcher = fetcher(loader)
 
     @staticmethod
-    def find(loader: DataLoader[Any], scan: int, longest: Longest | None = None) -> list[int]:
-        """Indices of the longest samples of a loader's dataset, largest first.
+    def find(loader: DataLoader[Any], scan: int, longest: Longest | None = None) -> list[Any]:
+        """Indices, or keys, of the longest samples of a loader's dataset, largest first.
 
         Args:
             loader: The loader; where its sampler draws from a subset, only that is looked at.
@@ -106,12 +112,17 @@ class ProbeBatches:
             longest: Takes the dataset and how many indices are wanted at most, and returns them. ``None``:
                 :func:`longest_samples`.
         """
+        keyed = loader.sampler if isinstance(loader.sampler, KeyedBatchSampler) else None
+        dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, KeyedBatches) else loader.dataset
         if longest is None:
-            return longest_samples(loader.dataset, scan, getattr(loader.sampler, "indices", None))
-        indices = [int(index) for index in longest(loader.dataset, scan)]
+            known = [(index, 0) for index in keyed.index] if keyed else getattr(loader.sampler, "indices", None)
+            indices = longest_samples(dataset, scan, known)
+        else:
+            found = [int(index) for index in longest(dataset, scan)]
+            indices = [(index, 0) for index in found] if keyed else found
         if not indices:
             raise refusal("longest_samples(dataset, count)", "what it returns", "at least one index", indices)
-        return indices
+        return keyed.alike(indices) if keyed else indices
 
     def batch(self) -> Any:
         """A batch, read again."""
@@ -127,6 +138,9 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """
     other = copied(loader)
     # DataLoader forbids to set these after __init__, because it could not check them again; their kinds stay.
+    if isinstance(loader.sampler, KeyedBatchSampler):
+        vars(other)["sampler"] = loader.sampler.resized(size)
+        return other
     vars(other)["batch_size"] = size
     sampler = copy.copy(loader.batch_sampler)
     if type(sampler) is not BatchSampler:

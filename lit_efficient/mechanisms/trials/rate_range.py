@@ -57,11 +57,12 @@ def suggest_lr(rates: Sequence[float], losses: Sequence[float], decay: float = 0
     """
     end = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     if end < 3:
-        raise ConfigurationError(
-            f"LRFinder: {end} finite losses are too few to suggest a rate; start below min_lr={rates[0]:g}"
-        )
+        why = "training_step returned no loss in the other steps"
+        if end < len(losses):
+            why = f"it is {losses[end]} at the rate {rates[end]:g}; if it is finite at smaller ones, lower min_lr"
+        raise ConfigurationError(f"LRFinder: {end} finite losses are too few to suggest a rate: {why}")
     curve = smoothed(losses[:end], decay)
-    settled = min(math.ceil(1 / (1 - decay)), end - 1)  # before that the average is of a few batches, easy ones perhaps
+    settled = min(_settled(decay), end - 1)
     lowest = min(range(settled, end), key=curve.__getitem__)
     slopes = [(curve[i] - curve[i - 1]) / math.log(rates[i] / rates[i - 1]) for i in range(1, lowest + 1)]
     if not slopes or min(slopes) >= 0:
@@ -70,6 +71,20 @@ def suggest_lr(rates: Sequence[float], losses: Sequence[float], decay: float = 0
             "start from a smaller min_lr, or take more steps"
         )
     return float(rates[1 + min(range(len(slopes)), key=slopes.__getitem__)])
+
+
+def _settled(decay: float) -> int:
+    """Steps after which the average is no longer of a few batches, easy ones perhaps."""
+    return math.ceil(1 / (1 - decay))
+
+
+SETTLED = _settled(0.8)
+
+
+def grows(losses: Sequence[float], threshold: float | None, decay: float = 0.8) -> bool:
+    """Whether the smoothed loss is above so many times its lowest; the first, noisy steps are not judged."""
+    curve = smoothed(losses, decay)[_settled(decay) :]
+    return threshold is not None and bool(curve) and curve[-1] > threshold * min(curve) > 0
 
 
 def scale_rates(optimizer: Optimizer, factor: float) -> None:

@@ -8,6 +8,7 @@ trainer's own loop, so that transforms, rewritten optimizers, precision, clippin
 part. What would leave a trace outside the process does not: loggers, checkpoints, progress bars, writers of files.
 """
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import distributed
 
 from lit_efficient.errors import OutOfMemoryError
 from lit_efficient.internals.lightning_data import validate_on
-from lit_efficient.internals.lightning_loops import DATA_FETCHER, forget_restart
+from lit_efficient.internals.lightning_loops import forget_restart
 from lit_efficient.internals.lightning_trainer import (
     call_callbacks,
     call_module,
@@ -29,13 +30,12 @@ from lit_efficient.internals.lightning_trainer import (
     set_default_root_dir,
 )
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
+from lit_efficient.mechanisms.rewind import Rewind, random_states
 from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
-from lit_efficient.mechanisms.trials.rewind import Rewind, random_states
 from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
 _WRITERS = {"Checkpoint", "ProgressBar"}
-_MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", DATA_FETCHER}
 
 
 class Trials:
@@ -54,7 +54,7 @@ class Trials:
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
         roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
         shallow = [trainer, strategy, *([data] if data is not None else [])]
-        self.record = Rewind(roots, shallow, _is_machinery)
+        self.record = Rewind(roots, shallow)
 
     @contextmanager
     def trial(self, accumulate: int = 1, alone: bool = True) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Trials:
                 techniques that spare memory by chance do not.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
-        with collected(), tempfile.TemporaryDirectory() as folder:
+        with collected(), _quiet(), tempfile.TemporaryDirectory() as folder:
             try:
                 trainer.callbacks = [callback for callback in trainer.callbacks if self._acts(callback)]
                 trainer.loggers = [DummyLogger()] if trainer.loggers else []
@@ -158,6 +158,17 @@ class Trials:
         call_module(self.trainer, name)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of what is undone afterwards: that a layer thaws, that a size was found."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 class _Feed:
     """Stands in for Lightning's data fetcher: one batch, and more to come."""
 
@@ -189,12 +200,6 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _itself(value: Any, *_: Any, **__: Any) -> Any:
     return value
-
-
-def _is_machinery(kind: type) -> bool:
-    """Whether a type belongs to the machinery of a run, in either of Lightning's namespaces, which trials go around."""
-    roots = {"lightning", "pytorch_lightning"}
-    return any(base.__name__ in _MACHINERY and base.__module__.partition(".")[0] in roots for base in kind.__mro__)
 
 
 class _Waiting:

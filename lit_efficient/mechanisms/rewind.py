@@ -5,7 +5,8 @@
 A checkpoint is not enough to undo steps that were only a test: it knows neither gradients, train and eval mode, metrics
 and progress counters, nor attributes of a user's own. So this walks the objects themselves: values of tensors and
 arrays, contents of dicts, lists and sets, attributes of objects, states of generators. Identity is kept: who holds
-a tensor or a list holds the same one afterwards, with the old contents.
+a tensor or a list holds the same one afterwards, with the old contents. The machinery of a run (its trainer, loggers,
+loops' fetchers) is gone around, in either of Lightning's namespaces.
 """
 
 import random
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lit_efficient.internals.lightning_loops import DATA_FETCHER
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
@@ -32,15 +34,16 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype,
 _TORCH = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _STDLIB = {"collections", "types", "argparse"}
 _OUTSIDE = (DataLoader, Dataset, Sampler)  # trials fetch by index: samplers and loaders are not touched
+# By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
+_MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", DATA_FETCHER}
 
 
 class Rewind:
     """A record of the state of some objects, and of the global random generators.
 
     Args:
-        roots: Objects to record with all that can be reached from them.
+        roots: Objects to record with all that can be reached from them, but for datasets, loaders and samplers.
         shallow: Objects of which only the attributes are recorded, not what these hold.
-        outside: Says of a type whether to stop at its instances. Datasets, loaders and samplers are never entered.
 
     Example:
         >>> numbers = {"step": 1, "seen": [1]}
@@ -51,16 +54,10 @@ class Rewind:
         {'step': 1, 'seen': [1]}
     """
 
-    def __init__(
-        self,
-        roots: Iterable[object],
-        shallow: Iterable[object] = (),
-        outside: Callable[[type], bool] = lambda kind: False,
-    ) -> None:
+    def __init__(self, roots: Iterable[object], shallow: Iterable[object] = ()) -> None:
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, object] = {}  # the objects too, so that no id is used twice
-        self._outside = outside
         for item in shallow:
             self._undo.append(_undo_mapping(vars(item)))
         self._walk(list(roots))
@@ -77,7 +74,7 @@ class Rewind:
         while stack:
             item = stack.pop()
             kind = type(item)
-            if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in self._seen or self._outside(kind):
+            if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in self._seen or _is_machinery(kind):
                 continue
             self._seen[id(item)] = item
             undo = _undo_for(item)
@@ -98,6 +95,12 @@ class Rewind:
                 if slots:
                     self._undo.append(_undo_slots(item, slots))
                     stack += slots.values()
+
+
+def _is_machinery(kind: type) -> bool:
+    """Whether a type belongs to the machinery of a run."""
+    roots = {"lightning", "pytorch_lightning"}
+    return any(base.__name__ in _MACHINERY and base.__module__.partition(".")[0] in roots for base in kind.__mro__)
 
 
 def _has_state(kind: type) -> bool:

@@ -1,0 +1,65 @@
+"""Metrics that a module has logged, which Lightning leaves out of checkpoints.
+
+``_logger_connector._callback_metrics`` and ``_first_loop_iter``, ``epoch_loop._results``, and of torchmetrics
+``_defaults``, ``_update_count``, ``_computed`` and ``_forward_cache``. Checked with lightning 2.6.6.
+"""
+
+import builtins
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_efficient.internals.lightning_trainer import logger_connector
+from lit_efficient.internals.torch_trees import tree_map_only
+
+_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def monitored(trainer: Any) -> dict[str, Tensor]:
+    """What schedulers and callbacks can monitor now, by name."""
+    return {name: value.detach().clone() for name, value in trainer.callback_metrics.items() if torch.is_tensor(value)}
+
+
+def unfinished(trainer: Any) -> list[dict[str, Any]]:
+    """What metrics of the training epoch have gathered so far: how each was logged, and its states."""
+    found = []
+    for item in trainer.fit_loop.epoch_loop._results.values():
+        if item.has_reset or not item.meta.on_epoch:
+            continue
+        meta, reduce = item.meta, item.meta.reduce_fx
+        logged = {name: getattr(meta, name) for name in (*_LOGGED, "metric_attribute")}
+        logged |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        logged |= {"reduce_fx": reduce.__name__, "python": reduce is getattr(builtins, reduce.__name__, None)}
+        found.append({"logged": logged, "states": [_state(part) for part in _parts(item)]})
+    return found
+
+
+def restore(trainer: Any, metrics: dict[str, Tensor], results: list[dict[str, Any]]) -> None:
+    """Put back what the two functions above returned, in a fit that has not begun."""
+    connector, loop, device = logger_connector(trainer), trainer.fit_loop.epoch_loop, trainer.strategy.root_device
+    connector._callback_metrics.update({name: value.to(device) for name, value in metrics.items()})
+    for result in results:
+        logged = dict(result["logged"])
+        if logged.pop("python"):
+            logged["reduce_fx"] = getattr(builtins, logged["reduce_fx"])
+        name = logged["metric_attribute"]
+        value = trainer.lightning_module.get_submodule(name) if name else torch.zeros((), device=device)
+        loop._results.log(value=value, batch_size=1, sync_dist_fn=trainer.strategy.reduce, **logged)
+        item = loop._results[f"{logged['fx']}.{logged['name']}"]
+        for part, state in zip(_parts(item), result["states"]):
+            for key, kept in tree_map_only(Tensor, lambda tensor: tensor.to(device), state).items():
+                setattr(part, key, kept)
+            part._computed = None
+        item._forward_cache = _parts(item)[0]._forward_cache
+        connector._first_loop_iter = False  # or the next batch would be taken for the epoch's first
+
+
+def _parts(item: Any) -> list[Any]:
+    metric = item if item.is_tensor else item.value
+    return [part for part in metric.modules() if hasattr(part, "_defaults")]
+
+
+def _state(part: Any) -> dict[str, Any]:
+    names = (*part._defaults, "_update_count", "_forward_cache")
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), {name: getattr(part, name) for name in names})

@@ -1,0 +1,47 @@
+"""A run that does not fit says what it could do, and what it says works."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lit_efficient
+from lit_efficient.__main__ import main
+from lit_efficient.catalog import PURPOSES, helping, read_cards
+from tests.cli.toy_runs import fit
+from tests.support_cli import ToyModel
+
+
+class Greedy(ToyModel):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + torch.empty(2**58).sum()
+
+
+def test_an_out_of_memory_error_says_what_this_run_could_do(capsys):
+    assert fit("--model", f"{__name__}.Greedy") == 3
+    said = capsys.readouterr().err
+    said = said[said.index("error: ") :].splitlines()
+    assert "error: out of memory: " in said[0]
+    assert "you tried to allocate" in said[0]
+    assert said[1].startswith("What this run could do, best first")
+    names = [line.partition("[")[2].partition("]")[0] for line in said[2:]]
+    # There are neither logits of a language model nor a GPU, no repeated blocks, and the optimizer has no states.
+    assert names == ["MaxBatchSize", "LoRA"]
+    assert len(said) <= 10
+    for line in said[2:]:
+        Path("overlay.yaml").write_text(line.strip())
+        assert fit("-c", "overlay.yaml", "--trainer.max_steps", "1") == 0, line
+    assert fit("--model", f"{__name__}.Greedy", "--trainer.callbacks+=LoRA", "--trainer.max_steps", "1") == 3
+    assert "[LoRA]" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_the_catalogue_lists_the_same(purpose, capsys):
+    assert main(["techniques", "--for", purpose]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = helping(read_cards(), purpose)
+    assert [f"[{name}]" in line for (name, _), line in zip(found, lines, strict=True)] == [True] * len(found)
+    ranks = [getattr(lit_efficient, name).helps[purpose][0] for name, _ in found]
+    assert ranks == sorted(set(ranks))
+    assert len(ranks) >= 3
+    assert main(["techniques", "--for", "money"]) == 2
