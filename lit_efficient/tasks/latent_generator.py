@@ -9,13 +9,13 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
@@ -105,8 +105,14 @@ class LatentGenerator(LightningModule):
         diffusion.check_prediction("LatentDiffusion", prediction, self.process)
         check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0)
         check_number("LatentDiffusion", "sampling_steps", sampling_steps, least=1, whole=True)
-        check_sampler(self.process, self.sampler, prediction)
-        check_steps(self.process, self.sampler, sampling_steps)
+        try:
+            check_sampler(self.process, self.sampler, prediction)
+            check_steps(self.process, self.sampler, sampling_steps)
+        except ConfigurationError as error:
+            if not isinstance(sampler, dict):  # as checkpoints store it: what was trained is not lost by it
+                raise
+            self.sampler = replace(self.sampler, name="builtin")
+            rank_zero_warn(f"{error} The checkpoint's sampler is replaced by builtin.")
         self.prediction: Prediction = prediction
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps

@@ -281,6 +281,13 @@ def test_every_kind_of_process_trains_samples_and_comes_back_from_its_checkpoint
     assert torch.equal(latents, module.eval().sample(torch.arange(4), torch.Generator().manual_seed(0)))
 
 
+def test_a_checkpoint_whose_sampler_is_refused_today_is_sampled_by_builtin():
+    arguments = dict(built(schedule="squared_cosine", prediction="v").hparams)
+    arguments["sampler"] = {**arguments["sampler"], "name": "heun", "guidance_rescale": 0.5}
+    with pytest.warns(UserWarning, match="name must be builtin.* replaced by builtin"):
+        assert LatentDiffusion(**arguments).sampler == Sampler(guidance_rescale=0.5)
+
+
 def test_the_network_gets_edms_scaled_input_and_noise_level():
     module = built(schedule="edm", prediction="edm")
     seen = []
