@@ -35,7 +35,7 @@ STEPS = 1000  # entries of a table of betas
 TABLES = ("squared_cosine", "linear", "scaled_linear")
 BETAS = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}  # DDPM's; Stable Diffusion's
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
-_NO_SIGNAL = 1e-4  # alpha / sigma that is as good as none: squared_cosine ends at half of it, linear at 60 times as much
+_NO_SIGNAL = 1e-4  # alpha / sigma that is as good as none: squared_cosine ends at half of it, linear at 60 of it
 _LEAST_SIGNAL = 1e-6  # the alpha that float32, in which samplers work, can still tell from 0
 AFTER_ZERO = 1e-6  # the time of EDM's lowest noise level: at 0 itself there is none
 # Times at which a schedule that ends in pure noise and begins with pure data is trained: log-SNRs are finite there.

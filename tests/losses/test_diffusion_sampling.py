@@ -48,7 +48,7 @@ def test_every_sampler_of_every_target_draws_the_mixture_or_is_refused(process, 
     check_counts(references)
     for prediction in ("flow", "x0", "edm", "eps"):
         if refused(process, name, prediction):
-            with pytest.raises(ConfigurationError, match="(name|prediction) must be .*eps"):
+            with pytest.raises(ConfigurationError, match=r"(name|prediction) must be .*eps"):
                 LatentDiffusion(prediction=prediction, schedule=process, sampler=sampler)
         elif prediction == "eps" and process.ends_in_noise:  # it starts a little later
             check_counts({steps: sample("eps", steps) for steps in COUNTS})
@@ -67,7 +67,7 @@ def test_first_order_samplers_of_diffusers_step_as_ours_does():
 
 
 def test_a_table_of_noise_alone_is_refused():
-    with pytest.raises(ConfigurationError, match="beta_end must be smaller: .* got 0.1"):
+    with pytest.raises(ConfigurationError, match=r"beta_end must be smaller: .* got 0.1"):
         DiffusionProcess("linear", beta_end=0.1)
 
 
