@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 
@@ -41,6 +42,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "targets": target_modules(kinds, everything),
         "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
         "config": _json_of(getattr(model, "config", None)),
+        "auto_mapping": diffusers_class(model),
     }
 
 
@@ -133,4 +135,5 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
         "fan_in_fan_out": "conv1d" in where["kinds"].values(),
         "modules_to_save": saved or None,
         "inference_mode": True,
+        "auto_mapping": where.get("auto_mapping"),
     }
