@@ -54,8 +54,8 @@ def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
 
 
 def prepared(network: Any, spec: DiffusersModelConfig) -> nn.Module:
-    """The network, with draws of its own switched off, and the guidance in it that it is told."""
-    network.told_guidance = spec.guidance
+    """The network, with draws of its own switched off, and the guidance that it gets as an input beside it."""
+    network.given_guidance = spec.guidance
     for module in network.modules():
         if type(module).__name__ == "LabelEmbedding":
             module.dropout_prob = 0.0
@@ -237,11 +237,11 @@ def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def _guidance(network: Any, x: Tensor) -> dict[str, Tensor]:
-    """What a distilled network is told, as its pipeline scales it: Flux does so itself."""
+    """The guidance that a distilled network gets as an input, as its pipeline scales it: Flux does so itself."""
     if not network.config.guidance_embeds:
         return {}
     scale = getattr(network.config, "guidance_embeds_scale", 1.0)
-    return {"guidance": torch.full((len(x),), network.told_guidance * scale, dtype=torch.float32, device=x.device)}
+    return {"guidance": torch.full((len(x),), network.given_guidance * scale, dtype=torch.float32, device=x.device)}
 
 
 _ADAPTERS = {

@@ -36,8 +36,8 @@ class DiffusersModelConfig:
         random_weights: draw new weights although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; a commit is what never changes.
         dtype: number format of the weights.
-        guidance: what a network that was distilled to take the guidance as an input (FLUX.1-dev) is told, in training
-            and in sampling alike; other networks take none.
+        guidance: the input of a network that was distilled to take the guidance as one (FLUX.1-dev), in training and
+            in sampling alike; other networks take none.
     """
 
     name_or_path: str | None = None

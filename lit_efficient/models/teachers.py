@@ -199,9 +199,9 @@ def _statistics(spec: str) -> tuple[list[float], list[float]] | None:
 
 def _own_statistics(network: nn.Module) -> tuple[list[float], list[float]] | None:
     """What a network says itself: timm's ``pretrained_cfg``, open_clip's attributes, the folder a model came from."""
-    told: Any = getattr(network, "pretrained_cfg", None)
-    if isinstance(told, Mapping) and "mean" in told and "std" in told:
-        return list(told["mean"]), list(told["std"])
+    kept: Any = getattr(network, "pretrained_cfg", None)
+    if isinstance(kept, Mapping) and "mean" in kept and "std" in kept:
+        return list(kept["mean"]), list(kept["std"])
     mean, std = getattr(network, "image_mean", None), getattr(network, "image_std", None)
     if mean is not None and std is not None:
         return list(mean), list(std)
