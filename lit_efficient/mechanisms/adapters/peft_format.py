@@ -135,5 +135,5 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
         "fan_in_fan_out": "conv1d" in where["kinds"].values(),
         "modules_to_save": saved or None,
         "inference_mode": True,
-        "auto_mapping": where.get("auto_mapping"),
+        **({"auto_mapping": where["auto_mapping"]} if where.get("auto_mapping") else {}),
     }
