@@ -136,7 +136,7 @@ class FeatureMatching(Alignment):
                 self.features(calls[name], module, name), calls[student], teacher, strict=True
             ):
                 ours, wanted = match_tokens(features, theirs[layer], self.layout)
-                ours = self.project(module, str(i), ours, key)
+                ours = self.project(module, str(i), ours, key, wanted)
                 terms.append(LOSSES[self.loss](ours, wanted, _mask(kwargs, ours)))
         if not terms:  # all of them were dropped in this step
             return next(p for p in module.parameters() if p.requires_grad).sum() * 0.0

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.losses.feature_matching import match_tokens, repa_loss
+from lit_efficient.losses.feature_matching import repa_loss
 from lit_efficient.mechanisms.alignment import (
     PROJECTIONS,
     Alignment,
     AlignmentHead,
     Call,
     make_head,
+    match_positions,
     mean,
     member,
     unknown_width,
@@ -35,15 +36,16 @@ class HiddenAlignment(Alignment):
 
     Where the clean image comes from: ``features`` of the batch, if they are cached there (then no encoder runs), else
     ``images`` of the batch, else the latents (``latents``, or the posterior's ``mean``) are decoded by the module's
-    ``codec``. Images are in [-1, 1]; a transformers encoder gets them in its size, channels and normalisation, any
-    other module as they are. The encoder is no part of the module; the head is left out of exports.
+    ``codec``. Images are in [-1, 1]; encoders of transformers and timm get them in their size, channels and
+    normalisation, any other module as they are. The encoder is no part of the module; the head is left out of exports.
 
     Args:
         block: After which block, counted from 1 (the paper: 8 of 28), or a pattern for the end of its dotted name.
         teacher: A module, in code or by ``class_path``; ``data.NAME``, a network of the data module (``data.judge`` of
             ``LatentDigits``, the small classifier that it trains itself); the folder, hub name or ``config.json``
             (random weights) of a transformers vision model; ``None``: features are in the batch.
-        teacher_layer: Pattern for the layer of the teacher; ``""`` is its output (``last_hidden_state``).
+        teacher_layer: Pattern for the layer of the teacher; ``""`` is its output, of models of transformers and timm
+            the last tokens or maps before pooling. One vector an image is refused.
         weight: Weight of the term, at least 0; 0 measures it and trains as without.
         stop_at: Optimizer step from which on neither term nor encoder is computed; ``None``: never.
         projection: ``mlp`` of three layers, ``linear``, or ``none`` (equal widths).
@@ -102,8 +104,8 @@ class HiddenAlignment(Alignment):
         """The encoder, unless its features are in the batch."""
         if self.teacher is None:
             return None
-        layers, size = [self.teacher_layer], self.image_size
-        return find_teacher(self.teacher, layers, who="HiddenAlignment", data=data, image_size=size)
+        images = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
+        return find_teacher(self.teacher, [self.teacher_layer], who="HiddenAlignment", data=data, **images)
 
     def listens_to(self, module: nn.Module) -> list[str]:
         """The block."""
@@ -137,8 +139,8 @@ class HiddenAlignment(Alignment):
         clean = self.clean_features(module, batch)
         terms = []
         for features in self.features(calls[name], module, name):
-            ours, theirs = match_tokens(features, clean, "grid" if clean.ndim > 2 else "auto")
-            terms.append(repa_loss(self.project(module, "0", ours, name), theirs))
+            ours, theirs = match_positions(features, clean, "HiddenAlignment")
+            terms.append(repa_loss(self.project(module, "0", ours, name, theirs), theirs))
         return mean(terms)
 
     def clean_features(self, module: Any, batch: Any) -> Tensor:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.losses.feature_matching import VFLoss, gradient_ratio, match_tokens, vf_loss
+from lit_efficient.losses.feature_matching import VFLoss, gradient_ratio, vf_loss
 from lit_efficient.mechanisms.alignment import (
     Alignment,
     AlignmentHead,
     Call,
     feature_of,
     make_head,
+    match_positions,
     mean,
     member,
     unknown_width,
@@ -39,7 +40,8 @@ class LatentAlignment(Alignment):
     Args:
         teacher: A module, in code or by ``class_path``; ``data.NAME``, a network of the data module; the folder, hub
             name or ``config.json`` (random weights) of a transformers vision model.
-        teacher_layer: Pattern for the layer of the teacher; ``""`` is its output (``last_hidden_state``).
+        teacher_layer: Pattern for the layer of the teacher; ``""`` is its output, of models of transformers and timm
+            the last tokens or maps before pooling. One vector an image is refused.
         weight: Weight of the term, at least 0; 0 measures it and trains as without.
         loss: Its margins, and whether the weight is adaptive.
         stop_at: Optimizer step from which on neither term nor encoder is computed; ``None``: never.
@@ -94,8 +96,8 @@ class LatentAlignment(Alignment):
     def find(self, data: Any) -> Teacher:
         """The frozen encoder."""
         assert self.teacher is not None
-        layers, size = [self.teacher_layer], self.image_size
-        return find_teacher(self.teacher, layers, who="LatentAlignment", data=data, image_size=size)
+        images = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
+        return find_teacher(self.teacher, [self.teacher_layer], who="LatentAlignment", data=data, **images)
 
     def listens_to(self, module: nn.Module) -> list[str]:
         """What is called with the latents."""
@@ -124,8 +126,8 @@ class LatentAlignment(Alignment):
         terms = []
         for args, kwargs, _ in calls[name]:
             latents = feature_of(args or kwargs)
-            ours, theirs = match_tokens(latents, features, "grid" if features.ndim > 2 else "auto")
-            projected = self.project(module, "0", ours, name)
+            ours, theirs = match_positions(latents, features, "LatentAlignment")
+            projected = self.project(module, "0", ours, name, theirs)
             terms.append(vf_loss(ours, projected, theirs, self.loss.distance_margin, self.loss.cosine_margin))
         return mean(terms)
 

@@ -1,7 +1,8 @@
 """A picture of samples at every validation: one PNG grid on disk, and the same in the loggers that show pictures.
 
 Works with any LightningModule that has ``sample_images(num, seed) -> [N, C, H, W]``, uint8 or float in [-1, 1], which
-draws from a generator of its own. The same seed each time: one watches the same samples improve.
+draws from a generator of its own. The same seed each time: one watches the same samples improve. A module that has
+``check_sample_images()`` is asked before the first step whether it can.
 
 Costs: one sampling of ``rows * columns`` images at each validation it acts on.
 """
@@ -80,6 +81,12 @@ class SampleImages(Callback):
             raise ConfigurationError(
                 f"SampleImages: {type(pl_module).__name__} must have a method sample_images(num, seed) -> [N, C, H, W]."
             )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the module say what it lacks for images now, not at the first validation."""
+        check = getattr(pl_module, "check_sample_images", None)
+        if callable(check):
+            check()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:

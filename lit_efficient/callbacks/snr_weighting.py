@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import LossHooks, Phase, Report
-from lit_efficient.errors import ConfigurationError, check_choice
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.losses.mse_adapter import find_scheduler, noise_method, weigh_mse_loss
 from lit_efficient.losses.snr import GAMMAS, PREDICTIONS, check_snr_arguments, snr_weight
 from lit_efficient.technique import Technique
@@ -43,6 +43,8 @@ class SNRWeighting(LossHooks, Technique):
         adapter: ``mse_loss`` is for an unchanged module that calls ``add_noise`` (or ``scale_noise``) of the one
             scheduler that it holds, then ``F.mse_loss``, each once a step, and returns what it likes: that call is
             weighted where it happens. ``none`` expects the protocol above.
+        scheduler: With ``mse_loss``, the attribute whose noise counts, by the end of its dotted name, in a module that
+            holds several; ``None``: the only one.
 
     Raises:
         ConfigurationError: For an argument out of range; in the first step if the module does not return the protocol,
@@ -60,16 +62,20 @@ class SNRWeighting(LossHooks, Technique):
         prediction: str = "auto",
         zero_snr: str = "unit",
         adapter: str = "none",
+        scheduler: str | None = None,
     ) -> None:
         super().__init__()
         check_snr_arguments(rule, gamma, "eps", zero_snr, who="SNRWeighting")
         check_choice("SNRWeighting", "prediction", prediction, ("auto", *PREDICTIONS))
         check_choice("SNRWeighting", "adapter", adapter, _ADAPTERS)
+        if scheduler is not None and adapter == "none":
+            raise refusal("SNRWeighting", "scheduler", "None without adapter='mse_loss'", scheduler)
         self.rule = rule
         self.gamma = gamma
         self.prediction = prediction
         self.zero_snr = zero_snr
         self.adapter = adapter
+        self.scheduler = scheduler
 
     def describe(self, module: nn.Module) -> Report:
         gamma = self.gamma if self.gamma is not None else GAMMAS.get(self.rule)
@@ -89,7 +95,7 @@ class SNRWeighting(LossHooks, Technique):
         """With an adapter: a context in which the module's own ``F.mse_loss`` is weighted."""
         if self.adapter == "none":
             return None
-        scheduler = find_scheduler(module, who="SNRWeighting")
+        scheduler = find_scheduler(module, who="SNRWeighting", name=self.scheduler)
         return weigh_mse_loss(scheduler, lambda levels: weights_of({"log_snr": levels.float()}), who="SNRWeighting")
 
     def _prediction_of(self, module: nn.Module) -> str:
@@ -97,7 +103,7 @@ class SNRWeighting(LossHooks, Technique):
             return self.prediction
         scheduler = getattr(module, "noise_scheduler", None)
         if self.adapter == "mse_loss":
-            scheduler = find_scheduler(module, who="SNRWeighting")
+            scheduler = find_scheduler(module, who="SNRWeighting", name=self.scheduler)
             if noise_method(scheduler) == "scale_noise":  # schedulers of flow matching say nothing else
                 return "flow"
         return _prediction_of(module, getattr(scheduler, "config", None))

@@ -16,6 +16,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_choi
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.tensors import save_tensors
+from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
@@ -37,8 +38,8 @@ def export_checkpoint(
     Args:
         path: A Lightning checkpoint.
         output: A folder that does not exist yet, or is empty.
-        format: ``peft``: the adapter, for ``PeftModel.from_pretrained``, or diffusers' ``load_lora_adapter(folder,
-            prefix="base_model.model", weight_name="adapter_model.safetensors")``. ``merged``: a folder that
+        format: ``peft``: the adapter, for ``PeftModel.from_pretrained``; of a network of diffusers also for
+            ``pipeline.load_lora_weights(folder)``, and of a UNet in kohya's form. ``merged``: a folder that
             ``AutoModelForCausalLM.from_pretrained`` loads, of a checkpoint with adapters or without; one of
             ``LanguageModeling`` brings its tokenizer. ``safetensors``: ``model.safetensors`` with the names of the
             module, adapters merged; QA-LoRA's weights stay in int4.
@@ -183,6 +184,7 @@ def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
     header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
     save_tensors(folder / "adapter_model.safetensors", tensors, format="pt", lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_diffusers_lora(folder, tensors, config)
 
 
 def _write_transformers(folder: Path, model: Any, packed: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.export.diffusers_parts import EVERY, Parts, Pipeline, call_of, refuse_rescale, scheduler_of, size_of
-from lit_efficient.models.diffusers_backbones import PIXELS
 from lit_efficient.models.text_network import TextEmbedding
 
 _PROMPTS = ("", "a cat")
@@ -63,11 +62,7 @@ def _sdxl(parts: Parts) -> Pipeline:
         return TextEmbedding(hidden, _all(hidden), pooled)
 
     _check_text(parts, pipeline, encode)
-    sizes = ""
-    if pipeline.vae_scale_factor != PIXELS:
-        side = PIXELS * parts.network.config.sample_size
-        sizes = f"original_size=({side}, {side}), target_size=({side}, {side})"
-    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts), sizes))
+    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts)))
 
 
 def of_pixart(parts: Parts) -> Pipeline:
@@ -81,11 +76,10 @@ def of_pixart(parts: Parts) -> Pipeline:
         **encoders, vae=parts.vae, transformer=network, scheduler=scheduler_of(parts, EVERY)
     )
     sized, asked = network.use_additional_conditions, network.config.sample_size == 128
-    if sized != asked or (sized and pipeline.vae_scale_factor != PIXELS):
+    if sized != asked:
         raise ConfigurationError(
             "export: PixArtAlphaPipeline tells its network the size of images with sample_size 128 and otherwise not: "
-            f"use_additional_conditions={sized} does not fit sample_size={network.config.sample_size}, or the "
-            f"autoencoder's factor is not {PIXELS}"
+            f"use_additional_conditions={sized} does not fit sample_size={network.config.sample_size}"
         )
 
     def encode(prompt: str) -> TextEmbedding:

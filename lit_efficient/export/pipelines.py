@@ -8,7 +8,6 @@ into the table of labels, adapters into what they adapt (or beside it, in diffus
 Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
-from lit_efficient.files.tensors import save_tensors
+from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, write_diffusers_lora
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized, plain_layer
@@ -32,7 +31,6 @@ from lit_efficient.surgery import unmixed
 Weights = Literal["ema", "raw"]
 Lora = Literal["merged", "diffusers"]
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
 _NETWORK = "network."
 
 
@@ -76,7 +74,7 @@ def export_pipeline(
         made.pipeline.save_pretrained(folder)
         if adapters is not None:
             tensors, config = adapters
-            save_tensors(folder / LORA_FILE, tensors, format="pt", lora_adapter_metadata=json.dumps(config))
+            write_diffusers_lora(folder, tensors, config)
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
 
     return write_folder(Path(output), write)
@@ -211,9 +209,7 @@ def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, An
         raise ConfigurationError(f"export: {type(pipeline).__name__} of diffusers loads no adapters: use lora=merged")
     arguments = {**recorded, "bias": "none", "modules_to_save": None}  # those stand in the base
     tensors, config = to_peft(_whole_state(run.module), run.checkpoint["lit_efficient"]["adapters"], arguments)
-    own = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items() if ".lora_" in name}
-    place = "unet" if hasattr(pipeline, "unet") else "transformer"
-    return {f"{place}.{name}": tensor for name, tensor in own.items()}, {f"{place}.{k}": v for k, v in config.items()}
+    return tensors, config | {"auto_mapping": diffusers_class(run.module.network)}
 
 
 def _readme(made: Any, held: str, lora: bool) -> str:

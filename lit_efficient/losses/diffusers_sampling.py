@@ -1,10 +1,13 @@
 """diffusers' schedulers, built from the description of the process, for sampling here and in pipelines elsewhere.
 
     process     ddim            euler                     heun                   dpmsolver++
-    tables      DDIM            EulerDiscrete             HeunDiscrete           DPMSolverMultistep
+    tables      DDIM            EulerDiscrete             HeunDiscrete (*)       DPMSolverMultistep
     cosine      DDIM            EulerDiscrete             -                      DPMSolverMultistep
     flow        = euler         FlowMatchEulerDiscrete    FlowMatchHeunDiscrete  DPMSolverMultistep (flow sigmas)
     edm         = euler         EDMEuler                  -                      EDMDPMSolverMultistep
+
+(*) linear and scaled_linear. From pure noise, sigma of thousands or infinity, Heun's step in sigma does not work: its
+second slope belongs to a sigma so much smaller that their mean, times the length of the step, throws samples far away.
 
 Timesteps are always trailing: sampling starts at the last training time. (The defaults of these classes start earlier,
 which throws a zero terminal SNR away.) Samples are never clipped: latents have no range.
@@ -120,7 +123,7 @@ def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Predi
         reason = "diffusers' samplers start where there is no signal, and eps does not say there what the data is"
         allowed = f"builtin for prediction 'eps' on {schedule!r} ({reason}; or train v)"
         raise refusal("Sampler", "name", allowed, name)
-    if name == "heun" and (schedule in ("edm", "cosine") or process.zero_terminal_snr):
+    if name == "heun" and (schedule == "edm" or (schedule != "flow" and process.ends_in_noise)):
         place = f"{schedule!r}{' with zero_terminal_snr' if process.zero_terminal_snr else ''}"
         allowed = f"builtin, ddim, euler or dpmsolver++ on {place} (diffusers' heun cannot start from that noise)"
         raise refusal("Sampler", "name", allowed, name)

@@ -79,8 +79,8 @@ def _grid(features: Tensor, whose: str) -> tuple[int, int]:
     side = math.isqrt(count)
     if side * side != count:
         raise ConfigurationError(
-            f"the {whose}'s {count} tokens fill no square: leave class tokens out (skip_tokens), or interpolate them "
-            "as a sequence"
+            f"the {whose}'s {count} tokens fill no square: leave class tokens out (head.skip_tokens of "
+            "HiddenAlignment and LatentAlignment), or interpolate them as a sequence"
         )
     return side, side
 

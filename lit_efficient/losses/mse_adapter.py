@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 
 _METHODS = ("add_noise", "scale_noise")  # diffusers' names: of diffusion, and of flow matching
 
@@ -135,21 +135,31 @@ def noise_method(scheduler: Any) -> str:
     raise ConfigurationError(f"{type(scheduler).__name__} has neither {' nor '.join(_METHODS)}")
 
 
-def find_scheduler(module: nn.Module, *, who: str) -> Any:
-    """The one noise scheduler among the attributes of ``module`` and its submodules.
+def find_scheduler(module: nn.Module, *, who: str, name: str | None = None) -> Any:
+    """The noise scheduler among the attributes of ``module`` and its submodules: the one ``name``, or the only one.
+
+    Args:
+        module: Any module.
+        who: Name for the errors.
+        name: End of its dotted name, where there are several, as one for training and one for sampling.
 
     Raises:
         ConfigurationError: If there is none, or more than one.
     """
-    found: dict[int, tuple[str, Any]] = {}
+    found: list[tuple[str, Any]] = []
     for path, part in module.named_modules():
-        for name, value in vars(part).items():
+        for attribute, value in vars(part).items():
             if not isinstance(value, nn.Module) and any(callable(getattr(type(value), m, None)) for m in _METHODS):
-                found.setdefault(id(value), (f"{path}.{name}".lstrip("."), value))
-    if len(found) != 1:
-        names = ", ".join(name for name, _ in found.values())
-        raise ConfigurationError(
-            f"{who}: {type(module).__name__} must hold exactly one object with {' or '.join(_METHODS)} as an attribute "
-            f"(a scheduler of diffusers, for example); it holds {names or 'none'}"
-        )
-    return next(iter(found.values()))[1]
+                found.append((f"{path}.{attribute}".lstrip("."), value))
+    exact = [value for own, value in found if own == name]
+    ends = [value for own, value in found if name is None or own.endswith(f".{name}")]
+    chosen = {id(value): value for value in exact or ends}
+    if len(chosen) == 1:
+        return next(iter(chosen.values()))
+    names = ", ".join(own for own, _ in found) or "none"
+    if name is not None:
+        raise refusal(who, "scheduler", f"the end of one attribute's name, of {names}", name)
+    raise ConfigurationError(
+        f"{who}: {type(module).__name__} must hold exactly one object with {' or '.join(_METHODS)} as an attribute (a "
+        f"scheduler of diffusers, for example); it holds {names}{': name one by scheduler' if found else ''}"
+    )

@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 
 Schedule = Literal["flow", "cosine", "squared_cosine", "linear", "scaled_linear", "edm"]
 
@@ -35,6 +35,8 @@ STEPS = 1000  # entries of a table of betas
 TABLES = ("squared_cosine", "linear", "scaled_linear")
 BETAS = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}  # DDPM's; Stable Diffusion's
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
+_NO_SIGNAL = 1e-4  # alpha / sigma that is as good as none: squared_cosine ends at half of it, linear at 60 of it
+_LEAST_SIGNAL = 1e-6  # the alpha that float32, in which samplers work, can still tell from 0
 AFTER_ZERO = 1e-6  # the time of EDM's lowest noise level: at 0 itself there is none
 # Times at which a schedule that ends in pure noise and begins with pure data is trained: log-SNRs are finite there.
 T_RANGE = (1e-3, 1.0 - 1e-3)
@@ -80,6 +82,9 @@ class DiffusionProcess:
         first, last = self.betas_range
         check_number(owner, "beta_end", last, below=1)
         check_number(owner, "beta_start", first, above=0, most=last)
+        if self.schedule in BETAS and float((1.0 - _betas(self)).prod()) < _LEAST_SIGNAL**2:
+            allowed = f"smaller: with beta_start {first} alpha is below {_LEAST_SIGNAL} long before the last step, as 0"
+            raise refusal(owner, "beta_end", allowed, last)
         if self.zero_terminal_snr and self.schedule not in TABLES:
             raise ConfigurationError(
                 f"{owner}: zero_terminal_snr rescales {', '.join(TABLES)}; schedule {self.schedule!r} "
@@ -103,7 +108,8 @@ class DiffusionProcess:
     @property
     def ends_in_noise(self) -> bool:
         """Whether nothing (or nearly nothing) of the data is left at time 1, so that eps does not determine x0."""
-        return self.zero_terminal_snr or self.schedule in ("flow", "cosine", "squared_cosine")
+        alpha, sigma = self.alpha_sigma(torch.ones(1, dtype=torch.float64, device="cpu"))
+        return alpha.item() < _NO_SIGNAL * sigma.item()
 
     @property
     def prior_scale(self) -> float:

@@ -22,6 +22,7 @@ from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import Loads
+from lit_efficient.losses.feature_matching import match_tokens, to_tokens
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
 from lit_efficient.surgery import count, mix_in
@@ -97,18 +98,22 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
 
 @dataclass(frozen=True)
 class AlignmentHead:
-    """How the projection of a technique is made.
+    """What a technique's projection goes between, and how it is made.
 
     Args:
         widths: [width of the module's features, width of the teacher's], for those that do not say it, as features in
             a batch.
         seed: Seed of its weights.
+        skip_tokens: How many of the teacher's tokens, class and register tokens before those of the patches, are left
+            out; None: as many as the teacher says it has.
     """
 
     widths: list[int] | None = None
     seed: int = 0
+    skip_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        check_number("AlignmentHead", "skip_tokens", self.skip_tokens, least=0, whole=True, null=True)
         if self.widths is not None and (len(self.widths) != 2 or min(self.widths) < 1):
             raise refusal("AlignmentHead", "widths", "two numbers of at least 1", self.widths)
 
@@ -273,18 +278,19 @@ class Alignment(LossHooks, Technique):
             )
         return found
 
-    def project(self, module: nn.Module, name: str, tokens: Tensor, layer: str) -> Tensor:
-        """Tokens through the head ``name``, or as they are."""
-        heads = self.heads(module)
-        if name not in heads:
-            return tokens
-        expected = next(heads[name].parameters()).shape[1]
-        if tokens.shape[-1] != expected:
-            raise ConfigurationError(
-                f"{type(self).__name__}: {layer!r} has features of width {tokens.shape[-1]}, and its head was built "
-                f"for {expected}: give the widths"
-            )
-        return heads[name](tokens)
+    def project(self, module: nn.Module, name: str, tokens: Tensor, layer: str, wanted: Tensor) -> Tensor:
+        """Tokens of ``layer`` through the head ``name``, or as they are, to compare with those ``wanted``."""
+        weights = list(self.heads(module)[name].parameters()) if name in self.heads(module) else []
+        ends = (weights[0].shape[1], next(w for w in reversed(weights) if w.ndim > 1).shape[0]) if weights else None
+        sides = ((repr(layer), tokens.shape[-1]), ("the teacher's layer", wanted.shape[-1]))
+        for (what, width), expected in zip(sides, ends or (wanted.shape[-1],) * 2, strict=True):
+            if width != expected:
+                built = "its head was built for" if ends else "without a projection it is compared with"
+                raise ConfigurationError(
+                    f"{type(self).__name__}: {what} has features of width {width}, and {built} {expected}: give the "
+                    "widths, or a projection"
+                )
+        return self.heads(module)[name](tokens) if weights else tokens
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._calls = {}
@@ -310,6 +316,20 @@ class Alignment(LossHooks, Technique):
 
     def _described(self) -> str:
         return name_of(self.teacher) if self.teacher is not None else "features in the batch"
+
+
+def match_positions(student: Tensor, teacher: Tensor, who: str) -> tuple[Tensor, Tensor]:
+    """Tokens of both, [B, N, D] each; a teacher that gives one vector an image has nothing to say of positions.
+
+    Raises:
+        ConfigurationError: For such a teacher of a student that has positions.
+    """
+    if teacher.ndim == 2 and to_tokens(student).shape[1] > 1:
+        raise ConfigurationError(
+            f"{who}: the teacher's layer gives one vector for each image, {list(teacher.shape)}, and all positions "
+            "would be pulled to the same: name a layer of tokens or maps in teacher_layer"
+        )
+    return match_tokens(student, teacher, "grid" if teacher.ndim > 2 else "auto")
 
 
 def unknown_width(who: str, what: str, remedy: str) -> ConfigurationError:

@@ -40,7 +40,7 @@ def build_backbone(spec: BackboneSpec) -> nn.Module:
     if isinstance(spec, DiTConfig):
         return DiT(spec)
     shape_of(spec)
-    return diffusers_backbones.prepared(build(spec))
+    return diffusers_backbones.prepared(build(spec), spec)
 
 
 def call_backbone(

@@ -10,7 +10,7 @@ Source: Ho and Salimans (2022), https://arxiv.org/abs/2207.12598.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ class Condition:
     text: Tensor | None = None  # token embeddings of captions, [B, L, D]
     mask: Tensor | None = None  # which of the tokens count, [B, L] bool; None: all
     pooled: Tensor | None = None  # one embedding a caption, [B, P]
+    # Pixels, [B, 6]: height and width of the original, top and left of the crop, height and width of the result. They
+    # are not hidden for guidance.
+    sizes: Tensor | None = None
 
     def dropped(self, hidden: Tensor, null: "Condition") -> "Condition":
         """B conditions, of which some are replaced by that of nothing; shorter texts are padded with masked tokens.
@@ -55,7 +58,7 @@ class Condition:
 
     @property
     def parts(self) -> set[str]:
-        """Names of the parts that there are; a mask belongs to its text."""
+        """Names of the parts that are hidden for guidance; a mask belongs to its text."""
         return {name for name in ("labels", "text", "pooled") if getattr(self, name) is not None}
 
 
@@ -64,6 +67,8 @@ def _merged(ours: Condition, theirs: Condition, function: Callable[[Tensor, Tens
     found: dict[str, Tensor] = {}
     for field in fields(Condition):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name == "sizes":
+            its = mine
         if mine is not None and its is not None:
             found[field.name] = function(mine, its)
     return Condition(**found)
@@ -91,4 +96,4 @@ def _padded(condition: Condition, length: int) -> Condition:
     missing = length - text.shape[1]
     if missing:
         text, mask = F.pad(text, (0, 0, 0, missing)), F.pad(mask, (0, missing))
-    return Condition(condition.labels, text, mask, condition.pooled)
+    return replace(condition, text=text, mask=mask)

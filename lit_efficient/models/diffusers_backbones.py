@@ -1,8 +1,8 @@
 """diffusers' denoising networks as backbones: for each class what it takes, and how its own pipeline calls it.
 
 A class has one row in ``_ADAPTERS``: a function of its configuration and one of its inputs. Whatever its pipeline gives
-besides latents, time and text is given here as well: SDXL's and PixArt's sizes in pixels, eight times the latents';
-Flux's positions and its patches of two by two latents.
+besides latents, time and text is given here as well: SDXL's and PixArt's sizes in pixels, those of the condition or
+eight times the latents'; Flux's positions and its patches of two by two latents.
 
 DiTTransformer2DModel hides labels by a draw of its own in each of its blocks, so that a block sees a label that the
 next one does not. Those draws are switched off: one draw a sample, outside, is what guidance needs.
@@ -20,7 +20,7 @@ from lit_efficient.models.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, model_class, resolve
 
-PIXELS = 8  # of an image for each position of a latent, for networks that get the image's size
+_PIXELS = 8  # of an image for each position of a latent, where the condition has no sizes
 
 Fields = Mapping[str, Any]
 
@@ -53,8 +53,9 @@ def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
     )
 
 
-def prepared(network: Any) -> nn.Module:
-    """The network, with draws of its own switched off."""
+def prepared(network: Any, spec: DiffusersModelConfig) -> nn.Module:
+    """The network, with draws of its own switched off, and the guidance that it gets as an input beside it."""
+    network.given_guidance = spec.guidance
     for module in network.modules():
         if type(module).__name__ == "LabelEmbedding":
             module.dropout_prob = 0.0
@@ -75,7 +76,7 @@ def call(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> Ten
 
 def self_contained(spec: DiffusersModelConfig) -> DiffusersModelConfig:
     """The same network by its whole configuration."""
-    return DiffusersModelConfig(config_fields=resolve(spec), dtype=spec.dtype)
+    return DiffusersModelConfig(config_fields=resolve(spec), dtype=spec.dtype, guidance=spec.guidance)
 
 
 def _fields(spec: DiffusersModelConfig) -> dict[str, Any]:
@@ -128,10 +129,16 @@ def _unet_condition(network: Any, x: Tensor, timestep: Tensor, condition: Condit
         "class_labels": condition.labels,
     }
     if condition.pooled is not None:  # SDXL: size of the original, offset of the crop, size of the result
-        height, width = (PIXELS * side for side in x.shape[2:])
-        ids = torch.tensor([height, width, 0, 0, height, width], dtype=x.dtype, device=x.device)
-        arguments["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": ids.expand(len(x), -1)}
+        arguments["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": _sizes(x, condition)}
     return arguments
+
+
+def _sizes(x: Tensor, condition: Condition) -> Tensor:
+    """Those of the condition, [B, 6], or of images that were neither scaled nor cropped."""
+    if condition.sizes is not None:
+        return condition.sizes.to(x)
+    height, width = (_PIXELS * side for side in x.shape[2:])
+    return torch.tensor([height, width, 0, 0, height, width], dtype=x.dtype, device=x.device).expand(len(x), -1)
 
 
 def _patches(fields: Fields, **limits: Any) -> dict[str, Any]:
@@ -153,9 +160,8 @@ def _pixart_shape(fields: Fields) -> dict[str, Any]:
 def _pixart(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
     sizes: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
     if network.use_additional_conditions:
-        height, width = (float(PIXELS * side) for side in x.shape[2:])
-        sizes["resolution"] = torch.tensor([height, width], dtype=x.dtype, device=x.device).expand(len(x), -1)
-        sizes["aspect_ratio"] = torch.tensor([height / width], dtype=x.dtype, device=x.device).expand(len(x), -1)
+        sizes["resolution"] = _sizes(x, condition)[:, 4:]
+        sizes["aspect_ratio"] = sizes["resolution"][:, :1] / sizes["resolution"][:, 1:]
     return {**_cross_attention(network, x, timestep, condition), "added_cond_kwargs": sizes}
 
 
@@ -169,12 +175,12 @@ def _cross_attention(network: Any, x: Tensor, timestep: Tensor, condition: Condi
 
 
 def _sana_shape(fields: Fields) -> dict[str, Any]:
-    _without_guidance(fields)
     return {**_patches(fields), "text_width": fields["caption_channels"]}
 
 
 def _sana(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
-    return _cross_attention(network, x, timestep * network.config.timestep_scale, condition)
+    scaled = timestep * network.config.timestep_scale
+    return {**_cross_attention(network, x, scaled, condition), **_guidance(network, x)}
 
 
 def _sd3_shape(fields: Fields) -> dict[str, Any]:
@@ -196,7 +202,6 @@ def _sd3(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dic
 
 
 def _flux_shape(fields: Fields) -> dict[str, Any]:
-    _without_guidance(fields)
     return {
         "channels": fields["in_channels"] // 4,
         "size": None,
@@ -221,6 +226,7 @@ def _flux(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> di
         "pooled_projections": condition.pooled,
         "img_ids": positions,
         "txt_ids": positions.new_zeros(condition.text.shape[1], 3),
+        **_guidance(network, x),
     }
 
 
@@ -230,10 +236,12 @@ def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
 
 
-def _without_guidance(fields: Fields) -> None:
-    if fields["guidance_embeds"]:
-        allowed = "false (a network distilled to take the guidance as an input has no other training than its own)"
-        raise refusal("backbone", f"guidance_embeds of {fields['_class_name']}", allowed, True)
+def _guidance(network: Any, x: Tensor) -> dict[str, Tensor]:
+    """The guidance that a distilled network gets as an input, as its pipeline scales it: Flux does so itself."""
+    if not network.config.guidance_embeds:
+        return {}
+    scale = getattr(network.config, "guidance_embeds_scale", 1.0)
+    return {"guidance": torch.full((len(x),), network.given_guidance * scale, dtype=torch.float32, device=x.device)}
 
 
 _ADAPTERS = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.models.causal_lm import Primitive
 
@@ -37,6 +37,8 @@ class DiffusersModelConfig:
         random_weights: draw new weights although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; a commit is what never changes.
         dtype: number format of the weights.
+        guidance: the input of a network that was distilled to take the guidance as one (FLUX.1-dev), in training and
+            in sampling alike; other networks take none.
     """
 
     name_or_path: str | None = None
@@ -45,12 +47,14 @@ class DiffusersModelConfig:
     random_weights: bool = False
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    guidance: float = 3.5
 
     def __post_init__(self) -> None:
         if self.name_or_path is None and "_class_name" not in (self.config_fields or {}):
             allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} has no _class_name"
             raise refusal(_OWNER, "name_or_path", allowed, None)
         check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        check_number(_OWNER, "guidance", self.guidance, least=0)
 
     @property
     def draws_weights(self) -> bool:

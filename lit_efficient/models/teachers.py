@@ -6,8 +6,7 @@ saves nor shards it.
 
 import hashlib
 import inspect
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,13 @@ class Teacher:
         network: It is put into evaluation mode and frozen, in place.
         layers: Patterns of dotted names, each of one layer; an empty one stands for the network's output.
         who: Name of the technique that asks, for errors.
-        image_size: Side to which :meth:`of_images` resizes; ``None``: what a transformers model was made for, and the
-            images as they are for others.
+        image_size: Side to which :meth:`of_images` resizes; ``None``: what the network says it was made for, and the
+            images as they are where it says none.
         statistics: Mean and standard deviation of each channel of images in [0, 1] that the network expects; ``None``:
-            it gets them in [-1, 1].
+            what it says itself, as timm's models do; else it gets them in [-1, 1].
+        skip_tokens: How many tokens before those of the patches :meth:`of_images` leaves out; ``None``: as many as the
+            network says it has.
+        tokens: Whether an empty pattern stands, for :meth:`of_images`, for what a model of timm has before it pools.
     """
 
     def __init__(
@@ -47,18 +49,24 @@ class Teacher:
         who: str,
         image_size: int | None = None,
         statistics: tuple[list[float], list[float]] | None = None,
+        skip_tokens: int | None = None,
+        tokens: bool = False,
     ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.layers = {layer: only_module(network, layer, who) for layer in layers}
         self.who = who
         self.image_size = image_size
-        self.statistics = statistics
+        self.statistics = _own_statistics(network) if statistics is None else statistics
+        self.skip_tokens = skip_tokens
+        self.unpooled = tokens and "" in self.layers and callable(getattr(network, "forward_features", None))
 
     def features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Features by layer's pattern, without gradients, of the arguments that the network's forward knows."""
-        return self._features(args, kwargs, gradients=False)
+        return self._features(self.network, args, kwargs, gradients=False)
 
-    def _features(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> dict[str, Tensor]:
+    def _features(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
+    ) -> dict[str, Tensor]:
         device, dtype = _placed(self.network)
         args, kwargs = _on((args, kwargs), device, dtype, detach=not gradients)
         found: dict[str, Tensor] = {}
@@ -68,39 +76,45 @@ class Teacher:
         ]
         try:
             with torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
-                self.network(*args, **_known(self.network, kwargs))
+                output = forward(*args, **_known(self.network, kwargs))
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return found if forward is self.network else found | {"": feature_of(output)}
 
     def of_images(self, images: Tensor, gradients: bool = False) -> dict[str, Tensor]:
         """Features of images [B, C, H, W] in [-1, 1]; class and register tokens are left out where they are known.
 
-        A transformers model gets as many channels as it has, its size and its normalisation.
+        Models of transformers and timm get as many channels as they have, their size and their normalisation.
 
         Args:
             images: The images.
             gradients: Whether gradients flow to the images; the network is frozen in any case.
         """
-        config = getattr(self.network, "config", None)
-        size = self.image_size or _side(getattr(config, "image_size", None))
-        channels = getattr(config, "num_channels", None)
+        config, embedding = (getattr(self.network, name, None) for name in ("config", "patch_embed"))
+        own = _side(getattr(config, "image_size", None) or getattr(embedding, "img_size", None))
+        size, channels = self.image_size or own, getattr(config, "num_channels", None)
+        if self.statistics is not None and channels is None:
+            channels = input_width_of(self.network, "")
         kwargs: dict[str, Any] = {}
         if images.ndim == 4:
             images = _prepared(images.float(), size, channels, self.statistics)
-            if size != _side(getattr(config, "image_size", None)) and "interpolate_pos_encoding" in _named(
-                self.network
-            ):
+            if size != own and "interpolate_pos_encoding" in _named(self.network):
                 kwargs["interpolate_pos_encoding"] = True
-        found = self._features((images,), kwargs, gradients)
-        patch = _side(getattr(config, "patch_size", None))
-        if not patch or images.ndim != 4:
-            return found
-        patches = (images.shape[-2] // patch) * (images.shape[-1] // patch)
-        return {
-            k: t[:, t.shape[1] - patches :] if t.ndim == 3 and t.shape[1] > patches else t for k, t in found.items()
-        }
+        forward: Any = self.network.forward_features if self.unpooled else self.network
+        found = self._features(forward, (images,), kwargs, gradients)
+        if getattr(self.network, "output_fmt", None) == "NHWC":  # of timm's Swin, say
+            found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}
+        patch = _side(getattr(config, "patch_size", None) or getattr(embedding, "patch_size", None))
+        patches = (images.shape[-2] // patch) * (images.shape[-1] // patch) if patch and images.ndim == 4 else 0
+        return {k: t[:, self._skipped(t.shape[1], patches) :] if t.ndim == 3 else t for k, t in found.items()}
+
+    def _skipped(self, count: int, patches: int) -> int:
+        """How many of a layer's tokens stand before those of the patches (0: their number is not known)."""
+        if self.skip_tokens is not None:
+            return self.skip_tokens
+        known = getattr(self.network, "num_prefix_tokens", max(0, count - patches) if patches else 0)
+        return 0 if count == patches else int(known)
 
     def to(self, device: torch.device) -> None:
         """Move the network."""
@@ -122,7 +136,7 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
         layers: As in :class:`Teacher`.
         who: Name of the technique that asks, for errors.
         data: The data module, if there is one.
-        **images: ``image_size`` of :class:`Teacher`.
+        **images: ``image_size``, ``skip_tokens`` and ``tokens`` of :class:`Teacher`.
 
     Raises:
         ConfigurationError: If there is no such thing.
@@ -171,11 +185,30 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
 
 
 def _statistics(spec: str) -> tuple[list[float], list[float]] | None:
-    file = Path(spec) / "preprocessor_config.json"
-    if not file.is_file():
+    """What the image processor beside a model of transformers normalises by, of a folder or a hub's name."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    if spec.endswith(".json"):
         return None
-    kept = json.loads(file.read_text())
-    return (kept["image_mean"], kept["image_std"]) if "image_mean" in kept else None
+    try:
+        kept, _ = ImageProcessingMixin.get_image_processor_dict(spec)
+    except (OSError, ValueError):  # a model without one, as of text
+        return None
+    if not kept.get("do_normalize", True):
+        return [0.0], [1.0]
+    return (list(kept["image_mean"]), list(kept["image_std"])) if "image_mean" in kept else None
+
+
+def _own_statistics(network: nn.Module) -> tuple[list[float], list[float]] | None:
+    """What a network says itself: timm's ``pretrained_cfg``, open_clip's attributes, the folder a model came from."""
+    kept: Any = getattr(network, "pretrained_cfg", None)
+    if isinstance(kept, Mapping) and "mean" in kept and "std" in kept:
+        return list(kept["mean"]), list(kept["std"])
+    mean, std = getattr(network, "image_mean", None), getattr(network, "image_std", None)
+    if mean is not None and std is not None:
+        return list(mean), list(std)
+    name = getattr(getattr(network, "config", None), "name_or_path", None)
+    return _statistics(name) if name and hasattr(network, "save_pretrained") and Path(name).is_dir() else None
 
 
 def only_module(root: nn.Module, pattern: str, who: str) -> str:
@@ -317,4 +350,6 @@ def _prepared(
     if statistics is None:
         return images
     mean, std = (torch.tensor(s, device=images.device).view(1, -1, 1, 1) for s in statistics)
+    if images.shape[1] == 1:  # a network of one channel that has the statistics of three
+        mean, std = mean.mean(1, keepdim=True), std.mean(1, keepdim=True)
     return ((images + 1.0) / 2.0 - mean) / std

@@ -58,12 +58,13 @@ class Conditioning:
     def of_batch(self, batch: dict[str, Any], device: torch.device) -> Condition:
         """Conditions of a batch's samples."""
         labels = self._member(batch, "labels").to(device) if self.shape.num_classes else None
+        sizes = batch["sizes"].float().to(device) if "sizes" in batch else None
         if not self.shape.takes_text:
-            return Condition(labels)
+            return Condition(labels, sizes=sizes)
         text, mask, pooled = self._text(batch, device)
         if not self.shape.text_width:
             text = mask = None
-        return Condition(labels, text, mask, pooled if self.shape.pooled_width else None)
+        return Condition(labels, text, mask, pooled if self.shape.pooled_width else None, sizes)
 
     def null(self, device: torch.device) -> Condition:
         """That of nothing, for one sample: the class after the last, the empty caption."""

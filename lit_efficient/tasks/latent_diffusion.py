@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.errors import check_number
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.files.moved import takes_moved_keys
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction
@@ -34,6 +34,7 @@ from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiTConfig
+from lit_efficient.models.dit_to_diffusers import diffusers_fields
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, described, to_uint8
@@ -106,6 +107,8 @@ class LatentDiffusion(LatentGenerator):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if stage == "fit" and isinstance(self.backbone, DiTConfig):
+            _say_if_not_exported(self.backbone)
         if stage == "fit" and self.codec is not None and self.text_encoder is None and self.shape.takes_text:
             allowed = "0 without a text encoder, of which the empty caption is needed: give the data one (text_encoder)"
             check("label_dropout", self.label_dropout, allowed, self.label_dropout == 0.0)
@@ -217,3 +220,14 @@ class LatentDiffusion(LatentGenerator):
         latents = self.sample(**asked, generator=torch.Generator().manual_seed(FIXED_SEED))
         for name, value in score(self._decode(latents), labels).items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "sample_accuracy", sync_dist=True)
+
+
+def _say_if_not_exported(config: DiTConfig) -> None:
+    """Say before training what would be learned after it."""
+    try:
+        diffusers_fields(config)
+    except ConfigurationError as error:
+        rank_zero_info(
+            f"LatentDiffusion: `export --format diffusers` will refuse this network, whatever it learns: {error} Other "
+            "formats and sampling here are not concerned."
+        )

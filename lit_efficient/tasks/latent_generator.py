@@ -9,13 +9,13 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
@@ -58,8 +58,8 @@ class Samples:
     Args:
         count: Images sampled and judged at each validation; 0 for none.
         prompts: Captions that samples are made for; null: the first 64 of the validation data.
-        preview: An AutoencoderTiny (TAESD) that imitates the data's autoencoder: while fitting, `SampleImages` decodes
-            by it. What is measured, and all else, goes through the autoencoder itself.
+        preview: A finished AutoencoderTiny (TAESD), which imitates the data's autoencoder; nothing here trains one.
+            While fitting, `SampleImages` decodes by it. What is measured, and all else, goes through the autoencoder.
     """
 
     count: int = 200
@@ -105,8 +105,14 @@ class LatentGenerator(LightningModule):
         diffusion.check_prediction("LatentDiffusion", prediction, self.process)
         check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0)
         check_number("LatentDiffusion", "sampling_steps", sampling_steps, least=1, whole=True)
-        check_sampler(self.process, self.sampler, prediction)
-        check_steps(self.process, self.sampler, sampling_steps)
+        try:
+            check_sampler(self.process, self.sampler, prediction)
+            check_steps(self.process, self.sampler, sampling_steps)
+        except ConfigurationError as error:
+            if not isinstance(sampler, dict):  # as checkpoints store it: what was trained is not lost by it
+                raise
+            self.sampler = replace(self.sampler, name="builtin")
+            rank_zero_warn(f"{error} The checkpoint's sampler is replaced by builtin.")
         self.prediction: Prediction = prediction
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps
@@ -146,6 +152,8 @@ class LatentGenerator(LightningModule):
             allowed = "null for data without an autoencoder (codec), which it would imitate"
             check("samples.preview", self.samples.preview, allowed, self.codec is not None)
             self._preview = PreviewDecoder(self._decoder(), self.samples.preview)
+            if self.samples.preview.draws_weights:
+                rank_zero_info("LatentDiffusion: samples.preview has random weights, and pictures by it show nothing.")
 
     def configure_model(self) -> None:
         if self.network is not None:
@@ -171,6 +179,12 @@ class LatentGenerator(LightningModule):
         """
         assert self.network is not None, "configure_model() builds the network"
         known = condition if isinstance(condition, Condition) else Condition(labels=condition)
+        if (
+            known.sizes is None and self.shape.takes_text and self.codec is not None
+        ):  # whole images, as large as the latents stand for
+            height, width = (self.codec.factor * side for side in x.shape[2:])
+            sizes = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32, device=x.device)
+            known = replace(known, sizes=sizes.expand(len(x), -1))
         scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
         return backbones.call_backbone(self.network, scaled, t, known, self.process).float()
 
@@ -226,6 +240,10 @@ class LatentGenerator(LightningModule):
         trainer = trainer_of(self)
         fitting = trainer is not None and trainer.state.fn == "fit" and not trainer.state.finished
         return to_uint8(self._decode(latents, self._preview if fitting else None))
+
+    def check_sample_images(self) -> None:
+        """Refuse what could not make images, before the first step."""
+        self._decoder()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the encoders, the size and the prompts beside the weights: the checkpoint alone samples images."""

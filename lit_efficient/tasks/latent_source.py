@@ -2,6 +2,8 @@
 
     batch:  latents [B, c, h, w], or mean and logvar (or none) of a posterior, normalised, or images [B, C, H, W]
             and labels [B], and captions (B strings), or text [B, L, D], text_mask [B, L] and pooled [B, P]
+            and sizes [B, 6] in pixels, which SDXL and PixArt take: height and width of the original, top and left of
+            the crop, height and width of what was encoded; without them those of whole images
 
 Images are encoded where they are used. Nothing is drawn for it, so training on cached posteriors makes the same draws
 as training on images.

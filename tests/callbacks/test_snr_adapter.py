@@ -170,12 +170,27 @@ class Double(Unchanged):
         (Twice, "SNRWeighting: F.mse_loss was called a second time"),
         (ByHand, r"SNRWeighting: DDPMScheduler.add_noise was called 0 times before F.mse_loss, not once"),
         (Bare, "Bare must hold exactly one object with add_noise or scale_noise .* it holds none"),
-        (Double, "it holds scheduler, net.second"),
+        (Double, "it holds scheduler, net.second: name one by scheduler"),
     ],
 )
 def test_what_it_cannot_hear_is_an_error(kind: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         trained(kind(), SNRWeighting(adapter="mse_loss"))
+
+
+def test_of_several_schedulers_the_named_one_is_heard() -> None:
+    alone = trained(Unchanged(), SNRWeighting(adapter="mse_loss"))
+    named = trained(Double(), SNRWeighting(adapter="mse_loss", scheduler="scheduler"))
+    for name, tensor in alone.items():
+        assert torch.equal(named[name], tensor)
+    with pytest.raises(ConfigurationError, match=r"add_noise was called 0 times"):
+        trained(Double(), SNRWeighting(adapter="mse_loss", scheduler="second"))
+    with pytest.raises(
+        ConfigurationError, match=r"scheduler must be the end of .* of scheduler, net.second, got 'third'"
+    ):
+        trained(Double(), SNRWeighting(adapter="mse_loss", scheduler="third"))
+    with pytest.raises(ConfigurationError, match="scheduler must be None without adapter='mse_loss', got 'second'"):
+        SNRWeighting(scheduler="second")
 
 
 def test_an_error_of_the_step_passes_and_leaves_nothing_behind() -> None:

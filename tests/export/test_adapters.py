@@ -166,6 +166,59 @@ def test_diffusers_loads_the_adapter(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(output(fresh).detach(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "variant"), [("unet", "lora"), ("unet", "rslora"), ("sd3", "pissa")])
+def test_a_pipeline_of_diffusers_loads_the_folder_and_kohyas_file(kind: str, variant: str, tmp_path: Path) -> None:
+    import diffusers
+    from safetensors.torch import load_file
+
+    make, output, _, _ = MODELS[kind]
+    torch.manual_seed(0)
+    model: Any = make().eval()
+    base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    targets = ["to_q", "to_v", "conv1"] if kind == "unet" else ["to_q", "linear_1"]
+    root = torch.nn.ModuleDict({"network": model})
+    apply(root, [LoRA(rank=2, targets=targets, alpha=6.0, variant=variant)])
+    for name, p in root.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    expected = output(model).detach()
+    checkpoint: dict[str, Any] = {"state_dict": root.state_dict(), "lit_efficient": {}}
+    checkpoint["lit_efficient"]["transforms"] = [entry.record for entry in ledger(root)]
+    LoRA.trim_checkpoint(root, checkpoint)
+    torch.save(checkpoint, tmp_path / "lora.ckpt")
+    assert export([str(tmp_path / "lora.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+
+    def loaded(**names: str) -> torch.Tensor:
+        fresh: Any = make().eval()
+        fresh.load_state_dict(base)
+        parts: Any = {
+            "vae": None,
+            "text_encoder": None,
+            "tokenizer": None,
+            "scheduler": diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+        }
+        if kind == "unet":
+            without = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+            pipeline: Any = diffusers.StableDiffusionPipeline(unet=fresh, **parts, **without)
+        else:
+            more = {f"{part}_{i}": None for part in ("text_encoder", "tokenizer") for i in (2, 3)}
+            parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+            pipeline = diffusers.StableDiffusion3Pipeline(transformer=fresh, **parts, **more)
+        assert not torch.allclose(output(fresh).detach(), expected, atol=1e-3)
+        pipeline.load_lora_weights(tmp_path / "out", **names)
+        return output(fresh).detach()
+
+    torch.testing.assert_close(loaded(), expected, rtol=1e-5, atol=1e-5)
+    if kind == "sd3":
+        assert not (tmp_path / "out" / "kohya.safetensors").exists()
+        return
+    torch.testing.assert_close(loaded(weight_name="kohya.safetensors"), expected, rtol=1e-5, atol=1e-5)
+    theirs = diffusers.utils.convert_state_dict_to_kohya(
+        load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+    )
+    assert theirs.keys() == load_file(tmp_path / "out" / "kohya.safetensors").keys()
+
+
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_that_transformers_quantised_trains_resumes_and_merges(bits: int, tmp_path: Path) -> None:

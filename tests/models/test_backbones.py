@@ -1,5 +1,7 @@
 """Each network called by us equals the same network called by hand with the arguments of its own pipeline."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -146,6 +148,16 @@ def test_sdxls_unet_with_pooled_text_and_sizes():
         network, sample=x, timestep=1000 * t, encoder_hidden_states=condition.text, added_cond_kwargs=added
     )
     assert torch.equal(call_backbone(network, x, t, condition), wanted)
+    told = replace(
+        condition, sizes=torch.tensor([[100.0, 90.0, 4.0, 0.0, 64.0, 32.0], [64.0, 32.0, 0.0, 0.0, 64.0, 32.0]])
+    )
+    ours = call_backbone(network, x, t, told)
+    added["time_ids"] = told.sizes
+    assert torch.equal(
+        ours, by_hand(network, sample=x, timestep=1000 * t, encoder_hidden_states=told.text, added_cond_kwargs=added)
+    )
+    assert not torch.allclose(ours[0], wanted[0])
+    torch.testing.assert_close(ours[1], wanted[1])
     assert shape_of(spec(SDXL)).pooled_width == 12
 
 
@@ -179,8 +191,9 @@ def test_pixart(sizes):
     assert torch.equal(call_backbone(network, x, t, condition), wanted[:, :4])
 
 
-def test_sana():
-    network = built(SANA, timestep_scale=0.5)
+@pytest.mark.parametrize("distilled", [False, True])
+def test_sana(distilled):
+    network = built(SANA, timestep_scale=0.5, guidance_embeds=distilled)
     x, t, condition = inputs(text=True, mask=True)
     wanted = by_hand(
         network,
@@ -188,6 +201,7 @@ def test_sana():
         timestep=500 * t,
         encoder_hidden_states=condition.text,
         encoder_attention_mask=MASK,
+        **({"guidance": torch.full((2,), 3.5 * network.config.guidance_embeds_scale)} if distilled else {}),
     )
     assert torch.equal(call_backbone(network, x, t, condition), wanted)
 
@@ -206,23 +220,32 @@ def test_sd3():
     assert not shape_of(spec(SD3)).masks_text
 
 
-def test_flux_with_its_pipelines_packing():
+@pytest.mark.parametrize("told", [None, 3.5, 1.0])
+def test_flux_with_its_pipelines_packing_and_the_guidance_that_a_distilled_one_is_told(told):
     from diffusers import FluxPipeline
 
-    network = built(FLUX)
+    fields = {**FLUX, "guidance_embeds": told is not None}
+    described = DiffusersModelConfig(config_fields=fields, **({"guidance": 1.0} if told == 1.0 else {}))
+    torch.manual_seed(0)
+    network = build_backbone(as_spec(self_contained(described)))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
     x, t, condition = inputs(text=True, pooled=True)
-    wanted = by_hand(
-        network,
-        hidden_states=FluxPipeline._pack_latents(x, 2, 4, 8, 4),
-        timestep=t,
-        encoder_hidden_states=condition.text,
-        pooled_projections=condition.pooled,
-        img_ids=FluxPipeline._prepare_latent_image_ids(2, 4, 2, "cpu", torch.float32),
-        txt_ids=torch.zeros(5, 3),
-    )
+    arguments = {
+        "hidden_states": FluxPipeline._pack_latents(x, 2, 4, 8, 4),
+        "timestep": t,
+        "encoder_hidden_states": condition.text,
+        "pooled_projections": condition.pooled,
+        "img_ids": FluxPipeline._prepare_latent_image_ids(2, 4, 2, "cpu", torch.float32),
+        "txt_ids": torch.zeros(5, 3),
+    }
+    guidance = None if told is None else torch.full((2,), told)
+    wanted = by_hand(network, **arguments, guidance=guidance)
     ours = call_backbone(network, x, t, condition)
     assert torch.equal(ours, FluxPipeline._unpack_latents(wanted, 64, 32, 8))
-    assert shape_of(spec(FLUX)).channels == 4
+    assert shape_of(described).channels == 4
+    if told is not None:
+        assert not torch.equal(wanted, by_hand(network, **arguments, guidance=guidance + 2))
 
 
 @pytest.mark.parametrize("fields", [CONDITIONED, SDXL, PIXART, SANA, SD3, FLUX], ids=lambda f: f["_class_name"])
@@ -287,7 +310,6 @@ def test_what_checkpoints_keep_names_no_file(tmp_path):
         ({**UNET, "num_class_embeds": 1}, "num_class_embeds of UNet2DModel must be the number of classes and 1 more"),
         ({**SDXL, "addition_embed_type": "image"}, "addition_embed_type .* must be null or text_time, got 'image'"),
         ({**CONDITIONED, "encoder_hid_dim_type": "image_proj"}, "encoder_hid_dim_type .* must be null or text_proj"),
-        ({**FLUX, "guidance_embeds": True}, "guidance_embeds of FluxTransformer2DModel must be false"),
     ],
 )
 def test_what_cannot_be_a_backbone_is_refused(fields, message):

@@ -37,3 +37,12 @@ def test_one_batch_follows_another_and_one_sample_stands_for_many():
     assert both.pooled[:, 0].tolist() == [1, 1, 3, 3]
     assert both.parts == {"labels", "text", "pooled"}
     assert Condition(labels=torch.arange(2)).parts == {"labels"}
+
+
+def test_sizes_stay_with_their_samples_whatever_is_hidden():
+    sizes = torch.arange(12.0).view(2, 6)
+    known = Condition(text=torch.ones(2, 3, 4), sizes=sizes)
+    null = Condition(text=torch.zeros(1, 5, 4))
+    assert torch.equal(known.dropped(torch.tensor([True, False]), null).sizes, sizes)
+    assert torch.equal(known.followed_by(null.repeated(2)).sizes, torch.cat([sizes, sizes]))
+    assert known.parts == {"text"}

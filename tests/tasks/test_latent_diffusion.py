@@ -1,3 +1,5 @@
+import logging
+from dataclasses import replace
 from functools import partial
 
 import lightning.pytorch as L
@@ -6,7 +8,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lit_efficient import EMA, AutoencoderConfig, DiTConfig, LatentDiffusion, LatentDigits, Samples, SNRWeighting
+from lit_efficient import (
+    EMA,
+    AutoencoderConfig,
+    DiTConfig,
+    DiTVariant,
+    LatentDiffusion,
+    LatentDigits,
+    SampleImages,
+    Samples,
+    SNRWeighting,
+)
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.losses.diffusion import alpha_sigma
@@ -279,6 +291,31 @@ def test_every_kind_of_process_trains_samples_and_comes_back_from_its_checkpoint
     assert latents.isfinite().all()
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(latents, module.eval().sample(torch.arange(4), torch.Generator().manual_seed(0)))
+
+
+def test_a_checkpoint_whose_sampler_is_refused_today_is_sampled_by_builtin():
+    arguments = dict(built(schedule="squared_cosine", prediction="v").hparams)
+    arguments["sampler"] = {**arguments["sampler"], "name": "heun", "guidance_rescale": 0.5}
+    with pytest.warns(UserWarning, match="name must be builtin.* replaced by builtin"):
+        assert LatentDiffusion(**arguments).sampler == Sampler(guidance_rescale=0.5)
+
+
+@pytest.mark.parametrize("kind", ["compact", "diffusers"])
+def test_a_network_that_cannot_become_a_pipeline_says_so_before_it_trains(tmp_path, caplog, kind):
+    module = task(backbone=replace(BACKBONE, variant=DiTVariant(time_embedding=kind)))
+    with caplog.at_level(logging.INFO):
+        trainer(default_root_dir=tmp_path, max_steps=1).fit(module, plain(), plain())
+    said = [r.getMessage() for r in caplog.records if "`export --format diffusers` will refuse" in r.getMessage()]
+    assert len(said) == (kind == "compact")
+    assert all("train with variant.time_embedding='diffusers'" in line for line in said)
+
+
+def test_images_without_an_autoencoder_are_refused_before_the_first_step(tmp_path):
+    module = task(samples=Samples(0))
+    run = trainer(default_root_dir=tmp_path, callbacks=[SampleImages(columns=2, rows=1)], num_sanity_val_steps=0)
+    with pytest.raises(ConfigurationError, match="has no autoencoder to make images with"):
+        run.fit(module, plain(), plain())
+    assert run.global_step == 0
 
 
 def test_the_network_gets_edms_scaled_input_and_noise_level():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
@@ -47,6 +48,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},
         "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
         "config": _json_of(getattr(model, "config", None)),
+        "auto_mapping": diffusers_class(model),
     }
 
 
@@ -143,4 +145,5 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
         "fan_in_fan_out": "conv1d" in where["kinds"].values(),
         "modules_to_save": saved or None,
         "inference_mode": True,
+        **({"auto_mapping": where["auto_mapping"]} if where.get("auto_mapping") else {}),
     }

@@ -195,8 +195,22 @@ def synthesis_weights(
     matrix = _inner_product(time[:, None], gamma[:, None], time[None], gamma[None])
     target = _inner_product(time, gamma, 1.0, gamma_of(target_sigma_rel))
     # Least squares with a cut-off: profiles of neighbouring widths are nearly dependent.
-    weights = np.linalg.lstsq(matrix, target, rcond=1e-12)[0]
-    return [float(weight) for weight in weights / weights.sum()]
+    solved = np.linalg.lstsq(matrix, target, rcond=1e-12)[0]
+    # The sum falls short of 1 by the early steps that no snapshot tells apart. To scale all up for it moves weight to
+    # late steps, which for wide averages is worse than to give it to the oldest snapshot.
+    oldest = solved.copy()
+    oldest[np.lexsort((gamma, time))[0]] += 1.0 - solved.sum()
+    late = _tail_product(time[:, None], gamma[:, None], time[None], gamma[None])
+    wanted = _tail_product(time, gamma, 1.0, gamma_of(target_sigma_rel))
+    choices = (solved / solved.sum(), oldest)
+    return [float(weight) for weight in min(choices, key=lambda c: c @ late @ c - 2 * c @ wanted)]
+
+
+def _tail_product(time_a: Any, gamma_a: Any, time_b: Any, gamma_b: Any) -> Any:
+    """Integral of the product of what two profiles hold after a time: by it weights that walk at random differ."""
+    first, a, b = np.minimum(time_a, time_b), gamma_a + 1, gamma_b + 1
+    at_a, at_b = (first / time_a) ** a, (first / time_b) ** b
+    return first * (1 - at_a / (a + 1) - at_b / (b + 1) + at_a * at_b / (a + b + 1))
 
 
 def _inner_product(time_a: Any, gamma_a: Any, time_b: Any, gamma_b: Any) -> Any:
