@@ -20,7 +20,10 @@ def read_metadata(folder: Path) -> Any:
         CheckpointError: If it is missing, damaged, or names classes that do not belong there.
     """
     try:
-        return shards_metadata(folder)
+        found = shards_metadata(folder)
+        for index, place in found.storage_data.items():  # what is read of it: a flipped bit may leave another object
+            _ = (f"{index.fqn}", folder / place.relative_path, range(place.offset, place.offset + place.length))
+        return found
     except Exception as error:  # unpickling damaged bytes may raise anything
         raise CheckpointError(f"refused to load {folder / '.metadata'}: {error or type(error).__name__}") from error
 
@@ -43,6 +46,8 @@ def check_shards(folder: Path) -> None:
         if not file.resolve().is_relative_to(folder.resolve()):
             raise CheckpointError(f"{folder} names {place.relative_path!r}, which does not lie in it")
         try:
+            if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:
+                raise DamagedError(f"{file} ends before {index.fqn}")
             with open(file, "rb") as opened:
                 opened.seek(place.offset)
                 check_piece(opened.read(place.length), f"{file} ({index.fqn})")
