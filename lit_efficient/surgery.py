@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
@@ -66,6 +66,13 @@ def unmixed(module: nn.Module) -> type:
     while "_mixed_from" in vars(cls):
         _, cls = cls._mixed_from
     return cls
+
+
+def memory_of(tensor: object) -> object:
+    """What two tensors of a ``state_dict`` or a file have in common that are one, as a tied weight's are."""
+    if not isinstance(tensor, Tensor) or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
 
 
 @functools.cache

@@ -65,6 +65,11 @@ def left_to_train(module: nn.Module) -> list[nn.Parameter]:
     return [module.get_parameter(name) for name in module.__dict__[_MARK]["trained"]]
 
 
+def trained_names(module: nn.Module) -> list[str]:
+    """Names of what :func:`freeze_base` did not freeze; none where it decided nothing."""
+    return list(module.__dict__.get(_MARK, {}).get("trained", ()))
+
+
 def leaves_base_out(module: nn.Module) -> bool:
     """Whether the checkpoints of ``module`` go without its frozen weights."""
     return has_frozen_base(module) and not module.__dict__[_MARK]["save"]
