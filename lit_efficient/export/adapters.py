@@ -31,7 +31,7 @@ from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.merge import merge_adapters
-from lit_efficient.mechanisms.adapters.peft_format import to_peft
+from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import weights_of
@@ -135,7 +135,9 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
     hyper: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}) if "language_modeling" in checkpoint else {}
     spec: Mapping[str, Any] = hyper.get("model", {})
     named = None if hyper.get("start_from") else where.get("base") or spec.get("name_or_path")
-    config |= {"base_model_name_or_path": base or named, "revision": None if base else spec.get("revision")}
+    about = {"task_type": task_of(where), "base_model_name_or_path": base or named}
+    about["revision"] = None if base else spec.get("revision")
+    config |= {key: value for key, value in about.items() if value is not None}
 
     def write(folder: Path) -> None:
         _write_peft(folder, tensors, config)

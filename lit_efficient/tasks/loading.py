@@ -39,18 +39,18 @@ def language_model_of(
         base: what adapters stand beside where the checkpoint neither holds nor names it: a folder of transformers, a
             checkpoint or a safetensors file.
     """
+    given = read(base)["state_dict"] if base is not None and Path(base).is_file() else None
     cls = _task(checkpoint, path)
     known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
     arguments = {name: value for name, value in checkpoint["hyper_parameters"].items() if name in known}
-    file = base is not None and Path(base).is_file()
-    if base is not None and not file and "config_fields" in arguments["model"]:
+    if base is not None and given is None and "config_fields" in arguments["model"]:
         fields = arguments["model"]["config_fields"] if arguments["model"]["name_or_path"] else None
         named = {"name_or_path": base, "random_weights": False, "config_fields": fields}
         arguments["model"] = {**arguments["model"], **named}
     model = cls(**arguments)
     model.on_load_checkpoint(checkpoint)
-    if base is not None and file:
-        model.load_state_dict(read(base)["state_dict"], strict=False)
+    if given is not None:
+        model.load_state_dict(given, strict=False)
     return model, restore(model, checkpoint, weights)
 
 

@@ -279,8 +279,8 @@ def test_arguments_are_checked_before_work(tmp_path: Path, capsys: pytest.Captur
     torch.save({"state_dict": {}, "hyper_parameters": {}}, other)
     refuse(other, capsys, r"format diffusers is for checkpoints of LatentDiffusion, and .*other.ckpt is none")
     with pytest.raises(SystemExit):
-        export([str(path), "--output", str(tmp_path / "new"), "--weights", "raw"])
-    assert "--weights does not belong to --format safetensors" in capsys.readouterr().err
+        export([str(path), "--output", str(tmp_path / "new"), "--lora", "merged"])
+    assert "--lora does not belong to --format safetensors" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert export([str(path), "--format", "diffusers", "--output", str(tmp_path / "full")]) == 2

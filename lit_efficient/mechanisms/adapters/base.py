@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.blocks.freezing import held
@@ -100,7 +101,10 @@ def _digest(tensor: Tensor) -> str:
 
 
 def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Take the frozen base out of ``checkpoint`` and put its digests in."""
+    """Take the frozen base out of ``checkpoint`` and put its digests in.
+
+    Layers of BatchNorm stay whole: their statistics change, and peft saves modules, not buffers.
+    """
     mark = module.__dict__.get(_MARK)
     if mark is None:
         return
@@ -109,7 +113,9 @@ def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         return
     now = digests(module)
     changed = {name for name, digest in now.items() if digest != mark["digests"].get(name, digest)}
-    dropped = frozen_keys(module, checkpoint["state_dict"]) - changed
+    norms = {name for name, part in module.named_modules() if isinstance(part, BatchNorm)}
+    dropped = {key for key in frozen_keys(module, checkpoint["state_dict"]) if key.rpartition(".")[0] not in norms}
+    dropped -= changed
     checkpoint["state_dict"] = {key: value for key, value in checkpoint["state_dict"].items() if key not in dropped}
 
 

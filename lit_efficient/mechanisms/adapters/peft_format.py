@@ -119,8 +119,10 @@ def to_peft(
             tensors[f"{name}.lora_magnitude_vector"] = magnitude.view(shape)
     saved = {key.rpartition(".")[0] for key in own if _is_saved(key, where, arguments)}
     tied = {memory_of(own[key]) for key in own if key.rpartition(".")[0] in saved}
-    saved |= {key.rpartition(".")[0] for key in own if memory_of(own[key]) in tied}  # peft copies each use of a weight
-    statistics = {name for name in where.get("statistics", ()) if f"{name}.running_mean" in own} - saved
+    # Peft copies each use of a weight, and ties the copies if it is asked to.
+    ties = {key.rpartition(".")[0] for key in own if memory_of(own[key]) in tied} - saved
+    saved |= ties
+    saved |= {name for name in where.get("statistics", ()) if f"{name}.running_mean" in own}
     if "" in saved:
         raise ConfigurationError(
             f"export: peft saves modules, and parameters of {where['root'] or 'the module'!r} itself train: use format "
@@ -128,11 +130,13 @@ def to_peft(
         )
     for key, tensor in own.items():
         owner, _, last = key.rpartition(".")
-        if owner in saved or (owner in statistics and last not in ("weight", "bias")):
+        if owner in saved:
             tensors[key] = tensor
-        elif arguments["bias"] != "none" and last == "bias":
-            tensors[f"{owner}.base_layer.bias" if owner in where["kinds"] else key] = tensor
-    config = _config(where, arguments, sorted(saved | statistics))
+        elif last == "bias" and owner in where["kinds"] and arguments["bias"] != "none":
+            tensors[f"{owner}.base_layer.bias"] = tensor
+        elif last == "bias" and arguments["bias"] == "all":
+            tensors[key] = tensor
+    config = _config(where, arguments, sorted(saved)) | ({"ensure_weight_tying": True} if ties else {})
     return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in tensors.items()}, config
 
 
@@ -152,19 +156,17 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
         )
     return {
         "peft_type": "LORA",
-        "task_type": task_of(where),
-        "base_model_name_or_path": where.get("base"),
         "r": arguments["rank"] * doubled,
         "lora_alpha": arguments["alpha"] * doubled,
         "lora_dropout": 0.0 if parameters else arguments["dropout"],  # peft drops no input of a bare parameter
         "target_modules": targets,
-        "target_parameters": parameters or None,
         "bias": arguments["bias"],
         "use_rslora": arguments["variant"] == "rslora",
         "use_dora": arguments["variant"] == "dora",
         "fan_in_fan_out": "conv1d" in where["kinds"].values(),
         "modules_to_save": saved or None,
         "inference_mode": True,
+        **({"target_parameters": parameters} if parameters else {}),
     }
 
 
