@@ -71,6 +71,7 @@ def export_pipeline(
         raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
     run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
     network = _network(run.module, keep_adapters=lora == "merged")
+    expected = digests(network.state_dict()) if check else {}
     made = _pipeline(run.module, network)
     adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
 
@@ -84,8 +85,8 @@ def export_pipeline(
             save_tensors(folder / LORA_FILE, tensors, format="pt", lora_adapter_metadata=json.dumps(config))
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
         write_sums(folder)
-        told = check_tensors(folder, "diffusers", digests(network.state_dict()), _place(made.pipeline)) if check else ""
-        print(f"{run.held} weights; {told or 'not checked'}", file=sys.stderr)
+        told = check_tensors(folder, "diffusers", expected, _place(made.pipeline)) if check else "not checked"
+        print(f"{run.held} weights; {told}", file=sys.stderr)
 
     return write_folder(Path(output), write)
 
