@@ -80,12 +80,12 @@ def export_checkpoint(
 
     def fill(folder: Path) -> None:
         write(folder)
-        told = compare(folder) if check else "not checked"
+        finding = compare(folder) if check else "not checked"
         (folder / "README.md").write_text(
-            f"The {held} weights of {Path(path).name}, exported by lit_efficient as {format}; {told}.\n"
+            f"The {held} weights of {Path(path).name}, exported by lit_efficient as {format}; {finding}.\n"
         )
         write_sums(folder)
-        print(f"{held} weights; {told}", file=sys.stderr)
+        print(f"{held} weights; {finding}", file=sys.stderr)
 
     return write_folder(Path(output), fill)
 
@@ -176,7 +176,7 @@ def _beside_base(
 
 
 def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
-    told = ""
+    finding = ""
     if "language_modeling" in checkpoint and "prefix" not in checkpoint.get("lit_efficient", {}):
         run = trained(checkpoint, path, weights, base)
         batch = batch_for(run.network) if check else None
@@ -185,9 +185,9 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         state: dict[str, Tensor] = merge_adapters(run.module).state_dict()
         if batch is not None and ours is not None:
             off = difference(ours, outputs_of(run.network, batch))
-            told = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
+            finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
             if not off <= tolerance:
-                raise CheckpointError(f"export: another model than was trained{told}")
+                raise CheckpointError(f"export: another model than was trained{finding}")
     else:
         state, held = weights_of(checkpoint, weights)
         state = merge_state({**checkpoint, "state_dict": state}, None if base is None else read(base)["state_dict"])
@@ -196,7 +196,7 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
     def write(folder: Path) -> None:
         save_tensors(folder / "model.safetensors", state, format="pt", weights=held)
 
-    return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + told
+    return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding
 
 
 def _write_base(run: Trained, place: Path) -> None:

@@ -124,10 +124,10 @@ def check_outputs(
     found = _ask(folder, library, request, fill)
     if found is None:
         return f"not checked: {library} is not installed"
-    told = f"outputs of {library} differ by {found['difference']:.1e} (tolerance {tolerance:.0e})"
+    finding = f"outputs of {library} differ by {found['difference']:.1e} (tolerance {tolerance:.0e})"
     if not found["difference"] <= tolerance:
-        raise CheckpointError(f"export: another model than was trained: {told}")
-    return told
+        raise CheckpointError(f"export: another model than was trained: {finding}")
+    return finding
 
 
 def _ask(folder: Path, library: str, request: Mapping[str, Any], fill: Callable[[Path], object]) -> Any:

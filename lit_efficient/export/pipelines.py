@@ -85,8 +85,8 @@ def export_pipeline(
             save_tensors(folder / LORA_FILE, tensors, format="pt", lora_adapter_metadata=json.dumps(config))
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
         write_sums(folder)
-        told = check_tensors(folder, "diffusers", expected, _place(made.pipeline)) if check else "not checked"
-        print(f"{run.held} weights; {told}", file=sys.stderr)
+        finding = check_tensors(folder, "diffusers", expected, _place(made.pipeline)) if check else "not checked"
+        print(f"{run.held} weights; {finding}", file=sys.stderr)
 
     return write_folder(Path(output), write)
 
