@@ -126,7 +126,7 @@ def check_outputs(
         return f"not checked: {library} is not installed"
     finding = f"outputs of {library} differ by {found['difference']:.1e} (tolerance {tolerance:.0e})"
     if not found["difference"] <= tolerance:
-        raise CheckpointError(f"export: another model than was trained: {finding}")
+        raise CheckpointError(f"export: another model than was trained: {finding}{_way_out(library)}")
     return finding
 
 
@@ -147,8 +147,14 @@ def _ask(folder: Path, library: str, request: Mapping[str, Any], fill: Callable[
         answer = Path(place) / "answer.json"
         if done.returncode or not answer.is_file():
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise CheckpointError(f"export: {library} does not load what was written: {reason[:300]}")
+            raise CheckpointError(
+                f"export: {library} does not load what was written: {reason[:300]}{_way_out(library)}"
+            )
         return json.loads(answer.read_text())
+
+
+def _way_out(library: str) -> str:
+    return ". Formats merged and safetensors need no adapter" if library == "peft" else ""
 
 
 def _answer(folder: Path, place: Path) -> dict[str, Any]:
