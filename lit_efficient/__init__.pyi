@@ -5,6 +5,7 @@ from lit_efficient.declaration import Report as Report
 from lit_efficient.technique import Technique as Technique
 from lit_efficient.errors import ConflictError as ConflictError
 from lit_efficient.errors import ConfigurationError as ConfigurationError
+from lit_efficient.errors import DivergedError as DivergedError
 from lit_efficient.errors import LitEfficientError as LitEfficientError
 from lit_efficient.application import apply as apply
 from lit_efficient.mechanisms.restore import restore as restore

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
@@ -69,6 +69,13 @@ def unmixed(module: nn.Module) -> type:
     while "mixed_from" in vars(cls):
         _, cls = cls.mixed_from
     return cls
+
+
+def memory_of(tensor: object) -> object:
+    """What two tensors of a ``state_dict`` or a file have in common that are one, as a tied weight's are."""
+    if not isinstance(tensor, Tensor) or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
 
 
 @functools.cache

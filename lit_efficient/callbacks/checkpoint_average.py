@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics, statistics_of
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import (
@@ -154,8 +154,17 @@ class CheckpointAverage(ShadowWeights):
         parameters = dict(module.named_parameters())
         for snapshot in self._snapshots:
             for name, tensor in snapshot.items():
-                if is_sharded(parameters[name]) and not is_sharded(tensor):
+                if name in parameters and is_sharded(parameters[name]) and not is_sharded(tensor):
                     snapshot[name] = placed_like(tensor, parameters[name], tensor.dtype)
+
+    def buffers_for(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Statistics of BatchNorm that were computed for the average."""
+        if self._statistics is None and any(key.endswith(".running_mean") for key in state):
+            raise CheckpointError(
+                "the checkpoint has the average, and not its statistics of BatchNorm, which a validation computes: "
+                "save weights alone (save_weights_only=True), or take the raw weights"
+            )
+        return self._statistics or {}
 
     def forget(self) -> None:
         """Start again."""

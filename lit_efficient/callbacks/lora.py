@@ -11,6 +11,7 @@ The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.l
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, fr
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
 from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of, scale_of
+from lit_efficient.mechanisms.adapters.peft_folder import read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.peft_format import placement
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
@@ -58,6 +60,8 @@ class LoRA(Technique):
         modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
         save_base: Whether checkpoints hold the frozen weights, too.
         seed: Of the adapters' start, which is the same on all ranks.
+        start_from: A folder that peft has saved (or ``export --format peft``) to start from. Its rank, alpha, targets,
+            dropout, variant, bias and modules_to_save are taken; those that are given, too, must be the same.
 
     Raises:
         ConfigurationError: For an argument out of range, and for a pattern without a layer; it lists those that match.
@@ -86,6 +90,7 @@ class LoRA(Technique):
         modules_to_save: list[str] | None = None,
         save_base: bool = False,
         seed: int = 0,
+        start_from: str | None = None,
     ) -> None:
         super().__init__()
         check_number("LoRA", "rank", rank, least=1, whole=True)
@@ -104,6 +109,23 @@ class LoRA(Technique):
         self.modules_to_save = modules_to_save
         self.save_base = save_base
         self.seed = seed
+        self.start_from = start_from
+        if start_from is not None:
+            self._take(start_from)
+
+    def _take(self, folder: str) -> None:
+        """Take the arguments of the adapter in a folder."""
+        defaults = {parameter.name: parameter.default for parameter in signature(LoRA).parameters.values()}
+        for name, value in read_adapter(folder)[0].items():
+            given = getattr(self, name)
+            if given == defaults[name]:
+                setattr(self, name, value)
+            elif name not in ("targets", "modules_to_save") and given != value:  # those are compared by what they match
+                raise refusal("LoRA", name, f"{value!r}, as in start_from, or left out", given)
+
+    def arguments(self) -> dict[str, Any]:
+        """Without ``start_from``: a checkpoint holds what it gave."""
+        return {name: value for name, value in super().arguments().items() if name != "start_from"}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -136,6 +158,8 @@ class LoRA(Technique):
             trained += [p for key, p in module.named_parameters() if key.rpartition(".")[2] == "bias"]
         elif self.bias == "lora_only":
             trained += [layer.bias for _, layer in targets if isinstance(getattr(layer, "bias", None), nn.Parameter)]  # type: ignore[misc]
+        if self.start_from is not None:
+            start_adapters(module, read_adapter(self.start_from)[1], trained, self.start_from)
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
         return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))

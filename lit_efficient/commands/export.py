@@ -14,10 +14,21 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--format", choices=("peft", "merged", "safetensors", "diffusers"), default="safetensors")
     parser.add_argument("--output", required=True, help="a new folder")
     parser.add_argument(
-        "--base", help="the frozen base: a transformers folder (merged), else a checkpoint or safetensors file"
+        "--base",
+        help="the frozen base, where the checkpoint neither holds nor names it: a transformers folder (merged, peft), "
+        "else a checkpoint or safetensors file",
     )
     parser.add_argument(
-        "--weights", choices=("ema", "raw"), help="of diffusers: which weights; the average if the run kept one"
+        "--weights",
+        choices=("auto", "average", "raw", "ema"),
+        default="auto",
+        help="auto: those that validation used, the average if the run kept one",
+    )
+    parser.add_argument(
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="do not load the folder in a fresh process to compare it: two copies of the model would not fit",
     )
     parser.add_argument(
         "--lora",
@@ -26,9 +37,9 @@ def run(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     diffusers = arguments.format == "diffusers"
-    for name in () if diffusers else ("weights", "lora"):
-        if getattr(arguments, name) is not None:
-            parser.error(f"--{name} does not belong to --format {arguments.format}")
+    if arguments.lora is not None and not diffusers:
+        parser.error(f"--lora does not belong to --format {arguments.format}")
+    weights = "average" if arguments.weights == "ema" else arguments.weights
     try:
         if diffusers:
             from lit_efficient.export.pipelines import export_pipeline
@@ -36,14 +47,22 @@ def run(argv: Sequence[str]) -> int:
             folder = export_pipeline(
                 arguments.checkpoint,
                 arguments.output,
-                arguments.weights,
+                weights,
                 lora=arguments.lora or "merged",
                 base=arguments.base,
+                check=arguments.check,
             )
         else:
             from lit_efficient.export.adapters import export_checkpoint
 
-            folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, arguments.base)
+            folder = export_checkpoint(
+                arguments.checkpoint,
+                arguments.output,
+                arguments.format,
+                base=arguments.base,
+                weights=weights,
+                check=arguments.check,
+            )
     except LitEfficientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

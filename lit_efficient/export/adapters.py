@@ -1,30 +1,46 @@
 """Checkpoint -> what others can load: a PEFT adapter, a merged transformers model, or plain safetensors.
 
-Everything is written into a temporary folder beside the target and moved there when it is whole.
+Everything is written into a temporary folder beside the target, checked there, and moved when it is whole.
 """
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
+from lit_efficient.export.check import (
+    batch_for,
+    check_outputs,
+    check_tensors,
+    difference,
+    digests,
+    outputs_of,
+    tolerance_of,
+)
+from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
+from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
-from lit_efficient.mechanisms.adapters.peft_format import to_peft
+from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
-from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, quantize_entry
-from lit_efficient.mechanisms.adapters.targets import is_tied
+from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
+from lit_efficient.mechanisms.restore import weights_of
+from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
+Weights = Literal["auto", "average", "raw"]
+
+_SHARD = "5GB"  # of a merged model's files: one of them can be fetched again, or read on a small machine
 
 
 def export_checkpoint(
@@ -32,8 +48,10 @@ def export_checkpoint(
     output: str | os.PathLike[str],
     format: str,
     base: str | os.PathLike[str] | None = None,
+    weights: Weights = "auto",
+    check: bool = True,
 ) -> Path:
-    """Turn a checkpoint into one of three formats; return the folder.
+    """Turn a checkpoint into one of three formats; return the folder, which has hashes of its files in it.
 
     Args:
         path: A Lightning checkpoint.
@@ -43,34 +61,172 @@ def export_checkpoint(
             ``AutoModelForCausalLM.from_pretrained`` loads, of a checkpoint with adapters or without; one of
             ``LanguageModeling`` brings its tokenizer. ``safetensors``: ``model.safetensors`` with the names of the
             module, adapters merged; QA-LoRA's weights stay in int4.
-        base: What the adapters stand beside, where the checkpoint does not hold it (``save_base=True``): the folder of
-            a transformers model (``merged``), or a checkpoint or safetensors file (``safetensors``).
+        base: What the adapters stand beside, where the checkpoint neither holds it (``save_base=True``) nor names it:
+            the folder of a transformers model, or a checkpoint or safetensors file (``safetensors``).
+        weights: ``auto``: those that validation used, the ``average`` of a run that kept one, else the ``raw`` ones.
+        check: Let the library that the folder is for load it, in a fresh process, and compare it with what was trained.
+            It needs memory for the model once more.
 
     Raises:
-        ConfigurationError: For an argument that does not fit the checkpoint.
-        CheckpointError: If a file cannot be read safely, or tensors are missing.
+        ConfigurationError: For an argument that does not fit the checkpoint, and what the format cannot hold.
+        CheckpointError: If a file cannot be read safely, tensors are missing, or the check finds another model.
     """
     check_choice("export", "format", format, FORMATS)
+    check_choice("export", "weights", weights, ("auto", "average", "raw"))
     check_new_folder(Path(output), "export")
-    checkpoint = read(path)
-    if format == "peft":
-        vectors = vectors_to_peft(checkpoint)
-        if vectors is not None:
-            return write_folder(Path(output), lambda folder: _write_peft(folder, *vectors))
-        where, arguments = _adapters(checkpoint)
-        if where is None:
-            raise ConfigurationError(
-                f"export: format peft is for checkpoints of LoRA, IA3 and PrefixTuning, and {path} holds no adapter"
-            )
-        tensors, config = to_peft(checkpoint["state_dict"], where, arguments)
-        return write_folder(Path(output), lambda folder: _write_peft(folder, tensors, config))
-    if format == "merged":
-        refuse_prefix(checkpoint)
-        model = _merged_transformers(checkpoint, None if base is None else str(base))
-        packed = checkpoint.get("language_modeling", {}).get("tokenizer")
-        return write_folder(Path(output), lambda folder: _write_transformers(folder, model, packed))
-    state = merge_state(checkpoint, None if base is None else read(base)["state_dict"])
-    return write_folder(Path(output), lambda folder: save_tensors(folder / "model.safetensors", state, format="pt"))
+    checkpoint, named = read(path), None if base is None else str(base)
+    make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]
+    held, write, compare = make(checkpoint, path, weights, named, check)
+
+    def fill(folder: Path) -> None:
+        write(folder)
+        finding = compare(folder) if check else "not checked"
+        (folder / "README.md").write_text(
+            f"The {held} weights of {Path(path).name}, exported by lit_efficient as {format}; {finding}.\n"
+        )
+        write_sums(folder)
+        print(f"{held} weights; {finding}", file=sys.stderr)
+
+    return write_folder(Path(output), fill, sums=False)  # written before the check reads them
+
+
+Made = tuple[str, Callable[[Path], object], Callable[[Path], str]]  # which weights, what writes them, what checks them
+
+
+def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
+    refuse_prefix(checkpoint)
+    run = trained(checkpoint, path, weights, base)
+    if not hasattr(run.network, "save_pretrained"):
+        raise ConfigurationError("export: format merged is for models of transformers; use format safetensors")
+    if outside := run.trained_outside():
+        raise ConfigurationError(
+            f"export: format merged holds {run.root!r} alone, and {len(outside)} parameters trained beside it, first "
+            f"{outside[0]!r}: use format safetensors"
+        )
+    tolerance, batch = tolerance_of(run.network), batch_for(run.network) if check else None
+    ours = None if batch is None else outputs_of(run.network, batch)
+    model = merged_model(run)
+    kind = type(model).__name__
+    left = [name for name in checkpoint["state_dict"] if run.root and not name.startswith(f"{run.root}.")]
+    beside = f"; {len(left)} tensors beside {run.root!r} are left out, first {left[0]!r}" if left else ""
+
+    def write(folder: Path) -> None:
+        stop = _save_tokenizer(checkpoint, folder)
+        if stop:  # a chat ends where a turn does, which the model's configuration does not know
+            model.generation_config.eos_token_id = stop
+        model.save_pretrained(folder, max_shard_size=_SHARD)
+
+    def compare(folder: Path) -> str:
+        if batch is None or ours is None:
+            return f"not checked: no batch is known for {kind}{beside}"
+        return check_outputs(folder, "transformers", batch, ours, tolerance, {"class": kind}) + beside
+
+    return run.held, write, compare
+
+
+def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
+    state, held = weights_of(checkpoint, weights)
+    vectors = vectors_to_peft({**checkpoint, "state_dict": state})
+    where, arguments = _adapters(checkpoint)
+    if vectors is None and where is None:
+        raise ConfigurationError(
+            f"export: format peft is for checkpoints of LoRA, IA3 and PrefixTuning, and {path} holds no adapter"
+        )
+    where = where or checkpoint["lit_efficient"].get("ia3", {})
+    tensors, config = vectors or to_peft(state, where, arguments)
+    hyper: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}) if "language_modeling" in checkpoint else {}
+    spec: Mapping[str, Any] = hyper.get("model", {})
+    named = None if hyper.get("start_from") else where.get("base") or spec.get("name_or_path")
+    given = base if base is not None and not Path(base).is_file() else None
+    about = {"task_type": task_of(where), "base_model_name_or_path": given or named}
+    about["revision"] = None if given else spec.get("revision")
+    config |= {key: value for key, value in about.items() if value is not None}
+
+    def write(folder: Path) -> None:
+        _write_peft(folder, tensors, config)
+        _save_tokenizer(checkpoint, folder)
+
+    def compare(folder: Path) -> str:
+        run, beside = _beside_base(checkpoint, path, weights, base, named)
+        batch = batch_for(run.network) if run and hasattr(run.network, "save_pretrained") else None
+        if run is None or batch is None or where.get("root", run.root) != run.root:
+            return f"not checked: peft needs the class of the module {where.get('root') or 'that trained'!r}"
+        ours, tolerance = outputs_of(run.network, batch), tolerance_of(run.network)
+        dtype = str(run.network.dtype).removeprefix("torch.")
+        same = named is not None and run.base == named and not any(map(is_quantized, run.network.modules()))
+        request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype}
+        put = None if same else lambda place: _write_base(run, place)
+        return check_outputs(folder, "peft", batch, ours, tolerance, request, put) + beside
+
+    return held, write, compare
+
+
+def _beside_base(
+    checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, named: str | None
+) -> tuple[Trained | None, str]:
+    """The trained network; where its base is not here, with random weights in the base's place, and a note of that."""
+    try:
+        return trained(checkpoint, path, weights, base), ""
+    except (ConfigurationError, CheckpointError) as error:
+        if base is not None or (named is not None and isinstance(error, CheckpointError)):
+            raise
+    kept = {**checkpoint["lit_efficient"], "base": {}}
+    alone = {key: value for key, value in checkpoint.items() if key != "language_modeling"} | {"lit_efficient": kept}
+    try:
+        return trained(alone, path, weights, None, random=True), ", beside random weights, as the base is not here"
+    except ConfigurationError:
+        return None, ""
+
+
+def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
+    finding = ""
+    if "language_modeling" in checkpoint and "prefix" not in checkpoint.get("lit_efficient", {}):
+        run = trained(checkpoint, path, weights, base)
+        batch = batch_for(run.network) if check else None
+        ours = None if batch is None else outputs_of(run.network, batch)
+        held, tolerance = run.held, tolerance_of(run.network)
+        tied: dict[object, list[str]] = {}
+        for name, tensor in run.module.state_dict().items():
+            tied.setdefault(memory_of(tensor), []).append(name)
+        fold(run, keep_int4=True)
+        state: dict[str, Tensor] = run.module.state_dict()
+        for first, *others in tied.values():
+            if any(first in state and memory_of(state[other]) != memory_of(state[first]) for other in others):
+                raise ConfigurationError(
+                    f"export: an adapter belongs to one use of {first!r}, which is tied to {others[0]!r}: a module "
+                    "that loads format safetensors would have one of them for both. Use format merged or peft"
+                )
+        if batch is not None and ours is not None:
+            off = difference(ours, outputs_of(run.network, batch), tolerance)
+            finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
+            if not off <= tolerance:
+                raise CheckpointError(f"export: another model than was trained{finding}")
+    else:
+        state, held = weights_of(checkpoint, weights)
+        state = merge_state({**checkpoint, "state_dict": state}, None if base is None else read(base)["state_dict"])
+    expected = digests(state) if check else {}
+
+    def write(folder: Path) -> None:
+        save_tensors(folder / "model.safetensors", state, format="pt", weights=held)
+
+    return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding
+
+
+def _write_base(run: Trained, place: Path) -> None:
+    state, config = base_state(run)
+    config.save_pretrained(place)
+    save_tensors(place / "model.safetensors", state, format="pt")
+
+
+def _save_tokenizer(checkpoint: Mapping[str, Any], folder: Path) -> list[int]:
+    """Write the tokenizer of a checkpoint of ``LanguageModeling``; return the ids that end a turn."""
+    from lit_efficient.data.text.tokenizer_state import save_tokenizer
+
+    packed = checkpoint.get("language_modeling", {}).get("tokenizer")
+    if packed is None:
+        return []
+    save_tokenizer(packed, folder)
+    return list(packed["stop"])
 
 
 def merge_state(
@@ -107,11 +263,25 @@ def merge_state(
     for name in [key.removesuffix(".weight") for key in state if key.endswith(".weight") and is_code(state[key])]:
         if f"{name}.weight_zero" not in state or not (keep_int4 or name in kinds) or (name in kinds and not grouped):
             dequantize_entry(state, name, transposed=how.get(name, {}).get("transposed", False))
+    for name, keys in where.get("experts", {}).items() if where else ():
+        _merge_experts(state, f"{prefix}{name}", keys, name in where["transposed"], arguments)  # type: ignore[index]
     for name, kind in kinds.items():
         _merge_entry(state, name, kind, arguments)
         if grouped and not keep_int4:
             dequantize_entry(state, name, transposed=kind == "conv1d")
     return state
+
+
+def _merge_experts(
+    state: dict[str, Tensor], name: str, keys: list[str], transposed: bool, arguments: Mapping[str, Any]
+) -> None:
+    scale = scale_of(arguments["variant"], arguments["alpha"], arguments["rank"])
+    for key in keys:
+        a, b = state.pop(f"{name}.lora_A_{key}"), state.pop(f"{name}.lora_B_{key}")
+        weight, delta = state.get(f"{name}.{key}"), scale * (b @ a)
+        if weight is None:
+            raise CheckpointError(f"export: the weight '{name}.{key}' is not in the checkpoint: name the base")
+        state[f"{name}.{key}"] = weight + (delta.mT if transposed else delta).to(weight.dtype)
 
 
 def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapping[str, Any]) -> None:
@@ -129,51 +299,6 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
     state[key] = (merged.T if transposed else merged).reshape(weight.shape).to(weight.dtype).contiguous()
 
 
-def _merged_transformers(checkpoint: Mapping[str, Any], folder: str | None) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    where, _ = _adapters(checkpoint)
-    own = "network" if "language_modeling" in checkpoint else ""
-    root = where["root"] if where else checkpoint.get("lit_efficient", {}).get("ia3", {}).get("root", own)
-    prefix = f"{root}." if root else ""
-    described = where["config"] if where else _described(checkpoint)
-    if folder is None:
-        model = _from_checkpoint(checkpoint, described, prefix)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    for name in where["kinds"] if where else ():
-        layer = model.get_submodule(name)
-        if is_tied(model, layer):  # the adapter belongs to one use of the weight
-            layer.weight = nn.Parameter(layer.weight.detach().clone())
-            model.config.tie_word_embeddings = False
-    base = {f"{prefix}{key}": tensor for key, tensor in model.state_dict().items()}
-    merged = merge_state(checkpoint, base, keep_int4=False)
-    model.load_state_dict({key.removeprefix(prefix): t for key, t in merged.items() if key in base})
-    return model
-
-
-def _described(checkpoint: Mapping[str, Any]) -> str | None:
-    """The configuration of transformers that a checkpoint of ``LanguageModeling`` holds, as JSON."""
-    return checkpoint.get("language_modeling", {}).get("model", {}).get("hugging_face")
-
-
-def _from_checkpoint(checkpoint: Mapping[str, Any], described: str | None, prefix: str) -> Any:
-    """The model that a checkpoint with a base describes; its weights are still random."""
-    if described is None:
-        raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    entries = json.loads(described)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
-    lost = [name for name, _ in model.named_parameters() if f"{prefix}{name}" not in checkpoint["state_dict"]]
-    if lost:
-        raise ConfigurationError(
-            f"export: format merged needs base: the folder of the transformers model; the checkpoint lacks {len(lost)} "
-            f"of its weights, first {lost[0]!r} (LoRA(save_base=True) keeps them)"
-        )
-    return model
-
-
 def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     arguments = arguments_behind(checkpoint, "adapters")
     return (None, {}) if arguments is None else (checkpoint["lit_efficient"]["adapters"], arguments)
@@ -185,13 +310,3 @@ def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
     save_tensors(folder / "adapter_model.safetensors", tensors, format="pt", lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     write_diffusers_lora(folder, tensors, config)
-
-
-def _write_transformers(folder: Path, model: Any, packed: Mapping[str, Any] | None) -> None:
-    from lit_efficient.data.text.tokenizer_state import save_tokenizer
-
-    if packed is not None:
-        save_tokenizer(packed, folder)
-        if packed["stop"]:  # a chat ends where a turn does, which the model's configuration does not know
-            model.generation_config.eos_token_id = list(packed["stop"])
-    model.save_pretrained(folder)

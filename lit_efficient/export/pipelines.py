@@ -20,15 +20,16 @@ from torch import Tensor, nn
 
 from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
+from lit_efficient.export.check import check_tensors, digests
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
+from lit_efficient.files.sums import write_sums
 from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, write_diffusers_lora
-from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters
+from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
-from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized, plain_layer
 from lit_efficient.surgery import unmixed
 
-Weights = Literal["ema", "raw"]
+Weights = Literal["auto", "average", "raw", "ema"]
 Lora = Literal["merged", "diffusers"]
 
 _NETWORK = "network."
@@ -40,31 +41,36 @@ def export_pipeline(
     weights: Weights | None = None,
     lora: Lora = "merged",
     base: str | os.PathLike[str] | None = None,
+    check: bool = True,
 ) -> Path:
     """Write a pipeline of diffusers; return the folder.
 
     Args:
         path: A checkpoint of ``LatentDiffusion`` on latents of an autoencoder of diffusers.
         output: A folder that does not exist yet, or is empty.
-        weights: ``ema``: the average that the run kept; ``raw``: what trained. None: the average where there is one.
+        weights: ``average`` (or ``ema``): that which the run kept; ``raw``: what trained. ``auto`` or None: the average
+            where there is one.
         lora: ``merged``: adapters are added to the weights. ``diffusers``: the pipeline has the weights without them,
             and ``pytorch_lora_weights.safetensors`` beside it is for ``pipeline.load_lora_weights(folder)``.
         base: A checkpoint or safetensors file with the frozen weights that adapters stand beside, where the checkpoint
             does not hold them (``save_base=True``) and its backbone does not name them, or names what is gone. The
             file of a model's folder (``diffusion_pytorch_model.safetensors``) is one.
+        check: Let diffusers load the folder, in a fresh process, and compare the network's tensors.
 
     Raises:
         ConfigurationError: For an argument out of range, and for what no pipeline of diffusers can hold.
         CheckpointError: If the file cannot be read, or does not hold the weights that are asked for.
     """
-    check_choice("export", "weights", weights, ("ema", "raw"), null=True)
+    check_choice("export", "weights", weights, ("auto", "average", "raw", "ema"), null=True)
     check_choice("export", "lora", lora, ("merged", "diffusers"))
     check_new_folder(Path(output), "export")
     checkpoint = read(Path(path))
     if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
         raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
     run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
-    made = _pipeline(run.module, _network(run.module, keep_adapters=lora == "merged"))
+    network = _network(run.module, keep_adapters=lora == "merged")
+    expected = digests(network.state_dict()) if check else {}
+    made = _pipeline(run.module, network)
     adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
 
     for note in made.notes:
@@ -76,8 +82,11 @@ def export_pipeline(
             tensors, config = adapters
             write_diffusers_lora(folder, tensors, config)
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
+        write_sums(folder)
+        finding = check_tensors(folder, "diffusers", expected, _place(made.pipeline)) if check else "not checked"
+        print(f"{run.held} weights; {finding}", file=sys.stderr)
 
-    return write_folder(Path(output), write)
+    return write_folder(Path(output), write, sums=False)  # written before the check reads them
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     if base is not None:
         _load_base(module, base)
     module.on_load_checkpoint(checkpoint)
-    wanted: Any = {None: "auto", "ema": "average", "raw": "raw"}[weights]
+    wanted: Any = {None: "auto", "ema": "average"}.get(weights, weights)
     try:
         held = take_weights(module, checkpoint, wanted)
     except CheckpointError as error:
@@ -131,7 +140,7 @@ def _network(module: Any, keep_adapters: bool) -> Any:
     network = module.network
     own = {
         name.removeprefix(_NETWORK): tensor
-        for name, tensor in _merged(module, keep_adapters).items()
+        for name, tensor in _floats(module, keep_adapters).items()
         if name.startswith(_NETWORK)
     }
     if isinstance(network, DiT):
@@ -148,23 +157,9 @@ def _network(module: Any, keep_adapters: bool) -> Any:
     return fresh.eval()
 
 
-@torch.no_grad()
-def _merged(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
+def _floats(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
     """All weights of a module as floats: adapters added to what they adapt, or as if they had never been."""
-    if keep_adapters:
-        return _whole_state(dequantize_layers(merge_adapters(module)))
-    state = {name: tensor for name, tensor in _whole_state(module).items() if ".lora_" not in name}
-    part: Any
-    for name, part in module.named_modules():
-        if is_quantized(part):
-            state[f"{name}.weight"] = plain_layer(part, dequantize(part)).get_parameter("weight").detach()
-    return state
-
-
-def _whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of a module: its ``state_dict`` may leave the frozen ones out."""
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach() for name, tensor in tensors}
+    return whole_state(dequantize_layers(merge_adapters(module))) if keep_adapters else without_adapters(module)
 
 
 def _pipeline(module: Any, network: Any) -> Any:
@@ -208,8 +203,13 @@ def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, An
     if not hasattr(pipeline, "load_lora_weights"):
         raise ConfigurationError(f"export: {type(pipeline).__name__} of diffusers loads no adapters: use lora=merged")
     arguments = {**recorded, "bias": "none", "modules_to_save": None}  # those stand in the base
-    tensors, config = to_peft(_whole_state(run.module), run.checkpoint["lit_efficient"]["adapters"], arguments)
+    tensors, config = to_peft(whole_state(run.module), run.checkpoint["lit_efficient"]["adapters"], arguments)
     return tensors, config | {"auto_mapping": diffusers_class(run.module.network)}
+
+
+def _place(pipeline: Any) -> str:
+    """The name of a pipeline's network."""
+    return "unet" if hasattr(pipeline, "unet") else "transformer"
 
 
 def _readme(made: Any, held: str, lora: bool) -> str:

@@ -14,7 +14,7 @@ NAME = "SHA256SUMS"
 
 def write_sums(folder: Path) -> None:
     """Write the hashes of all files in a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     lines = [f"{_sum(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / NAME).write_text("".join(lines), "utf-8")
 

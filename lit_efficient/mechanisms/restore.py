@@ -8,16 +8,16 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from lit_efficient.application import replay, technique_of
 from lit_efficient.errors import CheckpointError, check_choice
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.records import rebuild
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
+from lit_efficient.surgery import memory_of
 
 Weights = Literal["auto", "average", "raw"]
 Module = TypeVar("Module", bound=nn.Module)
@@ -65,29 +65,49 @@ def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weig
         Which weights they are: ``raw``, or what the technique calls its average.
     """
     replay(module, checkpoint)
+    state, held = weights_of(checkpoint, weights, module)
     try:
-        module.load_state_dict(checkpoint["state_dict"], strict=getattr(module, "strict_loading", True))
+        module.load_state_dict(state, strict=getattr(module, "strict_loading", True))
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the model: {' '.join(str(error).split())[:300]}") from error
     module.eval()
+    return held
+
+
+def weights_of(
+    checkpoint: Mapping[str, Any], weights: Literal["auto", "average", "raw"], module: nn.Module | None = None
+) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a checkpoint, averaged ones in the place of raw ones where they are wanted, and which they are.
+
+    Args:
+        checkpoint: a Lightning checkpoint.
+        weights: as for :func:`restore`.
+        module: what is about to load them, if there is one; shards are placed like its parameters.
+
+    Raises:
+        CheckpointError: for an average that the checkpoint does not hold.
+    """
+    state = dict(checkpoint["state_dict"])
     held = str(checkpoint.get("lit_efficient", {}).get("weights", "raw"))
     if held != "raw" and weights == "raw":
         raise CheckpointError(f"the checkpoint holds the weights {held!r} alone, and no raw ones")
     if held != "raw" or weights == "raw":
-        return held
+        return state, held
     for technique in _shadows(checkpoint):
-        average = technique.average(module)
+        average = technique.average(nn.Module() if module is None else module)
         if average:
-            parameters = dict(module.named_parameters())
-            with torch.no_grad():
-                for name, tensor in average.items():
-                    parameters[name].copy_(tensor)
-            return technique.label
+            tied: dict[object, list[str]] = {}
+            for name, tensor in state.items():
+                tied.setdefault(memory_of(tensor), []).append(name)
+            for name, tensor in (dict(average) | dict(technique.buffers_for(state))).items():
+                raw = state.get(name, tensor)
+                state |= dict.fromkeys([name, *tied.get(memory_of(raw), ())], tensor.to(raw.dtype))
+            return state, technique.label
     if weights == "average":
         raise CheckpointError(
             "the checkpoint holds no average of weights: the run had neither EMA nor CheckpointAverage"
         )
-    return "raw"
+    return state, "raw"
 
 
 def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:

@@ -24,11 +24,33 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
     Raises:
         CheckpointError: if the file cannot be read, or was not written by a language model.
     """
-    checkpoint = read_language_model(path)
+    return language_model_of(read_language_model(path), path, weights)
+
+
+def language_model_of(
+    checkpoint: dict[str, Any], path: str, weights: Any = "auto", base: str | None = None
+) -> tuple[Any, str]:
+    """As `load_language_model`, of a checkpoint that is read already.
+
+    Args:
+        checkpoint: the checkpoint.
+        path: where it was read.
+        weights: as there.
+        base: what adapters stand beside where the checkpoint neither holds nor names it: a folder of transformers, a
+            checkpoint or a safetensors file.
+    """
+    given = read(base)["state_dict"] if base is not None and Path(base).is_file() else None
     cls = _task(checkpoint, path)
     known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
-    model = cls(**{name: value for name, value in checkpoint["hyper_parameters"].items() if name in known})
+    arguments = {name: value for name, value in checkpoint["hyper_parameters"].items() if name in known}
+    if base is not None and given is None and "config_fields" in arguments["model"]:
+        fields = arguments["model"]["config_fields"] if arguments["model"]["name_or_path"] else None
+        named = {"name_or_path": base, "random_weights": False, "config_fields": fields}
+        arguments["model"] = {**arguments["model"], **named}
+    model = cls(**arguments)
     model.on_load_checkpoint(checkpoint)
+    if given is not None:
+        model.load_state_dict(given, strict=False)
     return model, take_weights(model, checkpoint, weights)
 
 

@@ -24,6 +24,8 @@ from lit_efficient import (
     merge_adapters,
 )
 from lit_efficient.commands.export import run as export
+from lit_efficient.export import pipelines
+from lit_efficient.files.sums import check_sums
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.models.autoencoder import Autoencoder
 from lit_efficient.models.dit_to_diffusers import to_diffusers
@@ -148,6 +150,25 @@ def test_a_quantised_base_is_exported_as_the_floats_that_it_stands_for(beside: b
     for name in names:
         delta = 4.0 * added[f"unet.{name}.lora_B.weight"] @ added[f"unet.{name}.lora_A.weight"]  # alpha / rank
         torch.testing.assert_close(merged[f"{name}.weight"], found[f"{name}.weight"] + delta)
+
+
+def test_diffusers_finds_other_weights_in_a_fresh_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(made(**V), tmp_path / "run.ckpt")
+    right = pipelines._pipeline
+
+    def moved(module: Any, network: Any) -> Any:
+        with torch.no_grad():
+            next(network.parameters()).add_(1e-3)
+        return right(module, network)
+
+    with monkeypatch.context() as wrong:
+        wrong.setattr(pipelines, "_pipeline", moved)
+        refuse(path, capsys, r"diffusers loads other weights than were written: 1 tensors, first")
+    assert export([str(path), "--format", "diffusers", "--output", str(tmp_path / "out")]) == 0
+    assert re.search(r"raw weights; diffusers loads the \d+ tensors that were written", capsys.readouterr().err)
+    check_sums(tmp_path / "out")
 
 
 def refuse(path: Path, capsys: pytest.CaptureFixture[str], message: str, *arguments: str) -> None:
@@ -279,8 +300,8 @@ def test_arguments_are_checked_before_work(tmp_path: Path, capsys: pytest.Captur
     torch.save({"state_dict": {}, "hyper_parameters": {}}, other)
     refuse(other, capsys, r"format diffusers is for checkpoints of LatentDiffusion, and .*other.ckpt is none")
     with pytest.raises(SystemExit):
-        export([str(path), "--output", str(tmp_path / "new"), "--weights", "raw"])
-    assert "--weights does not belong to --format safetensors" in capsys.readouterr().err
+        export([str(path), "--output", str(tmp_path / "new"), "--lora", "merged"])
+    assert "--lora does not belong to --format safetensors" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert export([str(path), "--format", "diffusers", "--output", str(tmp_path / "full")]) == 2

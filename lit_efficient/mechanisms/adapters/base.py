@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
+from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.surgery import is_sharded
@@ -77,6 +78,11 @@ def left_to_train(module: nn.Module) -> list[nn.Parameter]:
     return [module.get_parameter(name) for name in module.__dict__[_MARK]["trained"]]
 
 
+def trained_names(module: nn.Module) -> list[str]:
+    """Names of what :func:`freeze_base` did not freeze; none where it decided nothing."""
+    return list(module.__dict__.get(_MARK, {}).get("trained", ()))
+
+
 def leaves_base_out(module: nn.Module) -> bool:
     """Whether the checkpoints of ``module`` go without its frozen weights."""
     return has_frozen_base(module) and not module.__dict__[_MARK]["save"]
@@ -107,7 +113,10 @@ def _digest(tensor: Tensor) -> str:
 
 
 def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Take the frozen base out of ``checkpoint`` and put its digests in."""
+    """Take the frozen base out of ``checkpoint`` and put its digests in.
+
+    Layers of BatchNorm stay whole: their statistics change, and peft saves modules, not buffers.
+    """
     mark = module.__dict__.get(_MARK)
     if mark is None:
         return
@@ -116,7 +125,9 @@ def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         return
     now = digests(module)
     changed = {name for name, digest in now.items() if digest != mark["digests"].get(name, digest)}
-    dropped = frozen_keys(module, checkpoint["state_dict"]) - changed
+    norms = {name for name, part in module.named_modules() if isinstance(part, BatchNorm)}
+    dropped = {key for key in frozen_keys(module, checkpoint["state_dict"]) if key.rpartition(".")[0] not in norms}
+    dropped -= changed
     checkpoint["state_dict"] = {key: value for key, value in checkpoint["state_dict"].items() if key not in dropped}
 
 

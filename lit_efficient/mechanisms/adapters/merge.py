@@ -9,9 +9,10 @@ Costs: nothing at inference any more; the adapter can no longer be taken off
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_efficient.application import forget_what_is_gone
+from lit_efficient.mechanisms.adapters.base import is_added
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
@@ -56,6 +57,23 @@ def dequantize_layers(module: nn.Module) -> nn.Module:
             _replace(module, name, plain_layer(part, dequantize(part)))
     _forget(module)
     return module
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of a module: its ``state_dict`` may leave the frozen ones out."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
+@torch.no_grad()
+def without_adapters(module: nn.Module) -> dict[str, Tensor]:
+    """All weights of a module as floats, as if adapters had never been."""
+    state = {name: t for name, t in whole_state(module).items() if not is_added(name)}
+    part: Any
+    for name, part in module.named_modules():
+        if is_quantized(part):
+            state[f"{name}.weight"] = plain_layer(part, dequantize(part)).get_parameter("weight").detach()
+    return state
 
 
 def _forget(module: nn.Module) -> None:

@@ -16,25 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.mechanisms.adapters.base import trained_names
 from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
+from lit_efficient.surgery import memory_of, unmixed
 
 
 def placement(module: nn.Module) -> dict[str, Any]:
     """Where the adapters of ``module`` stand, as primitives for a checkpoint.
 
     Returns:
-        ``root``: dotted name of the model that was adapted: the transformers or diffusers model inside, else the only
-        child that holds adapters. ``kinds``: kind of each adapted layer by its name in that model. ``targets``: what
-        peft is to look for there. ``groups``: for QA-LoRA, how many inputs share a column of A, by name. ``experts``:
-        which stacked weights have adapters, by the name of the module that holds them; ``transposed``: which of these
-        modules hold [E, in, out]. ``config``: that of a transformers model, in JSON.
+        ``root``: dotted name of the module that peft is to adapt: the transformers or diffusers model inside, else the
+        only child, if all that trains is in there; else empty, for ``module`` itself. ``kinds``: kind of each adapted
+        layer by its name in that model. ``targets``: what peft is to look for there. ``groups``: for QA-LoRA, how many
+        inputs share a column of A, by name. ``experts``: which stacked weights have adapters, by the name of the module
+        that holds them; ``transposed``: which of these modules hold [E, in, out]. ``statistics``: layers of
+        BatchNorm there, whose buffers change while adapters train. The rest: :func:`described`.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
     experts = {name: part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
-    root = _root_of(module, [*names, *experts])
+    root = _root_of(module, [*names, *experts, *trained_names(module)])
     prefix = f"{root}." if root else ""
     parts: dict[str, Any] = {name.removeprefix(prefix): part for name, part in names.items()}
     kinds = {name: "conv1d" if is_conv1d(part) else str(kind_of(part)) for name, part in parts.items()}
@@ -47,15 +51,24 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
         "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},
         "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
-        "config": _json_of(getattr(model, "config", None)),
+        "statistics": [name for name, part in model.named_modules() if isinstance(part, BatchNorm)],
+        **described(model),
         "auto_mapping": diffusers_class(model),
     }
 
 
-def _json_of(config: Any) -> str | None:
-    """The configuration of a transformers model, without the quantisation that a merged model has no more."""
+def described(model: nn.Module) -> dict[str, str | None]:
+    """Of a transformers model its ``config`` in JSON, ``class``, ``dtype``, and ``base``, where it was loaded from."""
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
-        return None
+        return {"config": None, "class": None, "base": None, "dtype": None}
+    dtype = str(model.dtype).removeprefix("torch.")
+    name = config.name_or_path or None
+    return {"config": _json_of(config), "class": unmixed(model).__name__, "base": name, "dtype": dtype}
+
+
+def _json_of(config: Any) -> str:
+    """The configuration of a transformers model, without the quantisation that a merged model has no more."""
     entries = json.loads(config.to_json_string(use_diff=False))
     entries.pop("quantization_config", None)
     return json.dumps(entries)
@@ -92,10 +105,6 @@ def to_peft(
         where: What :func:`placement` gave.
         arguments: Those of the technique ``LoRA``.
     """
-    if where.get("experts"):
-        raise ConfigurationError(
-            "adapters of stacked experts are not written in peft's format: export format=merged or safetensors"
-        )
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {}
@@ -114,14 +123,32 @@ def to_peft(
             magnitude = own.pop(f"{name}.lora_magnitude")
             shape = (1, -1, 1, 1) if kind == "conv2d" else (-1,)
             tensors[f"{name}.lora_magnitude_vector"] = magnitude.view(shape)
-    saved = sorted({key.rpartition(".")[0] for key in own if _is_saved(key, where, arguments)})
+    for name, stacks in where.get("experts", {}).items():
+        for depth, key in enumerate(reversed(stacks)):  # peft wraps the first parameter first
+            a, b = own.pop(f"{name}.lora_A_{key}"), own.pop(f"{name}.lora_B_{key}")
+            inner = f"{name}{'.base_layer' * depth}"
+            tensors[f"{inner}.lora_A.weight"] = a.flatten(0, 1)
+            tensors[f"{inner}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    saved = {key.rpartition(".")[0] for key in own if _is_saved(key, where, arguments)}
+    tied = {memory_of(own[key]) for key in own if key.rpartition(".")[0] in saved}
+    # Peft copies each use of a weight, and ties the copies if it is asked to.
+    ties = {key.rpartition(".")[0] for key in own if memory_of(own[key]) in tied} - saved
+    saved |= ties
+    saved |= {name for name in where.get("statistics", ()) if f"{name}.running_mean" in own}
+    if "" in saved:
+        raise ConfigurationError(
+            f"export: peft saves modules, and parameters of {where['root'] or 'the module'!r} itself train: use format "
+            "safetensors"
+        )
     for key, tensor in own.items():
-        if key.rpartition(".")[0] in saved:
+        owner, _, last = key.rpartition(".")
+        if owner in saved:
             tensors[key] = tensor
-        elif arguments["bias"] != "none" and key.endswith("bias"):
-            owner = key.removesuffix(".bias")
-            tensors[f"{owner}.base_layer.bias" if owner in where["kinds"] else key] = tensor
-    config = _config(where, arguments, saved)
+        elif last == "bias" and owner in where["kinds"] and arguments["bias"] != "none":
+            tensors[f"{owner}.base_layer.bias"] = tensor
+        elif last == "bias" and arguments["bias"] == "all":
+            tensors[key] = tensor
+    config = _config(where, arguments, sorted(saved)) | ({"ensure_weight_tying": True} if ties else {})
     return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in tensors.items()}, config
 
 
@@ -133,12 +160,18 @@ def _is_saved(key: str, where: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
 def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[str]) -> dict[str, Any]:
     doubled = 2 if arguments["variant"] == "pissa" else 1
+    targets, parameters = _split(where)
+    if parameters and arguments["variant"] == "dora":
+        raise ConfigurationError(
+            f"export: peft takes {parameters[0]!r} for an expert's, unless it is adapted as a bare parameter, which "
+            "has no DoRA there: use format merged"
+        )
     return {
         "peft_type": "LORA",
         "r": arguments["rank"] * doubled,
         "lora_alpha": arguments["alpha"] * doubled,
-        "lora_dropout": arguments["dropout"],
-        "target_modules": where["targets"],
+        "lora_dropout": 0.0 if parameters else arguments["dropout"],  # peft drops no input of a bare parameter
+        "target_modules": targets,
         "bias": arguments["bias"],
         "use_rslora": arguments["variant"] == "rslora",
         "use_dora": arguments["variant"] == "dora",
@@ -146,4 +179,39 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
         "modules_to_save": saved or None,
         "inference_mode": True,
         **({"auto_mapping": where["auto_mapping"]} if where.get("auto_mapping") else {}),
+        **({"target_parameters": parameters} if parameters else {}),
     }
+
+
+def task_of(where: Mapping[str, Any]) -> str | None:
+    """The task type of peft for what :func:`described` says of a model."""
+    kind = where.get("class") or ""
+    if kind.endswith("ForConditionalGeneration") and json.loads(where["config"])["is_encoder_decoder"]:
+        return "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if kind.endswith(("ForCausalLM", "LMHeadModel")) else None
+
+
+def _split(where: Mapping[str, Any]) -> tuple[list[str] | str, list[str]]:
+    """Layers to be found by ``target_modules``, and weights by ``target_parameters``.
+
+    In a mixture of experts, peft takes every target that is named as single experts' layers once were for the fused
+    experts: dense and shared layers of these names are adapted by their full names, as parameters.
+    """
+    fused = _fused_names(where.get("config"))
+    parameters = [f"{name}.weight" for name in where["kinds"] if name.rpartition(".")[2] in fused]
+    stacks = [f"{name}.{key}" for name, keys in where.get("experts", {}).items() for key in keys]
+    if not parameters:
+        return where["targets"], stacks
+    listed = where["kinds"] if isinstance(where["targets"], str) else where["targets"]
+    return [target for target in listed if target.rpartition(".")[2] not in fused], parameters + stacks
+
+
+def _fused_names(config: str | None) -> set[str]:
+    """Names of experts' layers that transformers fuses into one parameter when it loads a model."""
+    if config is None:
+        return set()
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    rules = get_checkpoint_conversion_mapping(json.loads(config)["model_type"]) or ()
+    sources = [source for rule in rules if getattr(rule, "operations", None) for source in rule.source_patterns]
+    return {source.removesuffix(".weight").rpartition(".")[2] for source in sources}

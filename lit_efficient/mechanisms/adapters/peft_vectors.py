@@ -18,7 +18,7 @@ from lit_efficient.application import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, whole_factors
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
-from lit_efficient.mechanisms.adapters.peft_format import _root_of
+from lit_efficient.mechanisms.adapters.peft_format import _root_of, described
 from lit_efficient.mechanisms.adapters.prefix import CHILD, prefix_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 
@@ -29,7 +29,7 @@ def ia3_placement(module: nn.Module) -> dict[str, Any]:
     Returns:
         ``root``: dotted name of the model that was scaled. ``layers``: by the layer's name in that model, its ``kind``,
         its scaled ``side`` and the ``first`` output that is scaled. ``targets`` and ``feedforward``: what peft is to
-        look for there.
+        look for there. The rest: :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
     """
     scaled = {name: part for name, part in module.named_modules() if isinstance(part, IA3Scaled)}
     root = _root_of(module, scaled)
@@ -45,7 +45,8 @@ def ia3_placement(module: nn.Module) -> dict[str, Any]:
     everything = [name for name, _ in module.get_submodule(root).named_modules() if name]
     inputs = [name for name, layer in layers.items() if layer["side"] == "input"]
     targets, feedforward = ia3_patterns(layers, inputs, everything)
-    return {"root": root, "layers": layers, "targets": targets, "feedforward": feedforward}
+    found = {"root": root, "layers": layers, "targets": targets, "feedforward": feedforward}
+    return found | described(module.get_submodule(root))
 
 
 def ia3_patterns(

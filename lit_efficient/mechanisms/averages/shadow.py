@@ -45,6 +45,14 @@ class ShadowWeights(Technique):
         """The weights to evaluate with, by name, or ``None`` while there are none."""
         raise NotImplementedError
 
+    def buffers_for(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Buffers that belong to the average, and replace those of ``state``, by name.
+
+        Raises:
+            CheckpointError: If they are not known.
+        """
+        return {}
+
     def forget(self) -> None:
         """Drop the average: other weights are about to be loaded, or another module is met."""
         raise NotImplementedError

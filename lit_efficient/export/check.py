@@ -1,0 +1,191 @@
+"""What was exported is loaded by the library that it is for, in a fresh process, and compared with what was trained.
+
+    difference = rms(theirs - ours) / rms(ours),    of the outputs for a fixed batch, in the weights' number format
+
+A folder without a model that could be run is compared tensor by tensor, by digests. ``python -m
+lit_efficient.export.check FOLDER REQUEST`` is the fresh process; REQUEST is a folder that :func:`check_outputs` fills.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import CheckpointError
+from lit_efficient.files.tensors import load_tensors, save_tensors
+
+# Between sums in another order and one weight that is wrong; int8 rounds inputs, too.
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 5e-2}
+
+
+def tolerance_of(network: nn.Module) -> float:
+    """The largest difference that the number formats of a network explain."""
+    return max(TOLERANCES.get(tensor.dtype, 0.0) for tensor in network.parameters())
+
+
+def batch_for(network: Any) -> dict[str, Tensor] | None:
+    """A small fixed batch for a model of transformers or our GPT; None where its inputs are not known."""
+    draw = torch.Generator().manual_seed(0)
+    config = network.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = getattr(network, "main_input_name", "input_ids")
+    if name == "input_ids" and getattr(text, "vocab_size", None):
+        longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_length", None) or 32
+        ids = torch.randint(0, text.vocab_size, (2, min(32, longest)), generator=draw)
+        return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
+    if name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        return {name: torch.rand(2, getattr(config, "num_channels", 3), *[config.image_size] * 2, generator=draw)}
+    return None
+
+
+@torch.no_grad()
+def outputs_of(network: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """What a network makes of a batch, in float32."""
+    kind = next(p.dtype for p in network.parameters() if p.is_floating_point())
+    given = {name: t.to(kind) if t.is_floating_point() else t for name, t in batch.items()}
+    output = network(**given)
+    return (output if isinstance(output, Tensor) else output[0]).float()
+
+
+def difference(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
+    """Root mean square of the difference over that of ``ours``; infinite for other shapes or what is not finite.
+
+    Of numbers with a coarse tolerance it is the median over tokens: rounding sends some of them to other experts.
+    """
+    if ours.shape != theirs.shape or not theirs.isfinite().all():
+        return float("inf")
+    dims = (-1,) if tolerance > 1e-3 else tuple(range(ours.ndim))
+    size = ours.square().mean(dims).sqrt().clamp_min(1e-30)
+    return float(((theirs - ours).square().mean(dims).sqrt() / size).median())
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A digest of each tensor: its bytes, format and shape."""
+    return {
+        name: hashlib.blake2b(
+            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), person=repr(t.dtype).encode()[-16:]
+        ).hexdigest()[:32]
+        for name, t in tensors.items()
+        if t.numel()
+    }
+
+
+def check_tensors(folder: Path, library: str, expected: Mapping[str, str], part: str = "") -> str:
+    """Compare tensors of a folder, or of a ``part`` of the pipeline there, with digests; return what was found.
+
+    Raises:
+        CheckpointError: If the library does not load the folder, or tensors are missing or other ones.
+    """
+    found = _ask(folder, library, {"part": part}, lambda _: None)
+    if found is None:
+        return f"not checked: {library} is not installed"
+    wrong = [name for name, digest in expected.items() if found["digests"].get(name) != digest]
+    if wrong:
+        raise CheckpointError(
+            f"export: {library} loads other weights than were written: {len(wrong)} tensors, first {wrong[0]!r}"
+        )
+    return f"{library} loads the {len(expected)} tensors that were written"
+
+
+def check_outputs(
+    folder: Path,
+    library: str,
+    batch: Mapping[str, Tensor],
+    ours: Tensor,
+    tolerance: float,
+    request: Mapping[str, Any],
+    base: Callable[[Path], object] | None = None,
+) -> str:
+    """Compare what the exported model computes with what was trained; return what was found.
+
+    Args:
+        folder: What was exported.
+        library: ``transformers`` or ``peft``.
+        batch: From :func:`batch_for`.
+        ours: From :func:`outputs_of`, of what was trained.
+        tolerance: The largest difference allowed.
+        request: ``class`` of the model, and its ``base`` and ``dtype`` for an adapter.
+        base: Writes the adapter's base into a folder where it is not the one that ``request`` names.
+
+    Raises:
+        CheckpointError: If the library does not load the folder, or computes something else.
+    """
+
+    def fill(place: Path) -> None:
+        save_tensors(place / "batch.safetensors", batch)
+        save_tensors(place / "ours.safetensors", {"ours": ours})
+        if base is not None:
+            base(place / "base")
+
+    found = _ask(folder, library, {"tolerance": tolerance, **request}, fill)
+    if found is None:
+        return f"not checked: {library} is not installed"
+    finding = f"outputs of {library} differ by {found['difference']:.1e} (tolerance {tolerance:.0e})"
+    if not found["difference"] <= tolerance:
+        raise CheckpointError(f"export: another model than was trained: {finding}{_way_out(library)}")
+    return finding
+
+
+def _ask(folder: Path, library: str, request: Mapping[str, Any], fill: Callable[[Path], object]) -> Any:
+    """What a fresh process says of a folder; None where the library is not installed."""
+    if importlib.util.find_spec(library) is None:
+        return None
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".check.") as place:
+        fill(Path(place))
+        (Path(place) / "request.json").write_text(json.dumps({"library": library, **request}))
+        # On the CPU, as all exports, and on nothing that is not here already.
+        settings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+        settings |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-m", "lit_efficient.export.check", str(folder), place]
+        done = subprocess.run(  # noqa: S603 - our own module
+            command, capture_output=True, text=True, env={**os.environ, **settings}, check=False
+        )
+        answer = Path(place) / "answer.json"
+        if done.returncode or not answer.is_file():
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise CheckpointError(
+                f"export: {library} does not load what was written: {reason[:300]}{_way_out(library)}"
+            )
+        return json.loads(answer.read_text())
+
+
+def _way_out(library: str) -> str:
+    return ". Formats merged and safetensors need no adapter" if library == "peft" else ""
+
+
+def _answer(folder: Path, place: Path) -> dict[str, Any]:
+    request = json.loads((place / "request.json").read_text())
+    if request["library"] == "safetensors":
+        return {"digests": digests(load_tensors(folder / "model.safetensors"))}
+    if request["library"] == "diffusers":
+        from diffusers import DiffusionPipeline
+
+        pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+        return {"digests": digests(getattr(pipeline, request["part"]).state_dict())}
+    import transformers
+
+    kind = getattr(transformers, request["class"])
+    if request["library"] == "transformers":
+        model = kind.from_pretrained(folder, dtype="auto", local_files_only=True)
+    else:
+        from peft import PeftModel
+
+        base = place / "base"
+        base = kind.from_pretrained(base if base.is_dir() else request["base"], dtype=request["dtype"])
+        model = PeftModel.from_pretrained(base, folder)
+    batch = load_tensors(place / "batch.safetensors")
+    ours, theirs = load_tensors(place / "ours.safetensors")["ours"], outputs_of(model.eval(), batch)
+    return {"difference": difference(ours, theirs, request["tolerance"])}
+
+
+if __name__ == "__main__":
+    (Path(sys.argv[2]) / "answer.json").write_text(json.dumps(_answer(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,0 +1,201 @@
+"""The trained network of a checkpoint, alive and without a trainer: what an export is made from and compared with.
+
+Tasks on language models build themselves. Of a module of the user's own the class is not known: the transformers model
+inside is built at the name that it had, from what the checkpoint says of it or from a base that is named.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.application import replay
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.internals.hugging_face import from_config
+from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
+from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.mechanisms.restore import weights_of
+from lit_efficient.surgery import unmixed
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A module with its techniques and weights, in evaluation mode, and where its network stands in it."""
+
+    module: nn.Module
+    root: str
+    held: str  # which weights it has
+    base: str | None = None  # where the frozen ones were loaded from, unless they were changed since
+
+    @property
+    def network(self) -> Any:
+        """The model of transformers, or our GPT."""
+        return self.module.get_submodule(self.root)
+
+    def trained_outside(self) -> list[str]:
+        """Names of what trained beside the network."""
+        inside = {id(parameter) for parameter in self.network.parameters()}
+        named = self.module.named_parameters()
+        return [name for name, p in named if p.requires_grad and id(p) not in inside]
+
+
+def trained(
+    checkpoint: dict[str, Any], path: str | os.PathLike[str], weights: Any, base: str | None, random: bool = False
+) -> Trained:
+    """Build what a checkpoint was written by.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: Where it was read.
+        weights: ``auto``, ``average`` or ``raw``.
+        base: What adapters stand beside, where the checkpoint neither holds nor names it.
+        random: Draw frozen weights that are neither in the checkpoint nor named.
+
+    Raises:
+        ConfigurationError: If the base is needed and not known, or cannot be read.
+        CheckpointError: If the weights do not fit.
+    """
+    if "language_modeling" in checkpoint:
+        from lit_efficient.tasks.loading import language_model_of
+
+        try:
+            module, held = language_model_of(checkpoint, str(path), weights, base)
+        except CheckpointError as error:
+            raise CheckpointError(f"export: {error}; --base names the base") from error
+        state, named = checkpoint["state_dict"], getattr(getattr(module.network, "config", None), "name_or_path", None)
+        whole = all(f"network.{name}" in state for name, _ in module.network.named_parameters())
+        return Trained(module, "network", held, None if whole else named or None)
+    model, root, base = _own(checkpoint, base, random)
+    holder = _hold(model, root)
+    state, held = weights_of(checkpoint, weights)
+    prefix = f"{root}." if root else ""
+    replay(holder, checkpoint)
+    try:
+        holder.load_state_dict({name: tensor for name, tensor in state.items() if name.startswith(prefix)})
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"export: {type(model).__name__} does not hold what trained ({what})") from error
+    return Trained(holder.eval(), root, held, base)
+
+
+def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple[Any, str, str | None]:
+    """The transformers model in a module of the user's own with its frozen weights, its name there, and their place."""
+    kept, state = checkpoint.get("lit_efficient", {}), checkpoint["state_dict"]
+    where = kept.get("adapters") or kept.get("ia3") or {}
+    config = where.get("config")
+    if base is None and config is None:
+        raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
+    if base is None:
+        entries = json.loads(config)
+        with torch.device("meta"):
+            names = [name for name, _ in _built(entries, where).named_parameters()]
+        prefix = f"{where['root']}." if where["root"] else ""
+        lost = [name for name in names if f"{prefix}{name}" not in state]
+        if random or not lost:
+            with torch.random.fork_rng(devices=[]):
+                return _built(entries, where), where["root"], None
+        base = where.get("base")
+        if base is None:
+            raise ConfigurationError(
+                f"export: format merged needs base: the folder of the transformers model; the checkpoint lacks "
+                f"{len(lost)} of its weights, first {lost[0]!r} (LoRA(save_base=True) keeps them)"
+            )
+    model = _loaded(base, where)
+    return model, where["root"] if config is not None else _root_in(state, model), base
+
+
+def _kind(name: str | None) -> Any:
+    import transformers
+
+    kind = getattr(transformers, name or "", None)
+    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    return kind if known else transformers.AutoModelForCausalLM
+
+
+def _built(entries: Mapping[str, Any], where: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    dtype = getattr(torch, where.get("dtype") or "float32")
+    return from_config(_kind(where.get("class")), AutoConfig.for_model(**entries), dtype=dtype)
+
+
+def _loaded(base: str, where: Mapping[str, Any]) -> Any:
+    from transformers import PretrainedConfig
+
+    try:
+        kind = where.get("class") or (PretrainedConfig.get_config_dict(base)[0].get("architectures") or [None])[0]
+        return _kind(kind).from_pretrained(base, dtype=where.get("dtype") or "auto", trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigurationError(f"export: the base {base} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _root_in(state: Mapping[str, Tensor], model: nn.Module) -> str:
+    """The name in a ``state_dict`` under which most of a model's parameters are found."""
+    names = [name for name, _ in model.named_parameters()]
+    ends = tuple(names)
+    prefixes = {key.removesuffix(name) for key in state if key.endswith(ends) for name in names if key.endswith(name)}
+    prefixes = {prefix for prefix in prefixes if not prefix or prefix.endswith(".")}
+    if not prefixes:
+        raise ConfigurationError("export: the checkpoint has no weight of the base: it is of another model")
+    return max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in state for name in names)).removesuffix(".")
+
+
+def _hold(model: nn.Module, root: str) -> nn.Module:
+    """A module in which ``model`` has the dotted name ``root``."""
+    for name in reversed(root.split(".")) if root else ():
+        holder = nn.Module()
+        holder.add_module(name, model)
+        model = holder
+    return model
+
+
+def fold(run: Trained, *, keep_int4: bool) -> None:
+    """Fold the adapters in, in place; what was quantised has the number format of the rest."""
+    quantized = [name for name, part in run.network.named_modules() if is_quantized(part)]
+    dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())
+    merge_adapters(run.module)
+    if not keep_int4:
+        dequantize_layers(run.module)
+    for part in map(run.network.get_submodule, quantized):
+        if not is_quantized(part):
+            part.to(dtype)
+
+
+def merged_model(run: Trained) -> Any:
+    """The network as transformers knows it, its adapters folded in and its weights floats; ``run`` is changed."""
+    fold(run, keep_int4=False)
+    config = copy.deepcopy(run.network.config)
+    ends = run.network.get_input_embeddings(), run.network.get_output_embeddings()
+    if None not in ends and ends[0].weight is not ends[1].weight:  # an adapter belonged to one use of a tied weight
+        config.tie_word_embeddings = False
+    model = _empty(run.network, config)
+    own = whole_state(run.network)
+    model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
+    model.generation_config = getattr(run.network, "generation_config", None)
+    return model
+
+
+def base_state(run: Trained) -> tuple[dict[str, Tensor], Any]:
+    """The network's weights as floats and without adapters, what trained zeroed, and its configuration."""
+    prefix = f"{run.root}." if run.root else ""
+    moved = {name for name, p in run.module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())
+    own = without_adapters(run.module)
+    config = copy.deepcopy(run.network.config)
+    names = [name for name in _empty(run.network, config).state_dict() if f"{prefix}{name}" in own]
+    state = {name: own[f"{prefix}{name}"] for name in names}
+    codes = [name for name, part in run.network.named_modules() if is_quantized(part)]
+    state |= {f"{name}.weight": state[f"{name}.weight"].to(dtype) for name in codes}
+    return {name: torch.zeros_like(t) if f"{prefix}{name}" in moved else t for name, t in state.items()}, config
+
+
+def _empty(network: nn.Module, config: Any) -> Any:
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return from_config(unmixed(network), config)

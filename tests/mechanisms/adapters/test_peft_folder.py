@@ -1,0 +1,127 @@
+"""LoRA starts from what peft has saved, goes on with it, and refuses what it would compute differently."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lit_efficient import ConfigurationError, LoRA
+from lit_efficient.application import apply, ledger
+from lit_efficient.errors import CheckpointError
+from lit_efficient.files.sums import write_sums
+from lit_efficient.mechanisms.adapters.peft_format import placement, to_peft
+from tests.mechanisms.adapters.test_architectures import IDS, MODELS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated",
+    "ignore:Model has `tie_word_embeddings=True`",
+    "ignore:Setting `save_embedding_layers` to `True`",
+)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}),
+    "one_layer": ("llama", {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1], "use_rslora": True}),
+    "conv1d": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True, "bias": "lora_only"}),
+    "embedding": ("gemma", {"target_modules": ["embed_tokens", "v_proj"], "lora_dropout": 0.1}),
+}
+
+
+def model_of(case: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[CASES[case][0]][0]().eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def saved(case: str, folder: Path, **arguments: Any) -> torch.Tensor:
+    """Write an adapter of peft with random values; return what it computes."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model_of(case), LoraConfig(r=3, lora_alpha=5, **CASES[case][1], **arguments))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, mean=0.1, std=0.2)
+    adapted.save_pretrained(folder)
+    return logits(adapted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_peft_does_and_goes_back(case: str, tmp_path: Path) -> None:
+    expected = saved(case, tmp_path)
+    module = nn.ModuleDict({"own_name": model_of(case)})
+    lora = LoRA(start_from=str(tmp_path))
+    apply(module, [lora])
+    assert (lora.rank, lora.alpha, lora.variant) == (
+        3, 5, {"one_layer": "rslora", "conv1d": "dora"}.get(case, "lora")
+    )  # fmt: skip
+    torch.testing.assert_close(logits(module["own_name"]), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, logits(model_of(case)), atol=1e-2)
+    tensors, _ = to_peft(module.state_dict(), placement(module), lora.arguments())
+    theirs = load_file(tmp_path / "adapter_model.safetensors")
+    theirs.pop("base_model.model.model.embed_tokens.base_layer.weight", None)  # frozen
+    torch.testing.assert_close(tensors, theirs)
+
+
+def test_a_checkpoint_of_it_needs_no_folder(tmp_path: Path) -> None:
+    saved("lora", tmp_path)
+    module = nn.ModuleDict({"network": model_of("lora")})
+    apply(module, [LoRA(start_from=str(tmp_path))])
+    again = nn.ModuleDict({"network": model_of("lora")})
+    (tmp_path / "adapter_config.json").unlink()
+    apply(again, [LoRA(**ledger(module)[0].record["arguments"])])
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(logits(again["network"]), logits(module["network"]))
+
+
+def test_what_is_given_too_must_be_the_same(tmp_path: Path) -> None:
+    expected = saved("lora", tmp_path)
+    with pytest.raises(ConfigurationError, match="LoRA: rank must be 3, as in start_from, or left out, got 4"):
+        LoRA(rank=4, start_from=str(tmp_path))
+    same = nn.ModuleDict({"network": model_of("lora")})
+    apply(same, [LoRA(rank=3, targets=["q_proj", "down_proj"], modules_to_save=["lm_head"], start_from=str(tmp_path))])
+    torch.testing.assert_close(logits(same["network"]), expected, rtol=1e-5, atol=1e-5)
+    other = nn.ModuleDict({"network": model_of("lora")})
+    with pytest.raises(ConfigurationError, match=r"does not fit ModuleDict: 4 tensors are missing.*'network.*v_proj"):
+        apply(other, [LoRA(targets=["q_proj", "v_proj", "down_proj"], start_from=str(tmp_path))])
+    with pytest.raises(ConfigurationError, match="matches none of the 11 modules"):
+        apply(nn.ModuleDict({"network": model_of("conv1d")}), [LoRA(start_from=str(tmp_path))])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "is an adapter of IA3, not of LORA"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', which"),
+        ({"alpha_pattern": {"q_proj": 2}}, "has alpha_pattern="),
+        ({"r": 2}, r"has ranks \[3\]"),
+    ],
+)
+def test_what_lora_has_not_is_refused_before_anything_is_built(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    saved("lora", tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ConfigurationError, match=message):
+        LoRA(start_from=str(tmp_path))
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    saved("lora", tmp_path)
+    write_sums(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is missing or damaged"):
+        LoRA(start_from=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):
+        LoRA(start_from=str(tmp_path / "none"))
