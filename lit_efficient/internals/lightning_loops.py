@@ -23,3 +23,9 @@ def forget_restart(trainer: Any) -> None:
     loop = trainer.fit_loop
     for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         part._restarting = False
+
+
+def stops_now(trainer: Any) -> bool:
+    """Whether a fit ends at this step, be it in the midst of an epoch: ``fit_loop._can_stop_early``."""
+    stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return bool(stopped or 0 < trainer.max_steps <= trainer.global_step)

@@ -45,3 +45,16 @@ def test_what_hands_batches_to_a_loop_is_of_that_class(namespace):
     hooks = {"on_train_start": lambda trainer, *_: seen.append(trainer.fit_loop._data_fetcher)}
     fit(namespace, hooks)
     assert lightning_loops.DATA_FETCHER in [base.__name__ for base in type(seen[0]).__mro__]
+
+
+@both
+@leans_on("lightning", "trainer.fit_loop._can_stop_early", "lightning_loops")
+def test_the_step_at_which_a_fit_ends_is_known(namespace):
+    seen = []
+    hooks = {"on_train_batch_end": lambda trainer, *_: seen.append(lightning_loops.stops_now(trainer))}
+    fit(namespace, hooks, max_steps=3)
+    assert seen == [False, False, True]
+    seen.clear()
+    hooks["on_train_batch_start"] = lambda trainer, *_: setattr(trainer, "should_stop", True)
+    fit(namespace, hooks, max_epochs=2, min_steps=2)
+    assert seen == [False, True]

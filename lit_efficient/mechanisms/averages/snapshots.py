@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, refusal
-from lit_efficient.files.checkpoints import read, write
+from lit_efficient.files.checkpoints import local_file, read, write
 from lit_efficient.mechanisms.averages.weights import precise, synthesis_weights
 
 _NAME = re.compile(r"average-step=(\d+)-sigma_rel=([0-9.e-]+)\.safetensors")
@@ -44,7 +44,7 @@ def find_snapshots(folder: str | Path) -> list[Snapshot]:
     Raises:
         CheckpointError: If there is none.
     """
-    matches = (_NAME.fullmatch(path.name) for path in Path(folder).glob("average-step=*"))
+    matches = (_NAME.fullmatch(path.name) for path in local_file(folder).glob("average-step=*"))
     found = sorted(Snapshot(int(match[1]), float(match[2])) for match in matches if match)
     if not found:
         raise CheckpointError(
