@@ -90,6 +90,7 @@ def _others(folder: Path, resumable: bool = False) -> str:
 
 _LENGTH = tuple(f"trainer.{limit}_{unit}" for limit in ("max", "min") for unit in ("steps", "epochs", "time"))
 _SHOWN = 12
+_ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()  # null is a value
 
 
 def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: bool) -> dict[str, tuple[Any, Any]]:
@@ -112,8 +113,7 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: 
     before, now = ({key: tree.get(key) for key in sections} for tree in (then, config))
     old, new = flat(before), flat(now)
     keys = [key for key in {**old, **new} if saved is not None or (key in old and key in new)]
-    absent = "nothing"
-    found = {key: (old.get(key, absent), new.get(key, absent)) for key in keys}
+    found = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys}
     return {key: (was, value) for key, (was, value) in found.items() if was != value}
 
 

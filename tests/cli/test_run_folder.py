@@ -84,7 +84,7 @@ def test_a_run_that_ends_amid_an_epoch_goes_on_to_the_bits_of_a_longer_one(val):
     assert fit(*arguments, "--trainer.max_steps=7") == 0
     for key in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert_equal(resumed[key], last()[key])
-    tables = [list(csv.DictReader((run / "metrics.csv").open())) for run in (folder, RUNS / "latest")]
+    tables = [list(csv.DictReader((run / "metrics.csv").read_text().splitlines())) for run in (folder, RUNS / "latest")]
     losses = [[row["loss"] for row in table if row["loss"]] for table in tables]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 7
