@@ -76,7 +76,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("rate", ["0.1", "0.04"])
 def test_a_schedule_goes_on_as_if_the_config_had_been_so_from_the_start(schedule, rate, said):
-    """Another rate, another length (of which a one-cycle schedule had run out), both, as a run that was never stopped."""
+    """Another length (a one-cycle schedule had run out of it), and another rate: as a run that was never stopped."""
     other = ["--optimizer=SGD", f"--optimizer.lr={rate}", "--trainer.max_epochs=4", *schedule]
     if "OneCycleLR" in schedule[0]:
         other.append(f"--lr_scheduler.max_lr={rate}")

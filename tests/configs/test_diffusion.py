@@ -55,7 +55,7 @@ def test_the_chain_of_the_photographs_ends_in_a_pipeline(tmp_path: Path) -> None
     Path("small.yaml").write_text(yaml.safe_dump(written))
     assert main(["cache-latents", "-c", "small.yaml"]) == 0
     assert main(["fit", "-c", "small.yaml", *few]) == 0
-    arguments = ["export", "runs/diffusion/photos_all/last.ckpt", "--format", "diffusers", "--output", "pipeline"]
+    arguments = ["export", "runs/diffusion/photos_all/latest/last.ckpt", "--format", "diffusers", "--output", "pipeline"]
     assert main(arguments) == 0
 
     from diffusers import DiffusionPipeline
@@ -73,7 +73,7 @@ def test_a_folder_of_images_is_made_as_the_header_says_and_trains() -> None:
     script = comments[comments.index("python - <<'END'") + 1 : comments.index("END")]
     exec("\n".join(script), {})
     assert main(["fit", "-c", str(path), *FEW, "--trainer.check_val_every_n_epoch=1"]) == 0
-    assert Path("runs/diffusion/images_autoencoder/best.ckpt").is_file()
+    assert Path("runs/diffusion/images_autoencoder/latest/best.ckpt").is_file()
 
     data: Any = Parts(args=["fit", "-c", str(path)]).datamodule
     data.setup("fit")
@@ -102,5 +102,5 @@ def test_the_latents_of_imagenet_train_as_published(tmp_path: Path) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(written))
     assert callbacks[0] == {"class_path": "Compile"}
     assert main(["fit", "-c", "small.yaml", *FEW]) == 0
-    checkpoint = torch.load("runs/diffusion/imagenet_int8/last.ckpt", weights_only=True)
+    checkpoint = torch.load("runs/diffusion/imagenet_int8/latest/last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 2
