@@ -55,7 +55,14 @@ def test_the_chain_of_the_photographs_ends_in_a_pipeline(tmp_path: Path) -> None
     Path("small.yaml").write_text(yaml.safe_dump(written))
     assert main(["cache-latents", "-c", "small.yaml"]) == 0
     assert main(["fit", "-c", "small.yaml", *few]) == 0
-    arguments = ["export", "runs/diffusion/photos_all/latest/last.ckpt", "--format", "diffusers", "--output", "pipeline"]
+    arguments = [
+        "export",
+        "runs/diffusion/photos_all/latest/last.ckpt",
+        "--format",
+        "diffusers",
+        "--output",
+        "pipeline",
+    ]
     assert main(arguments) == 0
 
     from diffusers import DiffusionPipeline

@@ -25,7 +25,7 @@ def test_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
         Path(f"{number}.py").write_text("def main(reader, writer):\n    return reader.read(writer)\n" * 60)
     data = {"vocab_size": 280, "sequence_length": 16, "val_batch_size": 2, "val_fraction": 0.3}
     data["files"] = {"paths": ["."]}
-    model = {"model": {"dim": 16, "depth": 1, "num_heads": 2, "max_length": 64}}
+    model = {"model": {"dim": 16, "depth": 1, "num_heads": 2, "max_length": 256}}
     path = small(TASKS / "language_model.yaml", model=model, data=data)
     assert "validate" in fit_and_follow(capsys, path)
 
