@@ -92,7 +92,8 @@ class LitEfficientCLI(OpenCLI):
         """Read the checkpoint that is given, and say where its config is another."""
         root, path = Path(self.part(self.config, "trainer")["default_root_dir"]), self.config_dump.get("ckpt_path")
         fits = self.subcommand == "fit"
-        self.checkpoint, self.changed = {}, {}
+        self.checkpoint: dict[str, Any] = {}
+        self.changed: dict[str, tuple[Any, Any]] = {}
         if fits and (path in checkpoint.WORDS or path is None):
             path, self.checkpoint = checkpoint.read_last(candidates(path, root))
         elif path:

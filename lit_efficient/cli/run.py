@@ -30,13 +30,14 @@ DEFAULTS = {
     "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
 }
 COMMAND = "python -m lit_efficient"
-# The last three: of folders, which are the command line's to choose.
+# Those of folders: they are the command line's to choose.
 _NOISE = (
     "does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "The dirpath has changed from",
     "Checkpoint directory .* exists and is not empty",
     "Experiment logs directory",
+    "could not find the monitored key",  # before a validation has run; after one it is an error
 )
 
 
@@ -143,7 +144,7 @@ def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
         allowed: What the user gave as ``--allow-import``; the commands need it again.
     """
     sync = [f"  wandb sync {_short(folder)}" for folder in _offline_runs(trainer)]
-    savers = list(trainer.checkpoint_callbacks)
+    savers: list[Any] = list(trainer.checkpoint_callbacks)
     last = next((c.last_model_path for c in savers if isinstance(c, LastCheckpoint)), "") or trainer.ckpt_path
     if not savers or not last:
         return "\n".join(["", "Done. No checkpoint was written.", *sync])

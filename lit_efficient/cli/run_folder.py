@@ -72,7 +72,7 @@ class RunFolder(Callback):
             return
         self.record = {"parent": str(checkpoint) if checkpoint else None, "job": os.environ.get("SLURM_JOB_ID")}
         self.path = root  # of the other ranks, until rank 0 tells them
-        if rank_zero_only.rank == 0:
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             missing = [folder for folder in (root, *root.parents) if not folder.exists()]
             self.path = new_folder(root)
             self._empty = [self.path, *missing]
