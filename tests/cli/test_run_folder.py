@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lit_efficient.cli.run_folder import candidates, checkpoints
 from lit_efficient.files.checkpoints import load_verified
@@ -159,3 +161,21 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from_and_nothing_below_is_sear
     assert f"The newest one there: {run}/last.ckpt" in said
     assert "hidden.ckpt" not in refused(capsys, "--ckpt_path", "nothing.ckpt")
     assert "last.ckpt" in refused(capsys, "--ckpt_path", str(RUNS))
+
+
+class Terminated(Callback):
+    """A SIGTERM in the third step."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_step_that_a_signal_interrupts_has_its_row(capsys):
+    arguments = [SAVE, *ROWS, "--ckpt_path=last"]
+    terminated = "--trainer.callbacks+=tests.cli.test_run_folder.Terminated"
+    assert fit(*arguments, terminated) == 128 + signal.SIGTERM
+    assert "Interrupted by SIGTERM" in capsys.readouterr().out
+    table = list(csv.DictReader((RUNS / "latest/metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in table if row["loss"]] == ["0", "1", "2"]
+    assert (RUNS / "latest" / "interrupted-step=3.ckpt").is_file()
