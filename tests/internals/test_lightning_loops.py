@@ -56,5 +56,5 @@ def test_the_step_at_which_a_fit_ends_is_known(namespace):
     assert seen == [False, False, True]
     seen.clear()
     hooks["on_train_batch_start"] = lambda trainer, *_: setattr(trainer, "should_stop", True)
-    fit(namespace, hooks, max_epochs=2, min_steps=2)
+    fit(namespace, hooks, max_epochs=2, min_epochs=0, min_steps=2)
     assert seen == [False, True]
