@@ -27,12 +27,16 @@ class ToyModel(LightningModule):
         scale: Factor on the loss.
         frozen: Whether the first layer does not train.
         late: Whether the layers are made in ``configure_model``.
+        noise: Size of what is drawn in each step.
     """
 
     last: ClassVar["ToyModel | None"] = None
 
-    def __init__(self, hidden: int = 4, scale: float = 1.0, frozen: bool = False, late: bool = False) -> None:
+    def __init__(
+        self, hidden: int = 4, scale: float = 1.0, frozen: bool = False, late: bool = False, noise: float = 0.0
+    ) -> None:
         super().__init__()
+        self.noise = noise
         if hidden < 1:
             raise ValueError(f"ToyModel: hidden must be at least 1, got {hidden}")
         self.save_hyperparameters()
@@ -54,10 +58,13 @@ class ToyModel(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         assert self.net is not None
-        return self.scale * self.net(batch[0]).square().mean()
+        loss = self.scale * self.net(batch[0] + self.noise * torch.rand(())).square().mean()
+        self.log("loss", loss)
+        return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val/loss", self.training_step(batch, batch_idx))
+        assert self.net is not None
+        self.log("val/loss", self.scale * self.net(batch[0]).square().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.25)

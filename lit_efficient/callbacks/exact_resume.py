@@ -16,7 +16,7 @@ It is promised for the same machine, versions, thread count and number of proces
 import inspect
 import os
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -47,6 +47,8 @@ class ExactResume(Technique):
     Raises:
         ConfigurationError: If the seed is negative.
     """
+
+    resumes_with: ClassVar[dict[str, str]] = {"seed_everything": "ExactResume goes on with the order and draws before"}
 
     def __init__(self, seed: int | None = None) -> None:
         check_number("ExactResume", "seed", seed, least=0, whole=True, null=True)

@@ -28,7 +28,7 @@ from torch import distributed
 
 from lit_efficient.errors import refusal
 from lit_efficient.internals.lightning_loops import accumulates
-from lit_efficient.internals.lightning_trainer import signal_connector
+from lit_efficient.internals.lightning_trainer import log_step, signal_connector
 
 
 class SignalCheckpoint(Callback):
@@ -88,7 +88,7 @@ class SignalCheckpoint(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not (pl_module.automatic_optimization and accumulates(trainer)):
-            self._answer(trainer)
+            self._answer(trainer, stepped=True)
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -113,7 +113,7 @@ class SignalCheckpoint(Callback):
     def _names(self) -> list[str]:
         return [self.signals] if isinstance(self.signals, str) else list(self.signals)
 
-    def _answer(self, trainer: Any) -> None:
+    def _answer(self, trainer: Any, stepped: bool = False) -> None:
         number = self._agreed()
         if not number:
             return
@@ -123,6 +123,8 @@ class SignalCheckpoint(Callback):
         else:
             path = self._folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path)  # all processes together; returns when the file is there
+            if stepped:
+                log_step(trainer)  # the resumed run begins with the next one
             _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")
             _print(trainer, f"Resume with: --ckpt_path {shlex.quote(str(path))}")
         raise SystemExit(0 if _is_watched_child(trainer) else 128 + number)

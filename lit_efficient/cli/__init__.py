@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
@@ -26,6 +27,7 @@ from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.errors import constructor_error, exit_code, explain
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
+from lit_efficient.cli.resumed import ConfigWins
 from lit_efficient.cli.run import (
     CheckSharding,
     SaveRunConfig,
@@ -35,8 +37,10 @@ from lit_efficient.cli.run import (
     last_word,
     quiet,
 )
+from lit_efficient.cli.run_folder import RunFolder, candidates, keep_rows, place_loggers
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.errors import ConfigurationError, DivergedError
+from lit_efficient.files.runs import real
 from lit_efficient.internals.lightning_cli import OpenCLI
 
 
@@ -53,16 +57,20 @@ class LitEfficientCLI(OpenCLI):
     """
 
     tried_optimizer: Optimizer | None = None  # built from the config over nothing that trains
+    folder: RunFolder | None = None  # of a fit
 
     def __init__(self, *args: Any, allow_imports: Sequence[str] = (), **kwargs: Any) -> None:
         self.allowed = list(allow_imports)
         kwargs.setdefault("save_config_callback", SaveRunConfig)
         kwargs.setdefault("parser_class", Parser)
         kwargs.setdefault("seed_everything_default", 0)
-        kwargs["trainer_defaults"] = {"default_root_dir": "runs", **kwargs.get("trainer_defaults", {})}
         parser = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": PARSER_MODE}
         kwargs["parser_kwargs"] = {**parser, **kwargs.get("parser_kwargs", {})}
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            if self.folder:
+                self.folder.discard()
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the command line after the import policy is in force."""
@@ -78,18 +86,40 @@ class LitEfficientCLI(OpenCLI):
 
     def before_instantiate_classes(self) -> None:
         """Check what can be checked before anything is built."""
+        self._name_root()
         self.dump_config()
         preflight.check_config(self.config_dump)
         if preflight.go_offline_without_key(self.config_dump):
             rank_zero_info("W&B: no API key, so this run is recorded offline; `wandb sync` uploads it later.")
-        path = self.config_dump.get("ckpt_path")
-        self.checkpoint = checkpoint.read(path, str(self.subcommand)) if path else {}
-        changed = checkpoint.differences(self.checkpoint, self.config_dump)
-        if changed:
-            rank_zero_info("\n  ".join([f"{path} was trained with other arguments; the config wins:", *changed]))
+        self._resume()
+
+    def _name_root(self) -> None:
+        """Runs lie below ``trainer.default_root_dir``; left unset it is named after the first config file."""
+        trainer, configs = self.part(self.config, "trainer"), self.part(self.config, "config") or []
+        if trainer.get("default_root_dir") is None:
+            model = getattr(self.part(self.config, "model"), "class_path", "run")
+            name = Path(str(configs[0])).stem if configs and configs[0] else model.rpartition(".")[2]
+            trainer["default_root_dir"] = os.path.join("runs", name)
+
+    def _resume(self) -> None:
+        """Read the checkpoint that is given, and say where its config is another."""
+        root, path = Path(self.part(self.config, "trainer")["default_root_dir"]), self.config_dump.get("ckpt_path")
+        fits = self.subcommand == "fit"
+        self.checkpoint: dict[str, Any] = {}
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        if fits and (path in checkpoint.WORDS or path is None):
+            path, self.checkpoint = checkpoint.read_last(candidates(path, root))
+        elif path:
+            self.checkpoint = checkpoint.read(path, str(self.subcommand))
+            path = str(real(Path(path)))
+        if self.subcommand:
+            self.config[self.subcommand]["ckpt_path"] = path
+        if self.checkpoint:
+            self.changed = checkpoint.differences(self.checkpoint, self.config_dump, fits)
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; a ``ValueError`` of a constructor is bad input, and so is a wrong argument."""
+        self._written, self.config = self.config, self._placed(self.config)
         try:
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
@@ -101,18 +131,47 @@ class LitEfficientCLI(OpenCLI):
 
             # A fit does so as well, but after it has prepared the data.
             check_conflicts([*callbacks, self.datamodule, self.tried_optimizer])
+        if self.changed:
+            kept = {key: why for callback in callbacks for key, why in getattr(callback, "resumes_with", {}).items()}
+            rank_zero_info(checkpoint.told(str(self.part(self.config, "ckpt_path")), self.changed, kept))
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
             checkpoint.check_shapes(self.model, self.checkpoint)
         self.checkpoint = {}
 
+    def _placed(self, written: Namespace) -> Namespace:
+        """The config with the folders of this run in it, which the one that is saved does not name."""
+        config = written.clone()
+        trainer = self.part(config, "trainer")
+        if self.subcommand is None or trainer.get("fast_dev_run"):
+            return config
+        root, names = Path(trainer["default_root_dir"]), None
+        if self.subcommand == "fit":
+            path = self.part(config, "ckpt_path")
+            self.folder = RunFolder(root, Path(path) if path else None, checkpoint.is_another_run(self.changed))
+            names = self.folder.record.get("loggers", [])
+            if path:
+                verb = "goes on in" if self.folder.goes_on else "starts"
+                rank_zero_info(f"ckpt_path: {path} {verb} the run {self.folder.path}")
+        folder = self.folder.path if self.folder else root / self.subcommand
+        trainer["default_root_dir"] = str(folder)
+        place_loggers(trainer, folder, names)
+        return config
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with the parts that every run gets."""
-        quiet(evaluating=self.subcommand != "fit")
+        quiet()
+        self.config = self._written  # which is saved
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
-        add_default_parts(self.part(self.config_init, "trainer", default={}), self.subcommand, optimizer)
-        trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks += [CheckSharding(), MemoryAdvice()]  # type: ignore[attr-defined]
-        return trainer
+        trainer = self.part(self.config_init, "trainer", default={})
+        add_default_parts(trainer, self.subcommand, optimizer, self.folder)
+        trainer["callbacks"] += [CheckSharding(), MemoryAdvice()]
+        if self.subcommand == "fit":
+            trainer["callbacks"].append(ConfigWins(self.config_dump, self.changed))
+        made = super().instantiate_trainer(**kwargs)
+        if self.folder and self.folder.goes_on and made.is_global_zero:
+            for logger in made.loggers:
+                keep_rows(logger)
+        return made
 
     def run_subcommand(self, subcommand: str) -> None:
         """Run it; of a run that diverges say what is left."""

@@ -20,6 +20,7 @@ import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
@@ -65,6 +66,7 @@ _LIGHTNINGS = {name for part in (callbacks, loggers, plugins, profilers, strateg
 _KINDS = ("model_type", "_class_name")
 # Arguments by which schedulers call the length of the run. Left unset they are the run's number of optimizer steps.
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
+_OF_THE_RUN: dict[type, tuple[str, ...]] = {LRScheduler: HORIZONS, Logger: ("save_dir",)}
 
 _granted: set[str] = set()
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning makes the calls, no user can mend them
@@ -241,18 +243,17 @@ class Parser(ChecksValues, LightningArgumentParser):
     described: type | None = None  # the class
 
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
-        """Add a class's arguments; the length of a scheduler may be left unset, also where torch wants it."""
+        """Add a class's arguments; those that the run knows, as a scheduler's length, may be left unset."""
         added = super().add_class_arguments(theclass, *args, **kwargs)
         self.described = theclass
+        known = next((names for kind, names in _OF_THE_RUN.items() if issubclass(theclass, kind)), ())
         for action in actions(self):
             if _holds_mappings(type_hint(action)):
                 kind: Any = type(action)
                 action.__class__ = changing(kind, MergesMappings)
-        if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
-            for action in actions(self):
-                if action.dest in HORIZONS:
-                    action.required = False
-                    action.default = None
+            if action.dest in known:
+                action.required = False
+                action.default = None
         return added
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
 from lit_efficient.application import check_sharded
+from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.files.atomic_file import replacing
 
 # Beginnings of messages that advertise something, or tell what is not there.
@@ -30,10 +32,20 @@ DEFAULTS = {
     "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
 }
 COMMAND = "python -m lit_efficient"
-_NOISE = ("does not have many workers", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+# Those of folders: they are the command line's to choose.
+_NOISE = (
+    "does not have many workers",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    "The dirpath has changed from",
+    "Checkpoint directory .* exists and is not empty",
+    "Experiment logs directory",
+    "could not find the monitored key",  # before a validation has run; after one it is an error
+)
 
 
-def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, optimizer: str = "") -> None:
+def add_default_parts(
+    trainer_config: dict[str, Any], subcommand: str | None, optimizer: str = "", folder: RunFolder | None = None
+) -> None:
     """Give a run the CheckpointIO that can be trusted and a ``fit`` the answers to signals and to NaN, or keep its own.
 
     A schedule-free optimizer gets the callback that switches its weights.
@@ -42,7 +54,12 @@ def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, op
         trainer_config: Arguments of the trainer, instantiated; changed in place.
         subcommand: Which subcommand runs.
         optimizer: Class path of the config's optimizer, if it names one.
+        folder: Where a fit writes.
     """
+    if folder:
+        trainer_config["default_root_dir"] = str(folder.path)
+        trainer_config["callbacks"] = [folder, *_as_list(trainer_config.get("callbacks"))]
+        _place_checkpoints(trainer_config, folder.path)
     plugins = _as_list(trainer_config.get("plugins"))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         trainer_config["plugins"] = [*plugins, default_part("checkpoints")()]
@@ -59,6 +76,20 @@ def add_default_parts(trainer_config: dict[str, Any], subcommand: str | None, op
     trainer_config["callbacks"] = callbacks
 
 
+def _place_checkpoints(trainer_config: dict[str, Any], folder: Path) -> None:
+    """Let checkpoints lie in the run's folder, and the last step be among them."""
+    if trainer_config.get("enable_checkpointing") is False:
+        return
+    callbacks = trainer_config["callbacks"]
+    if not any(isinstance(callback, Checkpoint) for callback in callbacks):
+        callbacks.append(ModelCheckpoint(filename=Path(LAST).stem, enable_version_counter=False))
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = os.path.realpath(folder)
+            callback.last_model_path = os.path.join(callback.dirpath, LAST)  # or its own gets another name beside ours
+    callbacks.append(LastCheckpoint())
+
+
 def default_part(key: str) -> Any:
     """The class of :data:`DEFAULTS`."""
     return getattr(lit_efficient, DEFAULTS[key])
@@ -70,15 +101,6 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def run_folder(trainer: Trainer) -> Path:
-    """Return the folder that holds a run's checkpoints. Call it on all ranks: the logger's folder is broadcast."""
-    log_dir, logger = trainer.log_dir, trainer.logger
-    if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
-        return Path(log_dir or trainer.default_root_dir)
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version
-
-
 class CheckSharding(Callback):
     """Refuse a fit under FSDP2 that shards nothing, with techniques and without."""
 
@@ -87,26 +109,25 @@ class CheckSharding(Callback):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Write the config of a fit beside its checkpoints, and log it where the logger shows configs.
+    """Write the config of a fit into its folder, and log it where the logger shows configs.
 
-    A run in a folder that has a config already (a resumed one, say) keeps the old one as ``config_1.yaml`` and so on.
+    A resumed run keeps the config that lies there as ``config_1.yaml`` and so on.
     """
 
     saved: Path | None = None  # where it was written
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if self.already_saved:
+        if self.already_saved or not trainer.is_global_zero:
             return
         self.already_saved = True
-        folder = run_folder(trainer)
-        if not trainer.is_global_zero:
-            return
-        text = self.parser.dump(self.config, skip_none=False)
+        config = self.config.clone()
+        config["ckpt_path"] = None  # the run's record names it; a run from this config alone begins anew
+        text = self.parser.dump(config, skip_none=False)
         for logger in trainer.loggers:
             if not isinstance(logger, TensorBoardLogger | CSVLogger):
                 logger.log_hyperparams(yaml.safe_load(text))
         if stage == "fit":
-            self.saved = folder / self.config_filename
+            self.saved = Path(trainer.default_root_dir, self.config_filename)
             write_config(self.saved, text)
 
 
@@ -132,15 +153,17 @@ def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
         allowed: What the user gave as ``--allow-import``; the commands need it again.
     """
     sync = [f"  wandb sync {_short(folder)}" for folder in _offline_runs(trainer)]
-    callbacks: list[Any] = [c for c in trainer.checkpoint_callbacks if getattr(c, "best_model_path", "")]
-    if not callbacks:
+    savers: list[Any] = list(trainer.checkpoint_callbacks)
+    last = next((c.last_model_path for c in savers if isinstance(c, LastCheckpoint)), "") or trainer.ckpt_path
+    if not savers or not last:
         return "\n".join(["", "Done. No checkpoint was written.", *sync])
-    best, score = callbacks[0].best_model_path, callbacks[0].best_model_score
-    last = callbacks[0].last_model_path or best
+    rated = [
+        c for c in savers if getattr(c, "best_model_score", None) is not None and os.path.exists(c.best_model_path)
+    ]
+    best = rated[0].best_model_path if rated else last
     lines = ["", "Done."]
-    if last != best:
-        value = f"  ({callbacks[0].monitor} {float(score):.4g})" if score is not None else ""
-        lines.append(f"  best checkpoint  {_short(best)}{value}")
+    if rated:
+        lines.append(f"  best checkpoint  {_short(best)}  ({rated[0].monitor} {float(rated[0].best_model_score):.4g})")
     lines += [f"  last checkpoint  {_short(last)}", "Next:"]
     saver: Any = next((c for c in callbacks_of(trainer) if isinstance(c, SaveRunConfig)), None)
     config = _short(saver.saved) if saver and saver.saved else "CONFIG"
@@ -184,10 +207,8 @@ def _evaluations(trainer: Trainer) -> list[str]:
 
 def _twice_as_long(trainer: Trainer) -> str:
     """The option that lets a finished run go on; a run without an end needs none."""
-    if trainer.max_steps > 0:
-        return f" --trainer.max_steps {2 * trainer.max_steps}"
-    epochs = trainer.max_epochs or -1
-    return f" --trainer.max_epochs {2 * epochs}" if epochs > 0 else ""
+    limits = {name: getattr(trainer, name) or -1 for name in ("max_steps", "max_epochs")}
+    return "".join(f" --trainer.{name} {2 * limit}" for name, limit in limits.items() if limit > 0)
 
 
 def _offline_runs(trainer: Trainer) -> list[Path]:
@@ -205,12 +226,12 @@ class _NoAdvertising(logging.Filter):
         return not record.getMessage().startswith(_CHATTER)
 
 
-def quiet(evaluating: bool = False) -> None:
-    """Silence advertisements and warnings that ask for nothing; ``evaluating``: those of where a run writes, too."""
+def quiet() -> None:
+    """Silence advertisements and warnings that ask for nothing."""
     from lightning_utilities.core import rank_zero  # its logger is that of the Lightning namespace imported last
 
     logger = rank_zero.log
     if not any(isinstance(existing, _NoAdvertising) for existing in logger.filters):
         logger.addFilter(_NoAdvertising())
-    for pattern in (*_NOISE, *(["The dirpath has changed from"] if evaluating else [])):
+    for pattern in _NOISE:
         warnings.filterwarnings("ignore", f".*{pattern}.*")

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.atomic_file import replacing
+from lit_efficient.files.runs import through_latest
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
 _DTYPE = r"[?biufcmMOSUV]\d+"  # how numpy's pickles call a dtype, whose class torch asks for as well
@@ -201,14 +202,14 @@ class _Writer:
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a file on a disk.
+    """The path of a file on a disk, by way of a run's ``latest``.
 
     Raises:
         CheckpointError: For a URL.
     """
     if "://" in os.fspath(path):
         raise CheckpointError(f"{os.fspath(path)} is a URL; checkpoints are only written to and read from local files")
-    return Path(path)
+    return through_latest(Path(path))
 
 
 @contextlib.contextmanager

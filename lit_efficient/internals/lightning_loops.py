@@ -49,3 +49,9 @@ def end_epoch(trainer: Any) -> None:
     forget_restart(trainer)
     for part in (loop, loop.epoch_loop):
         part.reset_restart_stage()
+
+
+def stops_now(trainer: Any) -> bool:
+    """Whether a fit ends at this step, be it in the midst of an epoch: ``fit_loop._can_stop_early``."""
+    stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return bool(stopped or 0 < trainer.max_steps <= trainer.global_step)

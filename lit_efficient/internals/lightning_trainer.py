@@ -18,6 +18,13 @@ def logger_connector(trainer: Any) -> Any:
     return trainer._logger_connector
 
 
+def log_step(trainer: Any) -> None:
+    """Hand the loggers the step's row, which Lightning does after the last hook: ``_logger_connector``."""
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
+
+
 def set_default_root_dir(trainer: Any, folder: str) -> None:
     """``trainer.default_root_dir = folder``, which has no setter: ``_default_root_dir``."""
     trainer._default_root_dir = folder

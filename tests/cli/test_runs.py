@@ -11,38 +11,31 @@ from lit_efficient.cli.run import write_config
 from tests.cli.toy_runs import STEPS, fit
 from tests.support_cli import Recorder
 
+BEST = "{class_path: ModelCheckpoint, init_args: {monitor: val/loss, filename: best, save_weights_only: true}}"
 
-def test_the_last_word_of_a_fit_can_be_typed(capsys):
-    keep = [
-        "--trainer.enable_checkpointing",
-        "true",
-        "--trainer.logger",
-        "CSVLogger",
-        "--trainer.logger.save_dir",
-        "logs",
-    ]
-    assert fit(*keep) == 0
+
+@pytest.mark.parametrize("best", [False, True])
+def test_the_last_words_of_a_fit_can_be_typed(best, capsys):
+    keep = ["--trainer.enable_checkpointing=true", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
+    assert fit(*keep, *([f"--trainer.callbacks+={BEST}"] if best else [])) == 0
     printed = capsys.readouterr().out
     commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("  python -m lit_efficient")]
     assert [command[3] for command in commands] == ["validate", "fit"]
     assert "tests" in commands[0]
-    saved = Path(commands[0][commands[0].index("-c") + 1])
-    assert saved.parent == Path("logs/lightning_logs/version_0")
+    saved, run = Path(commands[0][commands[0].index("-c") + 1]), Path("runs/base/latest").resolve()
+    assert saved.parent.resolve() == run
+    assert Path("logs/lightning_logs/version_0/metrics.csv").parent.is_dir()  # of its own, as the config says
     assert yaml.safe_load(saved.read_text())["trainer"]["max_epochs"] == 2
+    named = [Path(command[command.index("--ckpt_path") + 1]).name for command in commands]
+    assert named == ["best.ckpt" if best else "last.ckpt", "last.ckpt"]
+    assert ("best checkpoint" in printed) is best
     assert main(commands[0][3:]) == 0
-    with pytest.warns(UserWarning, match="dirpath has changed"):
-        assert main(commands[1][3:]) == 0
+    assert main(commands[1][3:]) == 0
     assert Recorder.last.trainer.global_step == 2 * STEPS  # went on where the first fit stopped
     assert len(Recorder.last.rates) == STEPS
-
-
-def test_a_second_run_in_the_same_folder_keeps_the_first_config():
-    keep = ["--trainer.enable_checkpointing", "true", "--trainer.default_root_dir", "here"]
-    assert fit(*keep) == 0
-    with pytest.warns(UserWarning, match="exists and is not empty"):
-        assert fit(*keep, "--trainer.max_epochs", "1") == 0
-    kept, new = (yaml.safe_load(Path("here", name).read_text()) for name in ("config_1.yaml", "config.yaml"))
-    assert (kept["trainer"]["max_epochs"], new["trainer"]["max_epochs"]) == (2, 1)
+    assert Path("runs/base/latest").resolve() == run
+    kept, new = (yaml.safe_load((run / name).read_text()) for name in ("config_1.yaml", "config.yaml"))
+    assert (kept["trainer"]["max_epochs"], new["trainer"]["max_epochs"]) == (2, 4)
 
 
 def test_configs_are_numbered_and_never_lost(tmp_path):

@@ -1,5 +1,6 @@
 """W&B: offline without a key, and no question asked."""
 
+import json
 import time
 from pathlib import Path
 
@@ -36,8 +37,10 @@ def test_a_wandb_run_without_a_key_is_recorded_offline(monkeypatch, capsys):
             break
         time.sleep(0.1)
     assert [size > 1000 for size in sizes] == [True]
-    assert Path(sync).parts[:2] == ("runs", "wandb")
-    assert len(list(Path("runs/lit_efficient").glob("*/config.yaml"))) == 1  # beside the checkpoints
+    assert Path(sync).parts[:2] == ("runs", "base")
+    run = Path("runs/base/latest")
+    assert Path(sync).resolve().parent == run.resolve() / "wandb"  # beside the checkpoints and the config
+    assert json.loads((run / "run.json").read_text())["loggers"] == [experiment.id]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def config(folder: Path) -> dict:
         "trainer": {
             "accelerator": "cpu",
             "max_steps": 60,
-            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}},
+            "logger": {"class_path": "CSVLogger"},
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "callbacks": [
@@ -73,8 +73,8 @@ def test_the_losses_are_those_of_a_validation_by_hand(
     settings = config(tmp_path)
     Path("run.yaml").write_text(yaml.safe_dump(settings))
     assert main(["fit", "-c", "run.yaml"]) == 0
-    run = Path("logs/lightning_logs/version_0")
-    last = next(run.rglob("*.ckpt"))
+    run = Path("runs/run/latest").resolve()
+    last = run / "last.ckpt"
     files = {path for path in run.rglob("*") if path.is_file()}
     given = ["-c", str(run / "config.yaml"), "--checkpoint", str(last), "--output", "sweep"]
     assert main(["ema-sweep", str(run / "snapshots"), "--sigma_rel", "0.2", "0.05", *given]) == 0

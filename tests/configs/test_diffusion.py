@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from lit_efficient.__main__ import main
+from tests.configs.following import fit_and_follow, small
 from tests.data.latents.mds_kit import write_mds
 from tests.support_cli import Parts
 
@@ -40,10 +41,10 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
     assert f"python -m lit_efficient fit -c configs/diffusion/{path.name}" in header
 
 
-def test_the_chain_of_the_photographs_ends_in_a_pipeline(tmp_path: Path) -> None:
+def test_the_chain_of_the_photographs_ends_in_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     """As the headers say it, with few steps and nothing compiled."""
     few = [*FEW, "--trainer.check_val_every_n_epoch=1"]
-    assert main(["fit", "-c", str(FOLDER / "photos_autoencoder.yaml"), "--data.init_args.judge_steps=0", *few]) == 0
+    fit_and_follow(capsys, str(FOLDER / "photos_autoencoder.yaml"), "--data.init_args.judge_steps=0", *few)
     path = FOLDER / "photos_all.yaml"
     written = yaml.safe_load(path.read_text("utf-8"))
     entries = {entry["class_path"]: entry for entry in written["trainer"]["callbacks"]}
@@ -54,8 +55,15 @@ def test_the_chain_of_the_photographs_ends_in_a_pipeline(tmp_path: Path) -> None
     written["model"]["init_args"]["sampling_steps"] = 2
     Path("small.yaml").write_text(yaml.safe_dump(written))
     assert main(["cache-latents", "-c", "small.yaml"]) == 0
-    assert main(["fit", "-c", "small.yaml", *few]) == 0
-    arguments = ["export", "runs/diffusion/photos_all/last.ckpt", "--format", "diffusers", "--output", "pipeline"]
+    fit_and_follow(capsys, "small.yaml", *few)
+    arguments = [
+        "export",
+        "runs/diffusion/photos_all/latest/last.ckpt",
+        "--format",
+        "diffusers",
+        "--output",
+        "pipeline",
+    ]
     assert main(arguments) == 0
 
     from diffusers import DiffusionPipeline
@@ -67,13 +75,13 @@ def test_the_chain_of_the_photographs_ends_in_a_pipeline(tmp_path: Path) -> None
     assert bool(torch.isfinite(images).all())
 
 
-def test_a_folder_of_images_is_made_as_the_header_says_and_trains() -> None:
+def test_a_folder_of_images_is_made_as_the_header_says_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
     path = FOLDER / "images_autoencoder.yaml"
     comments = [line.removeprefix("#").removeprefix("   ") for line in path.read_text("utf-8").splitlines()]
     script = comments[comments.index("python - <<'END'") + 1 : comments.index("END")]
     exec("\n".join(script), {})
-    assert main(["fit", "-c", str(path), *FEW, "--trainer.check_val_every_n_epoch=1"]) == 0
-    assert Path("runs/diffusion/images_autoencoder/best.ckpt").is_file()
+    fit_and_follow(capsys, str(path), *FEW, "--trainer.check_val_every_n_epoch=1")
+    assert Path("runs/diffusion/images_autoencoder/latest/best.ckpt").is_file()
 
     data: Any = Parts(args=["fit", "-c", str(path)]).datamodule
     data.setup("fit")
@@ -82,7 +90,7 @@ def test_a_folder_of_images_is_made_as_the_header_says_and_trains() -> None:
     assert (len(data.train_index), len(data.val_index), data.class_names) == (21, 7, ["china", "flower"])
 
 
-def test_the_latents_of_imagenet_train_as_published(tmp_path: Path) -> None:
+def test_the_latents_of_imagenet_train_as_published(capsys: pytest.CaptureFixture[str]) -> None:
     """A few rows in the files and columns that are published; the network is smaller, and nothing is compiled."""
     codes = np.random.default_rng(0).integers(0, 256, (24, 4 * 32 * 32), dtype=np.uint8)
     columns = {"label": ("str", None), "label_as_text": ("str", None), "vae_output": ("uint8", None)}
@@ -101,6 +109,10 @@ def test_the_latents_of_imagenet_train_as_published(tmp_path: Path) -> None:
     data["autoencoder"]["init_args"] = {"config_fields": vae}
     Path("small.yaml").write_text(yaml.safe_dump(written))
     assert callbacks[0] == {"class_path": "Compile"}
-    assert main(["fit", "-c", "small.yaml", *FEW]) == 0
-    checkpoint = torch.load("runs/diffusion/imagenet_int8/last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == 2
+    fit_and_follow(capsys, "small.yaml", *FEW)
+
+
+def test_every_technique_at_once_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"image_size": 8, "batch_size": 4, "autoencoder": {"width": 8}, "autoencoder_steps": 2, "judge_steps": 2}
+    model = {"backbone": {"init_args": {"size": 2, "width": 16, "depth": 2, "heads": 2}}, "sampling_steps": 1}
+    fit_and_follow(capsys, small(FOLDER / "digits_all.yaml", model=model, data=data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, add_low_rank
 from lit_efficient.mechanisms.adapters.targets import find_targets
 from lit_efficient.models import causal_lm
+from tests.configs.following import fit_and_follow, small
 from tests.support_cli import Parts
 
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
@@ -44,16 +46,15 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
     assert path.name in (FOLDER / "README.md").read_text("utf-8")
 
 
-def test_pretraining_leaves_a_base_that_fine_tuning_starts_from(tmp_path: Path) -> None:
-    """As the headers say it, with few rows and steps: fit, export, fit."""
+def test_every_config_runs_as_its_header_says_and_so_does_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With few rows and steps: pretrain, export, all that starts from that base; after each the lines it ends with."""
     from transformers import AutoModelForCausalLM
 
-    few = ["--trainer.max_steps=2", "--trainer.logger=false"]
-    few += ["--trainer.val_check_interval=2", "--data.init_args.val_fraction=0.2"]
-    few += ["--trainer.enable_model_summary=false"]
-    pretrain = [*few, "--data.init_args.rows.max_rows=12"]
-    assert main(["fit", "-c", str(FOLDER / "pretrain.yaml"), *pretrain]) == 0
-    checkpoint = "runs/llm/pretrain/best.ckpt"
+    texts, asked = ({"rows": {"max_rows": rows}, "val_fraction": 0.2, "val_batch_size": 2} for rows in (12, 40))
+    fit_and_follow(capsys, small(FOLDER / "pretrain.yaml", data={**texts, "batch_size": 2}))
+    checkpoint = "runs/llm/pretrain/latest/best.ckpt"
     assert main(["export", checkpoint, "--format", "merged", "--output", "runs/llm/base"]) == 0
     state = torch.load(checkpoint, weights_only=True)
     base = AutoModelForCausalLM.from_pretrained("runs/llm/base")
@@ -62,15 +63,24 @@ def test_pretraining_leaves_a_base_that_fine_tuning_starts_from(tmp_path: Path) 
     theirs = load_chat_tokenizer("runs/llm/base")
     assert len(theirs) == base.config.vocab_size
     assert theirs.chat_template == state["language_modeling"]["tokenizer"]["chat_template"]
-    assert main(["fit", "-c", str(FOLDER / "qlora.yaml"), *few, "--data.init_args.rows.max_rows=40"]) == 0
-    tuned = torch.load("runs/llm/qlora/best.ckpt", weights_only=True)
+
+    for name in ("full_finetune", "lora", "dora", "qlora", "dpo"):  # dpo starts from full_finetune's best
+        fit_and_follow(capsys, small(FOLDER / f"{name}.yaml", data=asked))
+    fit_and_follow(capsys, small(FOLDER / "distillation.yaml", data={**texts, "batch_size": 2}))
+    asked_and_told = [{"prompt": f"{n} + {n}?", "completion": str(2 * n)} for n in range(40)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked_and_told))
+    ours = {"train": "rows.jsonl", "tokenizer": "runs/llm/base", "max_length": 64, "num_workers": 0}
+    named = {"model": {"name_or_path": "runs/llm/base", "dtype": "float32"}}
+    fit_and_follow(capsys, small(REAL, model=named, data=ours))
+    assert {path.stem for path in CONFIGS} == {path.stem for path in Path().glob("*.yaml")}
+
+    tuned = torch.load("runs/llm/qlora/latest/best.ckpt", weights_only=True)
     moved = {key: tensor.abs().max() > 0 for key, tensor in tuned["state_dict"].items() if key.endswith("lora_B")}
     assert len(moved) == 4 * 7
     assert all(moved.values())
     assert not [key for key in tuned["state_dict"] if key.endswith("proj.weight")]  # the base stays in its folder
-    sample = next((tmp_path / "runs" / "llm" / "samples").glob("step-2.txt")).read_text("utf-8")
-    assert "<|im_start|>user\nWrite the body" in sample
-    assert "<|im_end|>\n<|im_start|>assistant\n" in sample
+    run = (tmp_path / "runs" / "llm" / "qlora" / "latest").resolve()
+    assert (run / "config_1.yaml").is_file()  # both fits of it lie there
 
 
 @pytest.mark.parametrize("name", ["lora", "full_finetune"])

@@ -90,3 +90,16 @@ def test_an_epoch_that_is_over_can_step_what_monitors_it(namespace):
 
     fit(namespace, {"on_train_start": look}, max_epochs=1)
     assert seen == [2, 3]
+
+
+@both
+@leans_on("lightning", "trainer.fit_loop._can_stop_early", "lightning_loops")
+def test_the_step_at_which_a_fit_ends_is_known(namespace):
+    seen = []
+    hooks = {"on_train_batch_end": lambda trainer, *_: seen.append(lightning_loops.stops_now(trainer))}
+    fit(namespace, hooks, max_steps=3)
+    assert seen == [False, False, True]
+    seen.clear()
+    hooks["on_train_batch_start"] = lambda trainer, *_: setattr(trainer, "should_stop", True)
+    fit(namespace, hooks, max_epochs=2, min_epochs=0, min_steps=2)
+    assert seen == [False, True]

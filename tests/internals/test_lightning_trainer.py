@@ -33,6 +33,20 @@ def test_what_was_logged_is_kept_there(namespace):
 
 
 @both
+@leans_on("lightning", "trainer._logger_connector", "lightning_trainer")
+def test_the_row_of_a_step_can_be_logged_before_its_last_hook_returns(namespace):
+    seen = []
+
+    def log(trainer, module, *_):
+        module.log("x", float(trainer.global_step))
+        lightning_trainer.log_step(trainer)
+        seen.append(dict(trainer.logged_metrics))
+
+    fit(namespace, {"on_train_batch_end": log}, log_every_n_steps=1, max_steps=2)
+    assert [row["x"] for row in seen] == [1.0, 2.0]
+
+
+@both
 @leans_on("lightning", "trainer._default_root_dir", "lightning_trainer")
 def test_the_root_folder_can_be_set(namespace, tmp_path):
     made = trainer(namespace)

@@ -35,9 +35,9 @@ def test_the_config_runs_shows_pictures_and_leaves_an_autoencoder() -> None:
     few += ["--trainer.enable_model_summary=false", "--data.init_args.batch_size=4"]
     assert main(["fit", "-c", str(CONFIG), *few]) == 0
     assert f"python -m lit_efficient fit --config configs/tasks/{CONFIG.name}" in CONFIG.read_text("utf-8")
-    (picture,) = Path("runs/autoencoder/samples").iterdir()
+    (picture,) = Path("runs/autoencoder/latest/samples").iterdir()
     assert picture.name == "step_000001.png"
-    checkpoint = next(Path("runs/autoencoder").rglob("last.ckpt"))
+    checkpoint = Path("runs/autoencoder/latest/last.ckpt")
     codec = LatentCodec.declared(build_autoencoder(str(checkpoint)))
     assert (codec.image_channels, codec.latent_channels, codec.factor) == (1, 4, 4)
     assert codec.decode(codec.encode(torch.zeros(1, 1, 16, 8))[0]).shape == (1, 1, 16, 8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, refusal
-from lit_efficient.files.checkpoints import read
+from lit_efficient.files.checkpoints import local_file, read
 from lit_efficient.files.tensors import metadata_of, save_tensors
 from lit_efficient.mechanisms.averages.weights import precise, synthesis_weights
 
@@ -49,7 +49,7 @@ def find_snapshots(folder: str | Path) -> list[Snapshot]:
     Raises:
         CheckpointError: If there is none.
     """
-    matches = (_NAME.fullmatch(path.name) for path in Path(folder).glob("average-step=*"))
+    matches = (_NAME.fullmatch(path.name) for path in local_file(folder).glob("average-step=*"))
     found = sorted(Snapshot(int(match[1]), float(match[2])) for match in matches if match)
     if not found:
         raise CheckpointError(

@@ -1,0 +1,166 @@
+"""The config wins over the checkpoint that a fit resumes, in what the checkpoint would bring back: rates, decay, betas.
+
+A checkpoint holds what its optimizers and schedulers were built with. What the config builds otherwise now is set after
+the restore; a schedule is run anew, from its first step to the present one, where its rates or its length are others.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lit_efficient.cli.checkpoint import numbered
+from lit_efficient.errors import CheckpointError
+
+_ADVICE = "Resume with what it was trained with, or begin a new run"
+
+
+class ConfigWins(Callback):
+    """Puts config and build into checkpoints, and sets what the config says after they are restored.
+
+    Args:
+        config: The run's config, as plain data.
+        changed: The keys that the checkpoint was trained with otherwise.
+    """
+
+    def __init__(self, config: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
+        self.config = {key: value for key, value in config.items() if key not in ("config", "ckpt_path")}
+        self.changed = changed
+        self._now: dict[str, Any] = {}
+        self._then: dict[str, Any] | None = None
+        self._sizes: list[list[int]] | None = None  # of the checkpoint's optimizers: parameters by group
+        self._resumes = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._now = _built(trainer)
+        self._check(trainer)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._resumes = True
+        self._then = checkpoint.get("lit_efficient", {}).get("built")
+        groups = [state.get("param_groups") for state in checkpoint.get("optimizer_states", [])]
+        if all(isinstance(of_one, list) for of_one in groups):
+            self._sizes = [[len(group["params"]) for group in of_one] for of_one in groups]
+        self._check(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint.setdefault("lit_efficient", {}).update(config=self.config, built=self._now)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self._resumes:
+            return
+        names = numbered(type(callback).__name__ for callback in trainer.callbacks)
+        for callback, name in zip(trainer.callbacks, names):
+            for key, (_, value) in self.changed.items():
+                argument = key.removeprefix(f"trainer.callbacks.{name}.")
+                if argument != key and isinstance(value, int | float | str) and hasattr(callback, argument):
+                    setattr(callback, argument, value)  # some load their arguments, too
+        for optimizer, built in zip(trainer.optimizers, self._now["optimizers"]):
+            for group, now in zip(optimizer.param_groups, built["groups"]):
+                missing = [name for name in now if name not in group]
+                if needed := [name for name in missing if name in optimizer.defaults]:
+                    raise CheckpointError(
+                        f"ckpt_path: the optimizer's state there has no {needed[0]!r}, which "
+                        f"{type(optimizer).__name__} needs. {_ADVICE}"
+                    )
+                group |= {name: now[name] for name in missing}  # of a scheduler that the checkpoint's run had not
+        if self._then is None:
+            rank_zero_warn(
+                "ckpt_path: the checkpoint does not hold what its optimizer was built with (it is older, or was not "
+                "written by this command line): the optimizer goes on with the checkpoint's rate, decay and betas"
+            )
+            return
+        for said in _set(trainer, self._then, self._now):
+            rank_zero_info(f"The config wins: {said}")
+
+    def _check(self, trainer: Any) -> None:
+        """Refuse the state of another optimizer, as soon as both are known."""
+        if not self._resumes or not self._now:
+            return
+        now = [one["class"] for one in self._now["optimizers"]]
+        then = now if self._then is None else [one["class"] for one in self._then["optimizers"]]
+        if then != now:
+            raise CheckpointError(
+                f"ckpt_path: the checkpoint was trained with {', '.join(then)}, whose state {', '.join(now)} cannot "
+                f"go on with. {_ADVICE}"
+            )
+        ours = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        if self._sizes is not None and self._sizes != ours:
+            raise CheckpointError(
+                f"ckpt_path: the checkpoint's optimizer holds {self._sizes} parameters by group, this run's {ours}: "
+                f"other parameters train. {_ADVICE}"
+            )
+
+
+def _built(trainer: Any) -> dict[str, Any]:
+    """What optimizers and schedulers are made of, before a checkpoint is restored into them."""
+    return copy.deepcopy(
+        {
+            "optimizers": [
+                {"class": type(one).__name__, "groups": [_options(group) for group in one.param_groups]}
+                for one in trainer.optimizers
+            ],
+            "schedulers": [
+                {"class": type(one.scheduler).__name__, "state": one.scheduler.state_dict()}
+                for one in trainer.lr_scheduler_configs
+            ],
+        }
+    )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in plain.items()}
+
+
+def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Set in the restored optimizers and schedulers what is built otherwise now; say what was set."""
+    said = []
+    unscheduled = bool(then["schedulers"]) and not now["schedulers"]
+    for optimizer, before, built in zip(trainer.optimizers, then["optimizers"], now["optimizers"]):
+        for index, (group, old, new) in enumerate(zip(optimizer.param_groups, before["groups"], built["groups"])):
+            for name in new:
+                if not (name == "lr" and unscheduled) and (name not in old or old[name] == new[name]):
+                    continue
+                scaled = name == "lr" and not unscheduled and old["lr"] and group["lr"] != old["lr"]  # by somebody
+                _put(group, name, float(group["lr"]) * new["lr"] / old["lr"] if scaled else new[name])
+                said.append(f"{type(optimizer).__name__}, group {index}: {name} {old[name]!r} -> {new[name]!r}")
+    for index, (config, built) in enumerate(zip(trainer.lr_scheduler_configs, now["schedulers"])):
+        before = then["schedulers"][index] if index < len(then["schedulers"]) else {"class": None, "state": {}}
+        if before != built:
+            groups = now["optimizers"][trainer.optimizers.index(config.scheduler.optimizer)]["groups"]
+            said.append(_run_anew(trainer, config, before, built, groups))
+    return said
+
+
+def _run_anew(trainer: Any, config: Any, then: Mapping[str, Any], now: Mapping[str, Any], groups: list[Any]) -> str:
+    scheduler, optimizer, same = config.scheduler, config.scheduler.optimizer, then["class"] == now["class"]
+    if isinstance(scheduler, ReduceLROnPlateau) and same:  # what it has seen cannot be run again: its arguments change
+        changed = {name: value for name, value in now["state"].items() if then["state"].get(name) != value}
+        scheduler.load_state_dict({**scheduler.state_dict(), **changed})
+        how = "with the config's arguments"
+    else:
+        taken = trainer.global_step if config.interval == "step" else trainer.current_epoch
+        steps = scheduler.last_epoch if same else taken // config.frequency
+        for group, built in zip(optimizer.param_groups, groups):
+            _put(group, "lr", built["lr"])
+        scheduler.load_state_dict(copy.deepcopy(now["state"]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+            for _ in range(0 if isinstance(scheduler, ReduceLROnPlateau) else steps):
+                scheduler.step()
+        how = f"as if it had been so for its {steps} steps"
+    rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
+    return f"{type(scheduler).__name__} {how}; the rate is {rates}"
+
+
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(group.get(name), Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value

@@ -1,0 +1,194 @@
+"""The folder of a fit, the same on all ranks: a new ``ROOT/TIME``, or that of the run that goes on."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lit_efficient.errors import CheckpointError
+from lit_efficient.files.atomic_file import remove_whole
+from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.files.runs import LATEST, new_folder, point_latest, read_record, real, write_record
+from lit_efficient.internals.lightning_loops import stops_now
+from lit_efficient.internals.lightning_trainer import set_default_root_dir
+
+LAST = "last.ckpt"
+
+
+def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
+    """Checkpoints in a folder that a fit can resume, newest first: (step, time, path); the step of sharded ones is -1.
+
+    By step, because copying a folder changes the times. Nothing is verified.
+    """
+    found = []
+    for path in folder.glob("*.ckpt"):
+        step = -1
+        if path.is_file():
+            try:
+                content = load_verified(path, verify=False, mapped=True)
+            except CheckpointError:
+                continue
+            if not isinstance(content, dict) or "optimizer_states" not in content:
+                continue
+            step = int(content.get("global_step", 0))
+        found.append((step, path.stat().st_mtime_ns, path))
+    return sorted(found, reverse=True)
+
+
+def candidates(word: str | None, root: Path) -> list[Path]:
+    """Checkpoints, newest first, that ``--ckpt_path last`` may mean, or a job that its scheduler has started again."""
+    folder: Path | None = None
+    if word:
+        folder = root / LATEST
+    elif int(os.environ.get("SLURM_RESTART_COUNT") or 0) and (job := os.environ.get("SLURM_JOB_ID")):
+        folder = next((run for run in root.glob("*") if (read_record(run) or {}).get("job") == job), None)
+    return [path for _, _, path in checkpoints(real(folder))] if folder else []
+
+
+class RunFolder(Callback):
+    """Has a fit write into one folder, that of rank 0 on all ranks, and note there what a later run must know.
+
+    Args:
+        root: Where the folders of the runs lie.
+        checkpoint: What the fit resumes, if anything; not by way of ``latest``.
+        changed: Whether the config is another than the checkpoint's.
+    """
+
+    def __init__(self, root: Path, checkpoint: Path | None, changed: bool) -> None:
+        self.record = (read_record(checkpoint.parent) if checkpoint else None) or {}
+        self.goes_on = bool(checkpoint and self.record and not changed and _is_newest(checkpoint))
+        self._empty: list[Path] = []  # what is removed again if the run does not begin
+        if self.goes_on:
+            assert checkpoint is not None
+            self.path = checkpoint.parent
+            return
+        self.record = {"parent": str(checkpoint) if checkpoint else None, "job": os.environ.get("SLURM_JOB_ID")}
+        self.path = root  # of the other ranks, until rank 0 tells them
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+            self.path = new_folder(root)
+            self._empty = [self.path, *missing]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.path = Path(trainer.strategy.broadcast(str(self.path)))
+        set_default_root_dir(trainer, str(self.path))
+        if trainer.is_global_zero:
+            write_record(self.path, self.record)
+            point_latest(self.path)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note by what names the loggers know the run; they have begun by now."""
+        if trainer.is_global_zero:
+            self.record["loggers"] = [logger.version for logger in trainer.loggers]
+            write_record(self.path, self.record)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Let callbacks that compare folders find theirs, also where the run's folder has been moved or copied."""
+        here = os.path.realpath(self.path)
+        for state in checkpoint.get("callbacks", {}).values() if self.goes_on else ():
+            there = str(state.get("dirpath") or "") if isinstance(state, dict) else ""
+            if there != here and os.path.basename(there) == os.path.basename(here):
+                state.update(_moved(state, there, here))
+
+    def discard(self) -> None:
+        """Remove the folder, if nothing is in it."""
+        for folder in self._empty:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+
+def _moved(value: Any, there: str, here: str) -> Any:
+    if isinstance(value, dict):
+        return {_moved(key, there, here): _moved(item, there, here) for key, item in value.items()}
+    return here + value[len(there) :] if isinstance(value, str) and value.startswith(there) else value
+
+
+def _is_newest(checkpoint: Path) -> bool:
+    found = checkpoints(checkpoint.parent)
+    steps = {path: step for step, _, path in found}
+    newest = {path for step, _, path in found if step == found[0][0]} if found and found[0][0] >= 0 else set()
+    return checkpoint in (newest or [path for _, _, path in found[:1]]) and checkpoint in steps
+
+
+def keep_rows(logger: Any) -> None:
+    """Let a CSVLogger go on with the table of its folder: it begins by removing what is there."""
+    table = Path(logger.log_dir or "", "metrics.csv")
+    if not isinstance(logger, CSVLogger) or not table.is_file():
+        return
+    kept = table.with_name("metrics.kept")
+    table.replace(kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        experiment = logger.experiment
+    kept.replace(table)
+    experiment.metrics_keys = table.read_text("utf-8").partition("\n")[0].strip().split(",")
+
+
+def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None) -> None:
+    """Let the loggers of a trainer's config write into a folder, unless they have one of their own.
+
+    Args:
+        trainer: The config, changed in place.
+        folder: The folder.
+        names: By what names they know the run that goes on; empty for a new one, ``None`` for no run at all.
+    """
+    logger = trainer.get("logger")
+    if logger is None or logger is True:
+        kind = "TensorBoardLogger" if find_spec("tensorboard") or find_spec("tensorboardX") else "CSVLogger"
+        arguments = Namespace(save_dir=None, name="lightning_logs", version=None)
+        logger = trainer["logger"] = Namespace(class_path=f"lightning.pytorch.loggers.{kind}", init_args=arguments)
+    for index, one in enumerate(logger if isinstance(logger, list) else [logger]):
+        arguments = getattr(one, "init_args", None) or Namespace()
+        if "save_dir" in arguments and arguments["save_dir"] in (None, "."):
+            arguments["save_dir"] = str(folder)
+            if names is not None and (arguments.get("name"), arguments.get("version")) == ("lightning_logs", None):
+                arguments["name"] = arguments["version"] = ""  # the folder is the run's alone
+        for key in ("version", "run_id"):
+            if names and index < len(names) and key in arguments and arguments[key] is None:
+                arguments[key] = names[index]
+
+
+class LastCheckpoint(Checkpoint):
+    """Saves the last step of a fit as ``last.ckpt``, from where a longer one goes on to the same bits.
+
+    Lightning ends an epoch when it stops in the midst of one; so it is saved before, and again after the validation
+    that the last step may have.
+    """
+
+    last_model_path = ""
+    _step = -1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if stops_now(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and stops_now(trainer):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._step != trainer.global_step:
+            self._save(trainer)
+        written, last = Path(self.last_model_path), Path(trainer.default_root_dir, LAST)
+        if trainer.is_global_zero:
+            if last.is_dir():
+                remove_whole(last)
+            written.replace(last)
+        trainer.strategy.barrier()
+        self.last_model_path = str(last)
+
+    def _save(self, trainer: Any) -> None:
+        self._step = trainer.global_step
+        # Until the end under a name of its own: others write their last.ckpt when Lightning ends the epoch.
+        self.last_model_path = str(Path(trainer.default_root_dir, "end.ckpt"))
+        trainer.save_checkpoint(self.last_model_path, weights_only=False)

@@ -1,0 +1,164 @@
+"""What the command says about changed settings is done: each key is named, and the resumed run trains with it."""
+
+import pytest
+import torch
+
+from tests.cli.toy_runs import STEPS, fit
+from tests.support_cli import Recorder
+
+SAVE = "--trainer.enable_checkpointing=true"
+CKPT = "--ckpt_path=runs/base/latest/last.ckpt"
+
+
+@pytest.fixture
+def said(caplog, capsys):
+    """What was logged and printed since the last call."""
+    caplog.set_level("INFO")
+
+    def text() -> str:
+        printed = capsys.readouterr()
+        found = caplog.text + printed.err
+        caplog.clear()
+        return found
+
+    return text
+
+
+def groups() -> list[dict]:
+    return Recorder.last.trainer.optimizers[0].param_groups
+
+
+def test_every_key_that_changed_is_named_and_no_other(said):
+    assert fit(SAVE) == 0
+    said()
+    changes = {
+        "seed_everything": ("0", "1"),
+        "data.batch_size": ("2", "4"),
+        "model.scale": ("1.0", "2.0"),
+        "trainer.max_epochs": ("2", "3"),
+        "trainer.precision": ("None", "'bf16-mixed'"),
+        "trainer.gradient_clip_val": ("None", "0.5"),
+        "trainer.callbacks.Recorder.tag": ("'base'", "'other'"),
+    }
+    arguments = [f"--{key}={now.strip(chr(39))}" for key, (_, now) in changes.items() if "Recorder" not in key]
+    tag = "--trainer.callbacks=[{class_path: tests.support_cli.Recorder, init_args: {tag: other}}]"
+    assert fit(SAVE, CKPT, *arguments, tag) == 0
+    lines = [line.strip() for line in said().splitlines() if " in the checkpoint -> " in line]
+    expected = {f"{key}: {then} in the checkpoint -> {now} in the config" for key, (then, now) in changes.items()}
+    assert set(lines) == expected
+    trainer = Recorder.last.trainer
+    assert (trainer.precision, trainer.gradient_clip_val, trainer.global_step) == ("bf16-mixed", 0.5, STEPS + 2)
+
+
+def test_rate_decay_and_betas_are_those_of_the_config(said):
+    assert fit(SAVE, "--optimizer=AdamW", "--optimizer.lr=0.01") == 0
+    said()
+    changes = ["--optimizer.lr=0.002", "--optimizer.weight_decay=0.3", "--optimizer.betas=[0.8,0.9]"]
+    assert fit(SAVE, CKPT, "--optimizer=AdamW", *changes, "--trainer.max_epochs=3") == 0
+    assert Recorder.last.rates == [0.002] * 4
+    assert (groups()[0]["weight_decay"], tuple(groups()[0]["betas"])) == (0.3, (0.8, 0.9))
+    text = said()
+    for line in ("lr 0.01 -> 0.002", "weight_decay 0.01 -> 0.3", "betas (0.9, 0.999) -> (0.8, 0.9)"):
+        assert f"The config wins: AdamW, group 0: {line}" in text
+    # Nothing has changed now, and nothing is set: the run goes on where it is.
+    assert fit(SAVE, CKPT, "--optimizer=AdamW", *changes, "--trainer.max_epochs=4") == 0
+    assert "The config wins" not in said()
+    assert Recorder.last.rates == [0.002] * 4
+
+
+SCHEDULES = {
+    "cosine": ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.eta_min=0.001"],
+    "steps": ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"],
+    "one cycle": ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=0.3"],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("rate", ["0.1", "0.04"])
+def test_a_schedule_goes_on_as_if_the_config_had_been_so_from_the_start(schedule, rate, said):
+    """Another length (a one-cycle schedule had run out of it), and another rate: as a run that was never stopped."""
+    other = ["--optimizer=SGD", f"--optimizer.lr={rate}", "--trainer.max_epochs=4", *schedule]
+    if "OneCycleLR" in schedule[0]:
+        other.append(f"--lr_scheduler.max_lr={rate}")
+    assert fit(*other) == 0
+    whole = Recorder.last.rates
+    assert fit(SAVE, "--optimizer=SGD", "--optimizer.lr=0.1", *schedule) == 0
+    assert fit(SAVE, CKPT, *other) == 0
+    assert Recorder.last.rates == pytest.approx(whole[STEPS:], rel=1e-12)
+
+
+def test_a_schedule_that_follows_a_metric_keeps_what_it_has_seen(said):
+    plateau = ["--optimizer=SGD", "--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val/loss"]
+    plateau += ["--lr_scheduler.mode=max", "--lr_scheduler.factor=0.5"]  # losses fall: the second is one too many
+    assert fit(SAVE, *plateau, "--optimizer.lr=0.04", "--lr_scheduler.patience=0") == 0
+    assert groups()[0]["lr"] == 0.02
+    assert fit(SAVE, CKPT, *plateau, "--optimizer.lr=0.01", "--lr_scheduler.patience=7", "--trainer.max_epochs=3") == 0
+    scheduler = Recorder.last.trainer.lr_scheduler_configs[0].scheduler
+    assert Recorder.last.rates == [0.005] * 4  # half of the config's, as before
+    assert (scheduler.patience, scheduler.last_epoch) == (7, 3)
+
+
+def test_a_schedule_that_the_config_has_no_more_leaves_the_config_s_rate():
+    constant = ["--optimizer=SGD", "--optimizer.lr=0.1"]
+    assert fit(SAVE, *constant, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1") == 0
+    assert fit(SAVE, CKPT, *constant, "--trainer.max_epochs=3") == 0
+    assert Recorder.last.rates == [0.1] * 4
+    assert (
+        fit(SAVE, CKPT, *constant, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=6", "--trainer.max_epochs=4") == 0
+    )
+    assert Recorder.last.rates == pytest.approx([0.1 * 0.1 ** (step // 6) for step in range(12, 16)])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        (["--optimizer=AdamW"], ["--optimizer=SGD", "--optimizer.lr=1"], ["trained with AdamW", "SGD"]),
+        (["--optimizer=AdamW", "--model.frozen=true"], ["--optimizer=AdamW"], ["[[2]]", "[[4]]", "other parameters"]),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_in_a_sentence(first, then, words, capsys):
+    assert fit(SAVE, *first) == 0
+    capsys.readouterr()
+    assert fit(SAVE, CKPT, *then, "--trainer.max_epochs=3") == 2
+    text = capsys.readouterr().err
+    said = text[text.index("error: ") :]
+    assert [word for word in words if word not in said] == []
+    assert len(said.splitlines()) <= 3
+    assert "Traceback" not in text
+
+
+def test_callbacks_that_load_their_arguments_get_those_of_the_config():
+    def stop(patience: int) -> str:
+        arguments = f"{{monitor: val/loss, patience: {patience}}}"
+        return f"--trainer.callbacks+={{class_path: EarlyStopping, init_args: {arguments}}}"
+
+    assert fit(SAVE, stop(7)) == 0
+    assert fit(SAVE, CKPT, stop(2), "--trainer.max_epochs=3") == 0
+    stopping = [c for c in Recorder.last.trainer.callbacks if type(c).__name__ == "EarlyStopping"]
+    assert [callback.patience for callback in stopping] == [2]
+
+
+def test_a_seed_that_exact_resume_does_not_heed_is_said_not_to_win(said):
+    exact = "--trainer.callbacks+=ExactResume"
+    assert fit(SAVE, exact) == 0
+    assert fit(SAVE, CKPT, exact, "--seed_everything=5", "--trainer.max_epochs=3") == 0
+    line = "seed_everything: 0 in the checkpoint -> 5 in the config, but ExactResume goes on with"
+    assert line in said()
+    exact = next(c for c in Recorder.last.trainer.callbacks if type(c).__name__ == "ExactResume")
+    assert exact.state_dict()["seed"] == 0
+
+
+def test_of_a_checkpoint_that_does_not_say_it_nothing_is_promised(said):
+    """One of an older version: its optimizer's settings go on, and that is what is said."""
+    assert fit(SAVE, "--optimizer=SGD", "--optimizer.lr=0.1") == 0
+    older = torch.load("runs/base/latest/last.ckpt", weights_only=True)
+    del older["lit_efficient"]
+    torch.save(older, "older.ckpt")
+    said()
+    arguments = ["--optimizer=SGD", "--optimizer.lr=0.3", "--model.scale=2", "--trainer.max_epochs=3"]
+    with pytest.warns(UserWarning, match="goes on with the checkpoint's rate, decay and betas"):
+        assert fit(SAVE, "--ckpt_path=older.ckpt", *arguments) == 0
+    assert Recorder.last.rates == [0.1] * 4
+    text = said()
+    assert "model.scale: 1.0 in the checkpoint -> 2.0 in the config" in text
+    assert "optimizer.lr" not in text

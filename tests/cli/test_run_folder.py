@@ -1,0 +1,181 @@
+"""A run lies in a folder of its own, ends with its last step saved, and goes on there."""
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lit_efficient.cli.run_folder import candidates, checkpoints
+from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.files.runs import new_folder
+from tests.cli.toy_runs import fit, refused
+from tests.support import assert_equal
+from tests.support_cli import Recorder, ToyData
+
+SAVE = "--trainer.enable_checkpointing=true"
+ROWS = ("--trainer.logger=CSVLogger", "--trainer.log_every_n_steps=1")
+BEST = {"monitor": "val/loss", "filename": "best", "enable_version_counter": False}
+KEEP = f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {json.dumps(BEST)}}}"
+RUNS = Path("runs/base")
+
+
+def runs() -> list[Path]:
+    return sorted(path for path in RUNS.iterdir() if not path.is_symlink() and path.is_dir())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def last(folder: Path = RUNS / "latest") -> dict:
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def test_everything_lies_in_a_folder_that_no_other_run_writes_to():
+    arguments = [SAVE, KEEP, *ROWS, "--trainer.callbacks+=PowerEMA"]
+    assert fit(*arguments) == 0
+    (first,) = runs()
+    assert (RUNS / "latest").resolve() == first.resolve()
+    before = digests(first)
+    assert {"config.yaml", "run.json", "metrics.csv", "best.ckpt", "last.ckpt"} <= before.keys()
+    assert any(name.startswith("snapshots/") for name in before)
+    assert sorted(os.listdir()) == ["base.yaml", "runs"]
+    assert fit(*arguments) == 0
+    assert len(runs()) == 2
+    assert (RUNS / "latest").resolve() == runs()[1].resolve()
+    assert digests(first) == before
+
+
+def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    assert [new_folder(tmp_path / "x").name for _ in range(3)] == ["now", "now_2", "now_3"]
+
+
+def test_latest_is_a_file_where_links_are_impossible(monkeypatch):
+    def impossible(*_, **__):
+        raise OSError("no links on this file system")
+
+    monkeypatch.setattr("os.symlink", impossible)
+    assert fit(SAVE) == 0
+    assert (RUNS / "latest").read_text() == runs()[0].name
+    assert load_verified(RUNS / "latest" / "last.ckpt")["global_step"] == 8
+    assert fit(SAVE, f"--ckpt_path={RUNS}/latest/last.ckpt", "--trainer.max_epochs=3") == 0
+    assert load_verified(RUNS / "latest" / "last.ckpt")["global_step"] == 12
+    assert len(runs()) == 1
+
+
+@pytest.mark.parametrize("val", [[], ["--trainer.val_check_interval=2"], ["--trainer.limit_val_batches=0"]])
+def test_a_run_that_ends_amid_an_epoch_goes_on_to_the_bits_of_a_longer_one(val):
+    """Its last step is saved whether or not anything is validated, and its table goes on."""
+    arguments = [SAVE, *ROWS, "--trainer.callbacks+=ExactResume", "--trainer.max_epochs=9", *val]
+    arguments += ["--optimizer=AdamW", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=3", "--model.noise=1"]
+    for steps in (2, 3):
+        assert fit(*arguments, f"--trainer.max_steps={steps}") == 0
+        assert last()["global_step"] == steps
+    assert fit(*arguments, "--trainer.max_steps=7", f"--ckpt_path={RUNS}/latest/last.ckpt") == 0
+    resumed, folder = last(), (RUNS / "latest").resolve()
+    assert len(runs()) == 2
+    assert fit(*arguments, "--trainer.max_steps=7") == 0
+    for key in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert_equal(resumed[key], last()[key])
+    tables = [list(csv.DictReader((run / "metrics.csv").read_text().splitlines())) for run in (folder, RUNS / "latest")]
+    losses = [[row["loss"] for row in table if row["loss"]] for table in tables]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 7
+
+
+def test_an_older_checkpoint_or_another_config_begins_a_run_that_names_its_parent(capsys):
+    every = "{class_path: ModelCheckpoint, init_args: {save_top_k: -1, every_n_train_steps: 2, filename: '{step}'}}"
+    arguments = [SAVE, f"--trainer.callbacks+={every}"]
+    assert fit(*arguments) == 0
+    (first,) = runs()
+    assert {path.name for step, _, path in checkpoints(first) if step == 8} == {"last.ckpt", "step=8.ckpt"}
+    before = digests(first)
+    for changes in ([str(first / "step=4.ckpt")], [str(first / "last.ckpt"), "--trainer.gradient_clip_val=1"]):
+        parent = Path(changes[0]).resolve()
+        assert fit(*arguments, "--trainer.max_epochs=3", "--ckpt_path", *changes) == 0
+        begun = runs()[-1]
+        record = json.loads((begun / "run.json").read_text())
+        assert Path(record["parent"]).resolve() == parent
+        assert last(begun)["global_step"] == 12
+        assert (RUNS / "latest").resolve() == begun.resolve()
+    assert len(runs()) == 3
+    assert digests(first) == before
+
+
+def test_a_run_whose_folder_was_moved_keeps_its_best_checkpoint():
+    arguments = [SAVE, KEEP, "--optimizer=SGD", "--optimizer.lr=3"]  # the first validation is the best
+    assert fit(*arguments) == 0
+    Path("elsewhere").mkdir()
+    moved = Path(shutil.move(str(runs()[0]), "elsewhere"))
+    best = digests(moved)["best.ckpt"]
+    assert fit(*arguments, f"--ckpt_path={moved}/last.ckpt", "--trainer.max_epochs=3") == 0
+    assert digests(moved)["best.ckpt"] == best
+    assert last(moved)["global_step"] == 12
+
+
+def test_last_is_the_newest_whole_checkpoint_of_the_newest_run(caplog):
+    arguments = [SAVE, KEEP, "--ckpt_path=last"]
+    assert fit(*arguments) == 0  # none is there yet: a launch script says it from the start
+    assert fit(*arguments, "--trainer.max_epochs=3") == 0
+    assert last()["global_step"] == 12
+    damaged = RUNS / "latest" / "last.ckpt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    before = next(path for path in candidates("last", RUNS) if path.name != "last.ckpt")
+    step = load_verified(before)["global_step"]
+    with pytest.warns(UserWarning, match=r"damaged.*Going on from the one before"):
+        assert fit(*arguments, "--trainer.max_epochs=4") == 0
+    assert len(Recorder.last.rates) == 16 - step
+
+
+def test_a_job_that_its_scheduler_starts_again_goes_on(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert fit(SAVE) == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    assert fit(SAVE) == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert fit(SAVE, "--trainer.max_epochs=3") == 0
+    assert [last(run)["global_step"] for run in runs()] == [12, 8]
+
+
+def test_weights_alone_are_no_checkpoint_to_go_on_from_and_nothing_below_is_searched(capsys):
+    weights = KEEP.replace('"best"', '"best", "save_weights_only": true')
+    assert fit(SAVE, weights) == 0
+    (run,) = runs()
+    Path("deep/er").mkdir(parents=True)
+    shutil.copy(run / "last.ckpt", "deep/er/hidden.ckpt")
+    ToyData.touched = 0
+    said = refused(capsys, "--ckpt_path", str(run / "best.ckpt"))
+    assert "holds weights alone" in said
+    assert f"The newest one there: {run}/last.ckpt" in said
+    assert "hidden.ckpt" not in refused(capsys, "--ckpt_path", "nothing.ckpt")
+    assert "last.ckpt" in refused(capsys, "--ckpt_path", str(RUNS))
+
+
+class Terminated(Callback):
+    """A SIGTERM in the third step."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_step_that_a_signal_interrupts_has_its_row(capsys):
+    arguments = [SAVE, *ROWS, "--ckpt_path=last"]
+    terminated = "--trainer.callbacks+=tests.cli.test_run_folder.Terminated"
+    assert fit(*arguments, terminated) == 128 + signal.SIGTERM
+    assert "Interrupted by SIGTERM" in capsys.readouterr().out
+    table = list(csv.DictReader((RUNS / "latest/metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in table if row["loss"]] == ["0", "1", "2"]
+    assert (RUNS / "latest" / "interrupted-step=3.ckpt").is_file()

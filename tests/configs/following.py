@@ -1,0 +1,59 @@
+"""Run a shipped config small, then every command that it prints at its end."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lit_efficient.__main__ import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def small(path: Path, **init_args: dict[str, Any]) -> str:
+    """A copy in the working folder: two steps, one validation, short samples, nothing compiled, and other arguments."""
+    written = yaml.safe_load(path.read_text("utf-8"))
+    trainer = written["trainer"]
+    trainer.pop("max_epochs", None)
+    trainer |= {"max_steps": 2, "limit_train_batches": 4, "limit_val_batches": 1, "precision": "32-true"}
+    trainer |= {"val_check_interval": 2, "check_val_every_n_epoch": None, "accumulate_grad_batches": 1}
+    trainer |= {"enable_model_summary": False}
+    trainer["callbacks"] = [entry for entry in trainer["callbacks"] if entry["class_path"] != "Compile"]
+    sizes = {"SampleText": {"max_new_tokens": 2}, "SampleImages": {"columns": 2, "rows": 1}}
+    sizes["PowerEMA"] = {"snapshot_every_n_steps": 1}
+    for entry in trainer["callbacks"]:
+        entry.setdefault("init_args", {}).update(sizes.get(entry["class_path"], {}))
+    for key, arguments in init_args.items():
+        _merge(written[key].setdefault("init_args", {}), arguments)
+    Path(path.name).write_text(yaml.safe_dump(written))
+    return path.name
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def fit_and_follow(capsys: pytest.CaptureFixture[str], config: str, *more: str) -> list[str]:
+    """Fit, type each line below "Next:", and see that the last one went on where the fit had stopped: what they are."""
+    capsys.readouterr()
+    assert main(["fit", "-c", config, *more]) == 0
+    printed = capsys.readouterr().out
+    lines = printed[printed.index("Next:") :].splitlines()
+    commands = [shlex.split(line)[3:] for line in lines if line.startswith("  python -m lit_efficient ")]
+    checkpoint = Path(commands[-1][commands[-1].index("--ckpt_path") + 1])
+    assert checkpoint.name == "last.ckpt"
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+    for command in commands:
+        assert main(command) == 0, command
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 4
+    assert (checkpoint.parent.parent / "latest").resolve() == checkpoint.parent.resolve()
+    return [command[0] for command in commands]
