@@ -5,6 +5,7 @@ and put back (:mod:`lit_efficient.internals.wraps`).
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from lit_efficient.declaration import (
     LossHooks,
     Report,
     check_conflicts,
+    held,
     in_order,
     overrides,
     techniques_of,
@@ -33,7 +35,7 @@ from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
-from lit_efficient.surgery import is_sharded
+from lit_efficient.surgery import is_sharded, reshard
 
 _ON_LOSS = ("sample_weights", "extra_loss")
 
@@ -47,6 +49,7 @@ class Session:
     reports: dict[str, Report] = field(default_factory=dict)
     schedulers: list[Any] = field(default_factory=list)  # while optimizers are rewritten, and no longer
     protocol_checked: bool = False
+    checked: set[int] = field(default_factory=set)  # optimizers whose first step has been looked at
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,8 @@ def _configure_optimizers(self: Any) -> Any:
     finally:
         session.schedulers = []  # they hold the optimizer, which no copy of the module should drag along
     _check_trained(self, techniques, optimizers)
+    for optimizer in optimizers if any(overrides(t, "trains") for t in techniques) else ():
+        optimizer.register_step_post_hook(partial(_check_learning, self, session))
     if any(overrides(technique, "after_step") for technique in techniques):
         for optimizer in optimizers:  # after what rewrites have registered
             optimizer.register_step_post_hook(partial(_after_step, self, session))
@@ -295,6 +300,53 @@ def _check_trained(module: Any, techniques: list[Declaration], optimizers: list[
                 "configure_optimizers, over all parameters with requires_grad: a list made in __init__ and a choice by "
                 "name miss what techniques add"
             )
+    trainers = [type(technique).__name__ for technique in techniques if any(True for _ in technique.trains(module))]
+    for i, optimizer in enumerate(optimizers) if trainers else ():
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if given and not any(p.requires_grad for p in given):
+            raise ConfigurationError(
+                f"{trainers[0]} has frozen all that optimizer {i} of {type(module).__name__} "
+                f"({type(optimizer).__name__}) steps, first {names.get(id(given[0]), 'one of another module')!r}: its "
+                "loss would have no gradient. Let those train, too (LoRA: modules_to_save), or return no such optimizer"
+            )
+
+
+def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any) -> None:
+    """After the first step: refuse a run in which what techniques train is frozen, or has no part in the loss."""
+    if _session(module) is not session or id(optimizer) in session.checked:
+        return
+    reshard(module)
+    own = {id(p): p.grad is not None for group in optimizer.param_groups for p in group["params"]}
+    names = {id(p): name for name, p in module.named_parameters()}
+    later = {id(module.get_parameter(name)) for name in held(module)}
+    for technique in in_order(techniques_of(module.trainer)):
+        who = type(technique).__name__
+        frozen = [names.get(id(p), "") for p in technique.trains(module) if not p.requires_grad and id(p) not in later]
+        if frozen:
+            raise ConfigurationError(
+                f"{who}: {len(frozen)} of the parameters that it trains were frozen after configure_optimizers, first "
+                f"{frozen[0]!r}: let {type(module).__name__} freeze nothing in on_fit_start or on_train_start"
+            )
+        if not any(own.values()):
+            return  # a hook has taken the gradients away: look at the next step
+        learns: dict[str, bool] = {}
+        for p in technique.adapters(module):
+            if id(p) in own and id(p) in names and id(p) not in later:
+                owner = names[id(p)].rpartition(".")[0]
+                learns[owner] = learns.get(owner, False) or own[id(p)]
+        alive = {_without_numbers(owner) for owner, has in learns.items() if has}
+        dead = [owner for owner, has in learns.items() if not has and _without_numbers(owner) not in alive]
+        if dead:
+            raise ConfigurationError(
+                f"{who}: {len(dead)} of {len(learns)} adapters had no gradient in the first step, first {dead[0]!r}: "
+                "the network reads that layer's weight and never calls it, as fused kernels do, or does not use it. "
+                "Leave it out of targets"
+            )
+    session.checked.add(id(optimizer))
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:

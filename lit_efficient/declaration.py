@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConflictError
 
+HELD = "_lit_efficient_held"  # the note on a module of what is frozen for now
+
 
 class Phase(IntEnum):
     """The one order in which techniques act, whatever their order in the trainer's list. Ties: by class name."""
@@ -100,6 +102,12 @@ class Declaration:
 
     def trains(self, module: nn.Module) -> Iterable[nn.Parameter]:
         """What must be stepped, now or later in the run: a parameter of these that no optimizer holds is an error."""
+        return ()
+
+    def adapters(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        """Those of :meth:`trains` that must learn: modules none of whose ones have a gradient after the first step of
+        their optimizer are an error, unless others of the same name but for its numbers, such as experts, have one.
+        """
         return ()
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
@@ -178,6 +186,11 @@ class LossHooks(Declaration):
     def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
         """A scalar to add to the loss that ``training_step`` returned in ``output``; ``None`` adds nothing."""
         raise NotImplementedError
+
+
+def held(root: nn.Module) -> frozenset[str]:
+    """Names of the parameters that a technique has frozen for now: they belong to what trains."""
+    return frozenset(root.__dict__.get(HELD, ()))
 
 
 def techniques_of(trainer: Any) -> list[Declaration]:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.hugging_face import repeated_blocks
+from lit_efficient.internals.torch_fx import adds_to_input, calls_of, has_matrices, runs_in_chain
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 
 
@@ -232,17 +234,22 @@ def _listed(names: Sequence[str], most: int = 20) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "there are none"
 
 
-def find_blocks(root: nn.Module, patterns: str | Sequence[str] = "auto", *, who: str) -> list[tuple[str, nn.Module]]:
-    """The repeated residual blocks of a network, outermost only, in the order in which they are defined.
+def find_blocks(
+    root: nn.Module, patterns: str | Sequence[str] = "auto", *, who: str, declared: bool = True
+) -> list[tuple[str, nn.Module]]:
+    """The repeated residual blocks of a network, in the order in which they are defined.
 
-    With ``"auto"`` the first of these that finds anything decides: the classes that a diffusers model names in
-    ``_repeated_blocks``; subclasses of transformers' ``GradientCheckpointingLayer``; the members of every
-    ``nn.ModuleList`` or ``nn.Sequential`` that holds two or more modules of one class, each with children of its own.
+    With ``"auto"`` the classes that a diffusers model names in ``_repeated_blocks`` are taken; else layers (subclasses
+    of transformers' ``GradientCheckpointingLayer``, or where there are none the members of every ``nn.ModuleList`` or
+    ``nn.Sequential`` that holds two or more modules of one class, each with children of its own), and each class of
+    modules of which two add something to their input, as a symbolic run of their code shows. Of blocks in blocks the
+    outer ones count, unless they are stages: those that run two or more of one class inside one after the other.
 
     Args:
         root: Any module.
         patterns: ``"auto"``, or regular expressions for dotted names as in :func:`match_modules`.
         who: Name of the technique that asks, for the error.
+        declared: Whether ``_repeated_blocks`` decides where there is one.
 
     Raises:
         ConfigurationError: If there is no such block.
@@ -250,17 +257,84 @@ def find_blocks(root: nn.Module, patterns: str | Sequence[str] = "auto", *, who:
     if patterns != "auto":
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
         return _outermost(match_modules(root, wanted, who=who))
-    named = {name for module in root.modules() for name in repeated_blocks(module)}
-    modules: list[tuple[str, nn.Module]] = list(root.named_modules())
-    found = [(name, module) for name, module in modules if type(module).__name__ in named]
-    found = found or [(name, module) for name, module in modules if _is_transformers_layer(module)]
-    found = _outermost(found or list(_homogeneous(root)))
+    named = {name for module in root.modules() for name in repeated_blocks(module) if declared}
+    found = _outermost([item for item in root.named_modules() if type(item[1]).__name__ in named])
+    found = found or _Search(root).blocks()
     if not found:
         raise ConfigurationError(
             f"{who}: found no repeated blocks in {type(root).__name__}; name them: blocks=['layers\\.\\d+'], "
             f"for example. Top-level modules are: {', '.join(name for name, _ in root.named_children()) or 'none'}"
         )
     return found
+
+
+class _Search:
+    """Which modules of a network are its blocks, and which are stages that hold them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules: dict[str, nn.Module] = dict(list(root.named_modules())[1:])
+        self.adding: set[int] = set()
+        for module in reversed(self.modules.values()):  # what is inside comes first
+            if _may_add(module) and has_matrices(module) and adds_to_input(module, self.adding):
+                self.adding.add(id(module))
+        counts = Counter(unmixed(m) for m in self.modules.values() if id(m) in self.adding)
+        repeated = {kind for kind, number in counts.items() if number > 1}
+        layers = [m for m in self.modules.values() if _is_transformers_layer(m)]
+        layers = layers or [m for _, m in _homogeneous(root)]
+        self.candidates = {id(m) for m in layers} | {id(m) for m in self.modules.values() if unmixed(m) in repeated}
+        self.stages: set[type] = set()
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        new = {unmixed(block) for _, block in self._inside("", self.root) if self._is_stage(block)}
+        if not new:
+            return self._inside("", self.root)
+        self.stages |= new
+        self._add_siblings([name for name, _ in self._inside("", self.root)])
+        return self.blocks()
+
+    def _inside(self, prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        found = {}
+        for key, child in module.named_children():
+            is_block = id(child) in self.candidates and unmixed(child) not in self.stages
+            name = f"{prefix}{key}"
+            found[key] = [(name, child)] if is_block else self._inside(f"{name}.", child)
+        parts = [key for key, blocks in found.items() if blocks]
+        called = calls_of(module) if len(parts) > 1 and _may_add(module) else []
+        first = {key: next((i for i, c in enumerate(called) if f"{c}.".startswith(f"{key}.")), -1) for key in parts}
+        return [block for key in sorted(parts, key=first.__getitem__) for block in found[key]]
+
+    def _is_stage(self, module: nn.Module) -> bool:
+        """Whether most of a module are two or more blocks of one class, which it runs one after the other."""
+        parts = [part for part in list(module.modules())[1:] if id(part) in self.adding]
+        inside = {id(p): p.numel() for part in parts for p in part.parameters()}
+        if sum(inside.values()) * 2 <= count(module.parameters()):
+            return False
+        for kind in {unmixed(part) for part in parts}:
+            alike = [part for part in parts if unmixed(part) is kind]
+            if len(alike) > 1 and runs_in_chain(module, alike):
+                return True
+        return False
+
+    def _add_siblings(self, found: Sequence[str]) -> None:
+        """What stands where the blocks of other stages do is a block, though nothing proves it."""
+        stages = [name for name, m in self.modules.items() if unmixed(m) in self.stages]
+        places = {name.rpartition(".")[0] for name in found}
+        inner = {(_owner(s), p[len(s) :]) for s in stages for p in places if f"{p}.".startswith(f"{s}.")}
+        for stage in stages:
+            for place in (f"{stage}{end}" for owner, end in inner if owner == _owner(stage)):
+                held = self.modules.get(place)
+                if isinstance(held, nn.ModuleList | nn.Sequential):
+                    self.candidates |= {id(child) for child in held if _may_add(child) and has_matrices(child)}
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _may_add(module: nn.Module) -> bool:
+    """Whether it has parts, and a forward that is more than running them one by one."""
+    return not isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in module.children())
 
 
 def _is_transformers_layer(module: nn.Module) -> bool:
@@ -272,7 +346,11 @@ def _homogeneous(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
         kinds = {unmixed(child) for child in module}
-        if len(kinds) == 1 and all(any(True for _ in child.children()) for child in module):
+        if (
+            len(kinds) == 1
+            and not isinstance(module[0], nn.ModuleList | nn.ModuleDict)
+            and all(any(True for _ in child.children()) for child in module)
+        ):
             yield from ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
 
 
@@ -285,6 +363,23 @@ def _parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def expert_stacks(root: nn.Module) -> list[tuple[str, nn.Module, list[str]]]:
+    """Modules that hold the matrices of several experts in parameters of three dimensions, and these parameters' names.
+
+    Such a module has no parts with weights, and what it has is one entry for each expert. Convolutions are none.
+    """
+    found = []
+    for name, module in root.named_modules():
+        own = [(key, p) for key, p in module.named_parameters(recurse=False) if not key.startswith("lora_")]
+        stacks = [key for key, p in own if p.ndim == 3 and p.is_floating_point() and min(p.shape) > 1]
+        if not stacks or hasattr(module, "kernel_size"):
+            continue
+        alone = not any(True for child in module.children() for _ in child.parameters())
+        if alone and len({p.shape[0] for _, p in own}) == 1:
+            found.append((name, module, stacks))
+    return found
 
 
 _DROPPED_FLAGS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "maximize"}

@@ -24,13 +24,12 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.recomputation import (
     OPERATORS,
     choose_kept,
-    recomputable_blocks,
     recompute,
     refuse_twice,
 )
 from lit_efficient.mechanisms.blocks.residual import without_cache
 from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
-from lit_efficient.surgery import mix_in, unmixed
+from lit_efficient.surgery import find_blocks, mix_in, unmixed
 from lit_efficient.technique import Technique
 
 
@@ -76,7 +75,7 @@ class ActivationCheckpointing(Technique):
         memory_budget: Share of the blocks' activations that may be kept, from 0 (recompute all) to 1 (none). Without a
             compiler the first batch is measured, and whole blocks are chosen; under ``Compile`` torch's compiler
             chooses operators within each block (``torch._functorch.config.activation_memory_budget``).
-        blocks: ``auto`` finds repeated blocks, and in a UNet the residual and attention blocks of each level; otherwise
+        blocks: ``auto`` finds repeated blocks, in a UNet the residual and attention blocks of each level; otherwise
             regular expressions for dotted names.
 
     Raises:
@@ -120,7 +119,8 @@ class ActivationCheckpointing(Technique):
             )
 
     def transform(self, module: nn.Module) -> Report:
-        found = recomputable_blocks(module, self.blocks, type(self).__name__)
+        # Of a UNet only the transformer blocks are declared: most of the bytes would stay.
+        found = find_blocks(module, self.blocks, who=type(self).__name__, declared=False)
         if self.every > len(found):
             allowed = f"at most the number of blocks, {len(found)}"
             raise refusal("ActivationCheckpointing", "every", allowed, self.every)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, add_ia3
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_placement
@@ -110,6 +110,9 @@ class IA3(Technique):
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return left_to_train(module)
+
+    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
+        return adapter_parameters(module)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:

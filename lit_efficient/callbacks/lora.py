@@ -20,15 +20,23 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
+from lit_efficient.internals.torch_optimizers import HOOKS
+from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
-from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of
+from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of, scale_of
 from lit_efficient.mechanisms.adapters.peft_folder import read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.peft_format import placement
-from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, quantization_of
+from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
-from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, find_targets
-from lit_efficient.surgery import call_layers, count, match_modules
+from lit_efficient.mechanisms.adapters.targets import (
+    ALL_LINEAR,
+    WITH_EXPERTS,
+    find_experts,
+    find_targets,
+    other_targets,
+)
+from lit_efficient.surgery import call_layers, count, expert_stacks, match_modules
 from lit_efficient.technique import Technique
 
 
@@ -41,7 +49,8 @@ class LoRA(Technique):
     Args:
         rank: r, at least 1.
         alpha: Numerator of the scale s, above 0.
-        targets: ``all-linear`` (without the output head), or regular expressions for the ends of dotted names.
+        targets: ``all-linear`` (without the output head), ``all-linear+experts`` (with the stacked weights of experts,
+            too), or regular expressions for the ends of dotted names, such as ``experts.down_proj``.
         dropout: On the adapters' input, at least 0 and below 1.
         variant: ``lora``; ``rslora`` scales by alpha / sqrt(r); ``dora`` learns directions and magnitudes apart;
             ``pissa`` starts from the r largest singular parts of the weight; ``qalora`` sees sums over the groups of
@@ -123,7 +132,9 @@ class LoRA(Technique):
         saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA") if id(item[1]) not in whole]
-        self._check_targets(targets)
+        experts = find_experts(module, self.targets, who="LoRA")
+        others = other_targets(module) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
+        self._check_targets(targets, experts, others)
         for part in module.modules():
             if is_bitsandbytes(part):  # of transformers' making, perhaps
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
@@ -134,7 +145,11 @@ class LoRA(Technique):
                 layer, name,
                 rank=self.rank, alpha=self.alpha, variant=self.variant, dropout=self.dropout, seed=self.seed,
             )  # fmt: skip
-        trained = [p for _, layer in targets for key, p in layer.named_parameters() if key.startswith("lora_")]
+        for name, part, keys in experts:
+            scale = scale_of(self.variant, self.alpha, self.rank)
+            add_experts(part, name, keys, rank=self.rank, scale=scale, seed=self.seed)
+        adapted = [*(layer for _, layer in targets), *(part for _, part, _ in experts)]
+        trained = [p for part in adapted for key, p in part.named_parameters() if key.startswith("lora_")]
         trained += [p for _, root in saved for p in root.parameters()]
         if self.bias == "all":
             trained += [p for key, p in module.named_parameters() if key.rpartition(".")[2] == "bias"]
@@ -144,11 +159,11 @@ class LoRA(Technique):
             start_adapters(module, read_adapter(self.start_from)[1], trained, self.start_from)
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
-        return self._report(module, tuple(name for name, _ in targets))
+        return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """For LoRA+, multiply what each step does to the B matrices; groups, schedulers and states stay as they are."""
-        adapted = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
+        adapted = {name: part for name, part in module.named_modules() if isinstance(part, LowRank | LowRankExperts)}
         report = self._report(module, tuple(adapted))
         if self.lr_ratio is None:
             return report
@@ -157,7 +172,8 @@ class LoRA(Technique):
                 f"LoRA: lr_ratio={self.lr_ratio} cannot be used with {type(optimizer).__name__}, whose weights are an "
                 "average of those it steps; leave lr_ratio out"
             )
-        wanted = {id(part.lora_B) for part in adapted.values()}
+        named = (item for part in adapted.values() for item in part.named_parameters(recurse=False))
+        wanted = {id(p) for key, p in named if key.startswith("lora_B")}
         stretch_steps(
             optimizer, self.lr_ratio, [p for g in optimizer.param_groups for p in g["params"] if id(p) in wanted]
         )
@@ -167,6 +183,9 @@ class LoRA(Technique):
         """The factors, ``modules_to_save`` and biases."""
         return left_to_train(module)
 
+    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
+        return adapter_parameters(module)
+
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         trim(module, checkpoint)
@@ -175,17 +194,31 @@ class LoRA(Technique):
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:
-        return any(isinstance(part, LowRank) for part in module.modules())
+        return any(isinstance(part, LowRank | LowRankExperts) for part in module.modules())
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         """Compare the base with the one that the adapters were trained beside."""
         check(module, checkpoint)
 
-    def _check_targets(self, targets: Sequence[tuple[str, nn.Module]]) -> None:
-        if not targets:
+    def _check_targets(
+        self,
+        targets: Sequence[tuple[str, nn.Module]],
+        experts: Sequence[tuple[str, nn.Module, list[str]]],
+        others: Sequence[str],
+    ) -> None:
+        for name, part, _ in experts:
+            if isinstance(part, LowRankExperts):
+                raise ConfigurationError(f"LoRA: {name!r} has an adapter already; merge_adapters(module) folds it in")
+            if self.dropout or self.variant not in ("lora", "rslora"):
+                raise ConfigurationError(
+                    f"LoRA: the experts of {name!r} take variant lora or rslora without dropout, got "
+                    f"variant={self.variant!r}, dropout={self.dropout}: set these, or leave them out of targets"
+                )
+        if not targets and not experts:
             raise ConfigurationError(
-                f"LoRA: modules_to_save={self.modules_to_save} covers every layer that targets={self.targets} names"
+                f"LoRA: modules_to_save={self.modules_to_save} covers every layer that targets={self.targets!r} names"
+                + (f"; others can be named: targets={others}" if others else "")
             )
         for name, layer in targets:
             weight: Any = layer.weight
@@ -210,13 +243,20 @@ class LoRA(Technique):
 
     def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:
         trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()
-        total = count(module.parameters())
+        every = list({id(p): p for p in module.parameters()}.values())
+        total = sum(map(elements, every))
         share = count(trained) / max(1, total)
         size = sum(p.numel() * p.element_size() for p in trained)
-        frozen = sum(p.numel() * p.element_size() for p in {id(p): p for p in module.parameters()}.values()) - size
+        frozen = sum(p.numel() * p.element_size() for p in every) - size
+        left = [getattr(part, key) for name, part, keys in expert_stacks(module) if name not in names for key in keys]
+        aside = f"; {count(left):,} in experts have no adapter: targets='{WITH_EXPERTS}' gives them one" if left else ""
+        convolutions = other_targets(module, ["conv2d"]) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
+        if convolutions:
+            aside += f"; convolutions have no adapter unless they are named: targets={convolutions}"
         return Report(
             f"{len(names)} layers, {self.variant} of rank {self.rank}: {count(trained):,} of {total:,} parameters "
-            f"train ({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint",
+            f"train ({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint"
+            f"{aside}",
             modules=names,
             parameters=count(trained),
             bytes_saved=frozen,  # gradients that are never made
@@ -230,13 +270,18 @@ def stretch_steps(optimizer: Optimizer, factor: float, parameters: Iterable[Tens
         p <- p_old + factor (p_new - p_old)
 
     The same as a group of its own with ``factor`` times the rate, for any optimizer whose step is linear in the rate,
-    weight decay included; but no group, schedule or state changes.
+    weight decay included; but no group, schedule or state changes. A second call replaces the first.
 
     Args:
         optimizer: Any optimizer.
         factor: The multiple.
         parameters: Some of the optimizer's.
     """
+    hooks = [hook for name in HOOKS for hook in optimizer.__dict__.get(name, {}).values()]
+    earlier = {id(s): s for hook in hooks if isinstance(s := getattr(hook, "__self__", None), _Stretch)}
+    for stretch in earlier.values():  # of an optimizer that a module returns in a second fit, too
+        stretch.factor, stretch.parameters = factor, list(parameters)
+        return
     stretch = _Stretch(factor, list(parameters))
     optimizer.register_step_pre_hook(stretch.remember)
     optimizer.register_step_post_hook(stretch.stretch)

@@ -19,7 +19,7 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.mechanisms.adapters.base import check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.models.gpt import GPT
@@ -137,6 +137,9 @@ class PrefixTuning(Technique):
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         """The prefix, or what makes it, and ``modules_to_save``."""
         return left_to_train(module)
+
+    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
+        return adapter_parameters(module)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
-from lit_efficient.surgery import call_layers, name_pattern
+from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
 from lit_efficient.technique import Technique
 
 
@@ -89,13 +89,15 @@ class QuantizeBase(Technique):
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, layer)
         call_layers(module)
+        left = sum(getattr(part, key).nbytes for _, part, keys in expert_stacks(module) for key in keys)
+        aside = f"; the stacked weights of experts stay as they are, {left / 2**20:.1f} MiB" if left else ""
         return Report(
             f"{len(found)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
-            f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved",
+            f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved{aside}",
             modules=tuple(name for name, _ in found),
             parameters=elements,
             bytes_saved=before - after,
-            details={"bytes_per_parameter": after / elements},
+            details={"bytes_per_parameter": after / elements, "bytes_of_experts": left},
         )
 
     @classmethod

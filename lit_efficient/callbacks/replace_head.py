@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
-from lit_efficient.mechanisms.adapters.base import ADDED, has_frozen_base
+from lit_efficient.mechanisms.adapters.base import has_frozen_base, is_added
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, hold, release
 from lit_efficient.surgery import count, find_blocks, match_modules, mix_in
 from lit_efficient.technique import Technique
@@ -127,6 +128,7 @@ class ReplaceHead(Technique):
         self.at = at
         self.std = std
         self.seed = seed
+        self._trained = False
 
     def transform(self, module: nn.Module) -> Report:
         name = find_head(module, self.at)
@@ -145,7 +147,7 @@ class ReplaceHead(Technique):
         own = {id(p) for head in heads for p in head.parameters()}
         for name, parameter in module.named_parameters():
             if id(parameter) in own:
-                if name.rpartition(".")[2] in ADDED:
+                if is_added(name):
                     raise ConfigurationError(
                         f"ReplaceHead: the new head has an adapter ({name!r}), but it trains whole: leave it out "
                         "of targets"
@@ -156,6 +158,8 @@ class ReplaceHead(Technique):
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return [p for part in module.modules() if isinstance(part, NewLayer) for p in part.parameters()]
+
+    adapters = trains
 
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
         for name, part in module.named_modules():
@@ -169,6 +173,20 @@ class ReplaceHead(Technique):
                         f"made {list(own.shape)}. To start from that file load its weights before techniques act: "
                         "in __init__, setup or configure_model of the module, not by ckpt_path"
                     )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._trained = True
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Say what the head changed, if the module's own code fails on its first outputs."""
+        head = next((part for part in pl_module.modules() if isinstance(part, NewLayer)), None)
+        told = isinstance(exception, ConfigurationError) or not isinstance(exception, Exception)
+        if head is not None and not self._trained and not told:
+            exception.add_note(
+                f"ReplaceHead: {reports_of(pl_module)['ReplaceHead'].summary}. If code of {type(pl_module).__name__} "
+                "counts on the old number (a reshape, a loss, a metric), take the number from the head or an argument"
+            )
+        super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave ``requires_grad`` as it was."""

@@ -10,7 +10,7 @@ Multiplying a block's output by a mask, as DropPath layers do, saves no time at 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def drop_rows(
         x: Input, [B, ...], or a tuple of the inputs of several residual streams.
         rate: Share of the rows that skip the block, at least 0 and below 1.
         *args: Further arguments; every tensor in them whose first size is B is cut to the same rows.
-        rows: The draw, if it is made already (:func:`draw_rows`); ``None`` draws from torch's global generator.
+        rows: The draw, if it is made already (:func:`draw_rows`); ``None`` draws from the device's global generator.
         **kwargs: Further keyword arguments, treated the same, except for those whose names say that all rows share
             them (``cache_position``, ``image_rotary_emb``, ...).
 
@@ -93,7 +93,7 @@ def drop_rows(
     """
     first = x if isinstance(x, Tensor) else x[0]
     batch = len(first)
-    rows = (draw_rows(batch, rate) if rows is None else rows).to(first.device)
+    rows = draw_rows(batch, rate, device=first.device) if rows is None else rows.to(first.device)
     if len(rows) == batch:
         y = block(x, *args, **kwargs)
         _check_shapes(x, y)
@@ -113,9 +113,11 @@ def drop_rows(
     return tree_map(merge, x, part, y)
 
 
-def draw_rows(batch: int, rate: float, generator: torch.Generator | None = None) -> Tensor:
-    """Which rows of a batch run: [n] indices without repetition, from a CPU generator or torch's global one."""
-    return torch.randperm(batch, generator=generator)[: max(1, round(batch * (1 - rate)))]
+def draw_rows(
+    batch: int, rate: float, generator: torch.Generator | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Which rows of a batch run: [n] indices without repetition, from a generator of ``device`` or its global one."""
+    return torch.randperm(batch, generator=generator, device=device)[: max(1, round(batch * (1 - rate)))]
 
 
 def linear_rates(rate: float, blocks: int) -> list[float]:
@@ -160,6 +162,7 @@ class _Droppable(nn.Module):
     The draw for a whole batch is a plain bool: a compiled block has two graphs and no break. Rows are drawn in a break.
     """
 
+    _drop_name: str
     _drop_rate: float
     _drop_by: str
     _drop_streams: Streams | None  # None until a block that does not declare what it returns has shown it
@@ -170,6 +173,13 @@ class _Droppable(nn.Module):
         block = super().forward
         if not self.training or self._drop_rate == 0:
             return block(*args, **kwargs)
+        try:
+            return self._run_or_drop(block, args, kwargs)
+        except ConfigurationError as error:
+            why = str(error).removeprefix("StochasticDepth: ")
+            raise ConfigurationError(f"StochasticDepth: block {self._drop_name!r}: {why}") from error
+
+    def _run_or_drop(self, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         streams = self._drop_streams
         if streams is None:
             streams = self._drop_streams = probe_streams(self, block, args, kwargs)
@@ -182,19 +192,20 @@ class _Droppable(nn.Module):
             return streams.unpack(block(*positional, **keywords))
 
         if self._drop_by == "sample":
-            rows = _rows_of(self, len(x[0]))
+            rows = _rows_of(self, x[0])
             return streams.pack(drop_rows(run, x, self._drop_rate, *rest, rows=rows, **named))
         y = drop_block(run, x, self._drop_rate, *rest, parameters=self.parameters(), drop=self._drop_now, **named)
         return streams.pack(y)
 
 
 @torch.compiler.disable
-def _rows_of(block: _Droppable, batch: int) -> Tensor:
-    return draw_rows(batch, block._drop_rate, _generator(block._drop_seed))
+def _rows_of(block: _Droppable, x: Tensor) -> Tensor:
+    """Drawn where the batch is: a copy to a GPU would wait for it, once a block."""
+    return draw_rows(len(x), block._drop_rate, _generator(block._drop_seed, x.device), x.device)
 
 
-def _generator(seed: int | None) -> torch.Generator | None:
-    return None if seed is None else torch.Generator().manual_seed(seed)
+def _generator(seed: int | None, device: torch.device | str = "cpu") -> torch.Generator | None:
+    return None if seed is None else torch.Generator(device).manual_seed(seed)
 
 
 class StochasticDepth(Technique):
@@ -208,8 +219,8 @@ class StochasticDepth(Technique):
             at least 0 and below 1.
         mode: ``linear``: from rate / L at the first of L blocks to ``rate`` at the last; ``uniform``: the same for all.
         skip: ``batch`` drops a block for the whole batch; ``sample`` runs each block on a random subset of the rows.
-        blocks: ``auto`` finds repeated residual blocks and leaves those out that change the shape; otherwise regular
-            expressions for the dotted names of residual blocks.
+        blocks: ``auto`` finds repeated residual blocks, inside stages too, and leaves those out that change the shape;
+            they count for the depth. Otherwise regular expressions for the dotted names of residual blocks.
         seed: Seed of the draws.
 
     Raises:
@@ -243,21 +254,27 @@ class StochasticDepth(Technique):
 
     def transform(self, module: nn.Module) -> Report:
         found, left_out = self._blocks_of(module)
-        rates = linear_rates(self.rate, len(found)) if self.mode == "linear" else [self.rate] * len(found)
-        for (_, block), rate in zip(found, rates, strict=True):
-            streams = declared_streams(block.forward)
-            mix_in(block, _Droppable, _drop_rate=rate, _drop_by=self.skip, _drop_now=None, _drop_seed=None)
-            cast(_Droppable, block)._drop_streams = streams
-        kinds = ", ".join(sorted({type(block).__name__ for _, block in found}))
-        summary = f"{len(found)} blocks ({kinds}), dropped by {self.skip} at rates {rates[0]:.2f} to {rates[-1]:.2f}"
+        depth = len(found)
+        rates = linear_rates(self.rate, depth) if self.mode == "linear" else [self.rate] * depth
+        chosen = {name: (block, rate) for (name, block), rate in zip(found, rates, strict=True) if name not in left_out}
+        for name, (block, rate) in chosen.items():
+            streams = None if _strides(block) else declared_streams(block.forward)
+            state = {"_drop_rate": rate, "_drop_by": self.skip, "_drop_streams": streams, "_drop_name": name}
+            mix_in(block, _Droppable, **state, _drop_now=None, _drop_seed=None)
+        kinds = ", ".join(sorted({type(block).__name__ for block, _ in chosen.values()}))
+        rates = [rate for _, rate in chosen.values()]
+        of = f" of {depth}" if left_out else ""
+        summary = (
+            f"{len(rates)}{of} blocks ({kinds}), dropped by {self.skip} at rates {rates[0]:.2f} to {rates[-1]:.2f}"
+        )
         return Report(
             f"{summary}; left out: {_reasons(left_out)}" if left_out else summary,
-            modules=tuple(name for name, _ in found),
-            details={"expected_share_dropped": sum(rates) / len(rates)},
+            modules=tuple(chosen),
+            details={"expected_share_dropped": sum(rates) / depth, "rates": " ".join(f"{rate:.3g}" for rate in rates)},
         )
 
     def _blocks_of(self, module: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[str, str]]:
-        """The blocks that can be dropped, and why others cannot."""
+        """All blocks, and why some cannot be dropped."""
         found = find_blocks(module, self.blocks, who="StochasticDepth")
         if self.blocks == "auto":  # frozen ones, a teacher's say, count for no depth
             trained = [(name, block) for name, block in found if any(p.requires_grad for p in block.parameters())]
@@ -273,7 +290,7 @@ class StochasticDepth(Technique):
             raise ConfigurationError(
                 f"StochasticDepth: blocks that cannot be skipped: {_reasons(left_out)}; name others with blocks="
             )
-        return [(name, block) for name, block in found if name not in left_out], left_out
+        return found, left_out
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         number = trainer.fit_loop.total_batch_idx
@@ -296,5 +313,17 @@ def _droppable(root: nn.Module) -> list[_Droppable]:
     return [module for module in root.modules() if isinstance(module, _Droppable)]
 
 
+def _strides(block: nn.Module) -> bool:
+    """Whether a layer of a block may halve the size, so that the first batch must show that the block does not."""
+    strides: list[Any] = [getattr(part, "stride", 1) for part in block.modules()]
+    return any(max(stride) > 1 if isinstance(stride, tuple) else stride != 1 for stride in strides)
+
+
 def _reasons(left_out: dict[str, str]) -> str:
-    return ", ".join(f"{name} ({why})" for name, why in left_out.items())
+    by_reason: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        by_reason.setdefault(why, []).append(name)
+    return "; ".join(
+        f"{', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''} ({why})"
+        for why, names in by_reason.items()
+    )

@@ -250,11 +250,25 @@ def merge_state(
     for name in [key.removesuffix(".weight") for key in state if key.endswith(".weight") and is_code(state[key])]:
         if f"{name}.weight_zero" not in state or not (keep_int4 or name in kinds) or (name in kinds and not grouped):
             dequantize_entry(state, name, transposed=how.get(name, {}).get("transposed", False))
+    for name, keys in where.get("experts", {}).items() if where else ():
+        _merge_experts(state, f"{prefix}{name}", keys, name in where["transposed"], arguments)  # type: ignore[index]
     for name, kind in kinds.items():
         _merge_entry(state, name, kind, arguments)
         if grouped and not keep_int4:
             dequantize_entry(state, name, transposed=kind == "conv1d")
     return state
+
+
+def _merge_experts(
+    state: dict[str, Tensor], name: str, keys: list[str], transposed: bool, arguments: Mapping[str, Any]
+) -> None:
+    scale = scale_of(arguments["variant"], arguments["alpha"], arguments["rank"])
+    for key in keys:
+        a, b = state.pop(f"{name}.lora_A_{key}"), state.pop(f"{name}.lora_B_{key}")
+        weight, delta = state.get(f"{name}.{key}"), scale * (b @ a)
+        if weight is None:
+            raise CheckpointError(f"export: the weight '{name}.{key}' is not in the checkpoint: name the base")
+        state[f"{name}.{key}"] = weight + (delta.mT if transposed else delta).to(weight.dtype)
 
 
 def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ _TWINS: dict[type[Optimizer], tuple[str, int]] = {
     torch.optim.Adagrad: ("Adagrad", 1),
 }
 _TORCHAO = ("AdamW", "Adam")
+_BLOCKS: dict[int | str, int] = {4: 128}  # elements that share a scale in torchao; 256 for the others
 # Settings that no twin has, and the value at which they change nothing. RMSprop has a momentum, too.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,
@@ -117,9 +118,16 @@ def to_low_bit(
         state_bytes = sum(bnb.state_bytes(p, moments, p in low) for p in trained) + bnb.table_bytes(moments)
     if not low:
         kept = sum(p in keep_32bit for p in trained)
+        largest = max((size for p, size in sizes.items() if p not in keep_32bit), default=0)
+        block = _BLOCKS.get(bits, 256) if backend == "torchao" else 0
+        way = f"write min_size: {largest}, or leave {who} out: states of so few elements are small"
+        if largest < max(block, 2):
+            way = f"leave {who} out: states of so few elements are small"
+        elif largest >= min_size:
+            way = f"torchao takes whole blocks of {block} elements: leave {who} out, or use backend: bitsandbytes"
         raise ConfigurationError(
-            f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: the largest has "
-            f"{max(sizes.values(), default=0)} elements, min_size is {min_size}, and {kept} are kept"
+            f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: of those that "
+            f"are not kept ({kept} are) the largest has {largest} elements, and min_size is {min_size}; {way}"
         )
     if kind is torch.optim.Adagrad:
         optimizer.state.clear()  # torch makes its zeros before the first step

@@ -22,12 +22,14 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.torch_muon import muon
 from lit_efficient.optimizers.groups import Groups, parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
+from lit_efficient.surgery import expert_stacks
 
+_FILTER = 15  # the widest usual filter of a one-dimensional convolution
 _ADJUST = {True: "match_rms_adamw", False: "original"}
 
 
 def muon_groups(module: nn.Module, adamw: tuple[str, ...] = ()) -> Groups:
-    """Groups for :class:`MuonAdamW`: matrices to Muon; embeddings, what is tied to them, and the rest to AdamW.
+    """Groups for :class:`MuonAdamW`: matrices, experts' too, to Muon; embeddings, ties and the rest to AdamW.
 
     Args:
         module: Its parameters that train are taken, tied ones once.
@@ -42,10 +44,11 @@ def muon_groups(module: nn.Module, adamw: tuple[str, ...] = ()) -> Groups:
         if not any(name.endswith(suffix) for name in named):
             raise ConfigurationError(f"muon_groups: no parameter ends in {suffix!r}; there are {', '.join(named)}")
     embedded = {p for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+    experts = {part.get_parameter(key) for _, part, keys in expert_stacks(module) for key in keys}
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, p in named.items():
         if p.requires_grad:
-            groups[p.ndim == 2 and p not in embedded and not name.endswith(adamw)].append(p)
+            groups[(p.ndim == 2 or p in experts) and p not in embedded and not name.endswith(adamw)].append(p)
     return [{"params": tensors, "muon": use} for use, tensors in groups.items() if tensors]
 
 
@@ -53,7 +56,8 @@ class MuonAdamW(Optimizer):
     """Muon and AdamW in one optimizer, as automatic optimization wants it.
 
     Groups may say ``"muon": True`` or ``False`` (see :func:`muon_groups`). In the others Muon takes matrices that are
-    not much longer than wide: vocabularies' tables and output layers, which AdamW should step, are.
+    not much longer than wide: vocabularies' tables and output layers, which AdamW should step, are. Of experts' stacked
+    weights [E, m, n] each matrix is orthogonalised by itself; without a group's word they need 16 rows and columns.
 
     Args:
         params: Parameters or groups.
@@ -113,9 +117,9 @@ class MuonAdamW(Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         muon(
-            parameters,
-            [p.grad for p in parameters],  # type: ignore[misc]
-            [self.state[p]["momentum_buffer"] for p in parameters],
+            [matrix for p in parameters for matrix in _matrices(p)],
+            [matrix for p in parameters for matrix in _matrices(p.grad)],  # type: ignore[arg-type]
+            [matrix for p in parameters for matrix in _matrices(self.state[p]["momentum_buffer"])],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -151,16 +155,28 @@ class MuonAdamW(Optimizer):
         )
 
 
+def _matrices(p: Tensor) -> tuple[Tensor, ...]:
+    """A matrix itself, or the views of each expert's in a stack [E, m, n]."""
+    return (p,) if p.ndim == 2 else p.unbind()
+
+
+def _is_hidden(p: Tensor, max_aspect_ratio: float) -> bool:
+    """Whether a tensor of unknown origin is a hidden matrix, or a stack of them and no filter [out, in, width]."""
+    if p.ndim not in (2, 3) or max(p.shape[-2:]) > max_aspect_ratio * min(p.shape[-2:]):
+        return False
+    return p.ndim == 2 or (len(p) > 1 and min(p.shape[-2:]) > _FILTER)
+
+
 def _split(group: dict[str, Any], max_aspect_ratio: float) -> Groups:
     parameters = group["params"]
     if "muon" in group:
-        wrong = next((p for p in parameters if group["muon"] and p.ndim != 2), None)
+        wrong = next((p for p in parameters if group["muon"] and p.ndim not in (2, 3)), None)
         if wrong is not None:
             raise ConfigurationError(
-                f"MuonAdamW: Muon steps matrices only, got a tensor of the shape {list(wrong.shape)}"
+                f"MuonAdamW: Muon steps matrices and stacks of them, got a tensor of the shape {list(wrong.shape)}"
             )
         return [group]
-    hidden = [p for p in parameters if p.ndim == 2 and max(p.shape) <= max_aspect_ratio * min(p.shape)]
+    hidden = [p for p in parameters if _is_hidden(p, max_aspect_ratio)]
     chosen = set(hidden)
     rest = [p for p in parameters if p not in chosen]
     parts = [{**group, "params": hidden, "muon": True}, {**group, "params": rest, "muon": False}]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.adapters.base import ADDED
+from lit_efficient.mechanisms.adapters.base import is_added
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
 from lit_efficient.models.modes import evaluating
 
@@ -90,7 +90,7 @@ class _Call(nn.Module):
 
 
 def _trains_in_full(name: str, parameter: Tensor) -> bool:
-    return parameter.requires_grad and name.rpartition(".")[2] not in ADDED
+    return parameter.requires_grad and not is_added(name)
 
 
 def _digest(tensor: Tensor) -> str:

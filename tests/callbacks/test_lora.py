@@ -122,6 +122,46 @@ def test_lora_plus_outlives_the_swap_of_the_optimizer() -> None:
     torch.testing.assert_close(8 * small, large)
 
 
+def test_lora_plus_stretches_an_optimizer_once_that_is_returned_in_a_second_fit() -> None:
+    class Kept(Toy):
+        kept: Any = None
+
+        def configure_optimizers(self) -> Any:
+            self.kept = self.kept or torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+            return self.kept
+
+    class Filled(Kept):
+        def on_train_start(self) -> None:
+            for p in self.parameters():
+                p.data.fill_(0.1)
+
+    once, twice = Filled(), Filled()
+    fit(twice, [LoRA(rank=2, lr_ratio=8.0)], max_epochs=-1, max_steps=1)
+    for module in (once, twice):
+        fit(module, [LoRA(rank=2, lr_ratio=8.0)], max_epochs=-1, max_steps=1)
+    assert_equal(weights(once), weights(twice))
+
+
+def test_convolutions_are_named_where_nothing_else_takes_them() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    report = apply(copy.deepcopy(net), [LoRA(rank=1)])["LoRA"]
+    assert "convolutions have no adapter unless they are named: targets=['0']" in report.summary
+    with pytest.raises(ConfigurationError, match=r"covers every layer .*; others can be named: targets=\['0'\]"):
+        apply(copy.deepcopy(net), [LoRA(rank=1, modules_to_save=["2"])])
+    with pytest.raises(ConfigurationError, match=r"has no linear layer to adapt; name others .*: targets=\['0'\]"):
+        apply(net[:1], [LoRA(rank=1)])
+
+
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_packed_codes_count_as_the_weights_they_stand_for(format: str) -> None:
+    plain, quantized = Toy(), Toy()
+    size = sum(p.numel() for p in plain.parameters())
+    apply(quantized, [QuantizeBase(format, group_size=8), LoRA(rank=2)])
+    report = reports_of(quantized)["LoRA"]
+    constants = sum(p.numel() for name, p in quantized.named_parameters() if name.endswith(("_scale", "_zero")))
+    assert f" of {size + constants + report.parameters:,} parameters train" in report.summary
+
+
 def test_an_optimizer_that_was_built_too_early_is_refused() -> None:
     class Early(Toy):
         def __init__(self) -> None:
@@ -170,7 +210,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
             r"'q_proj' matches none of the 10 .* end in: stem, up, down, head ",
         ),
         ({"targets": "("}, r"'\(' is no regular expression"),
-        ({"targets": []}, "targets must be all-linear or a list of patterns"),
+        ({"targets": []}, r"targets must be all-linear, all-linear\+experts or a list of patterns"),
         ({"variant": "pissa", "rank": 17}, "rank must be at most 16 for pissa on 'net.stem', got 17"),
         ({"modules_to_save": ["net"]}, "covers every layer"),
     ],

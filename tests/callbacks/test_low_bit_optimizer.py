@@ -348,7 +348,7 @@ def test_what_torchao_cannot_do_is_refused() -> None:
 
 
 def test_a_rewrite_that_saves_nothing_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="the largest has 16 elements, min_size is 4096"):
+    with pytest.raises(ConfigurationError, match="has 16 elements, and min_size is 4096; write min_size: 16, or leave"):
         rewritten(nn.Linear(4, 4), LowBitOptimizer())
 
 

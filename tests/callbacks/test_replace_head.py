@@ -25,7 +25,7 @@ from lit_efficient.callbacks.replace_head import find_head, outputs_of
 from lit_efficient.errors import CheckpointError
 from tests.callbacks.test_gradual_unfreezing import Watch
 from tests.mechanisms.blocks.test_freezing import FAMILIES
-from tests.support import Net, Toy, assert_equal, data, trainer, weights
+from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
 from tests.timm_models import import_timm
 
 
@@ -247,3 +247,14 @@ def test_an_optimizer_over_the_old_weights_is_refused() -> None:
 def test_a_network_without_repeated_blocks_has_a_head_too() -> None:
     assert find_head(Net(4, 1)) == "head"
     assert find_head(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))) == "2"
+
+
+def test_code_that_counts_on_the_old_number_of_outputs_is_told_so() -> None:
+    class Reshaping(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).view(len(batch[0]), WIDTH).mean()
+
+    run = trainer([ReplaceHead(3)])
+    with pytest.raises(RuntimeError, match="invalid for input of size") as error:
+        run.fit(Reshaping(), data(), data())
+    assert any("3 new outputs instead of" in note for note in error.value.__notes__)

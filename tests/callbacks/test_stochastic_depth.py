@@ -142,14 +142,25 @@ def test_blocks_that_are_not_residual_are_refused() -> None:
                 x = layer(x)
             return x
 
-    net = Widening()
+    with pytest.raises(ConfigurationError, match=r"blocks that cannot be skipped: layers\.0, layers\.1"):
+        apply(Widening(), [StochasticDepth(0.5)])
+
+
+def test_what_only_the_first_batch_shows_is_refused_with_the_blocks_name() -> None:
+    """A shortcut without weights that halves the picture, as the networks of CIFAR have it."""
+
+    class Halving(nn.Module):
+        def __init__(self, stride: int) -> None:
+            super().__init__()
+            self.conv, self.stride = nn.Sequential(nn.Conv2d(3, 3, 3, stride, 1)), stride
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :, :: self.stride, :: self.stride] + self.conv(x)
+
+    net = nn.Sequential(Halving(1), Halving(2))
     apply(net, [StochasticDepth(0.5)])
-    for layer in net.layers:
-        layer._drop_now = False
-    with pytest.raises(
-        ConfigurationError, match=r"maps input \[2, 4\] to a tensor \[2, 8\]; only residual blocks can be dropped"
-    ):
-        net(torch.ones(2, 4))
+    with pytest.raises(ConfigurationError, match=r"StochasticDepth: block '1': a block maps x \[1, 3, 4, 4\] to"):
+        net(torch.ones(1, 3, 4, 4))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ def _timm(kind: str, **arguments: Any) -> Callable[[], nn.Module]:
         timm = import_timm()
         if kind == "vit":
             return timm.models.vision_transformer.VisionTransformer(**arguments)
+        if kind == "swin":
+            return timm.models.swin_transformer.SwinTransformer(**arguments)
+        if kind == "convnext":
+            return timm.models.convnext.ConvNeXt(**arguments)
         return timm.models.resnet.ResNet(timm.models.resnet.BasicBlock, **arguments)
 
     return make
@@ -63,6 +67,7 @@ def _latents(*_: Any, **further: Any) -> dict[str, Any]:
 
 PATCHES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "patch_size": 4}
 IMAGES = torch.linspace(-1, 1, 3 * 3 * 16 * 16).view(3, 3, 16, 16)
+MIDDLE = ("resnets.0", "resnets.1", "attentions.0")  # as they are defined; in the middle of two sizes of a picture
 TEXT = torch.linspace(-1, 1, 3 * 4 * 16).view(3, 4, 16)
 
 FAMILIES: dict[str, Family] = {
@@ -151,6 +156,45 @@ FAMILIES: dict[str, Family] = {
         lambda net: net(IMAGES),
         ["blocks.0", "blocks.1"],
     ),
+    "timm Swin": Family(
+        _timm("swin", img_size=16, patch_size=2, window_size=2, embed_dim=8, depths=(2, 4), num_heads=(1, 2)),
+        lambda net: net(IMAGES),
+        [f"layers.{stage}.blocks.{i}" for stage, depth in ((0, 2), (1, 4)) for i in range(depth)],
+    ),
+    "timm ConvNeXt": Family(
+        _timm("convnext", depths=(2, 2), dims=(8, 16), num_classes=3),
+        lambda net: net(IMAGES),
+        [f"stages.{stage}.blocks.{i}" for stage in range(2) for i in range(2)],
+    ),
+    "Swin": Family(
+        _transformers(
+            "SwinModel",
+            "SwinConfig",
+            image_size=16,
+            patch_size=2,
+            window_size=2,
+            embed_dim=8,
+            depths=[2, 2],
+            num_heads=[1, 2],
+        ),
+        lambda net: net(pixel_values=IMAGES).last_hidden_state,
+        [f"encoder.layers.{stage}.blocks.{i}" for stage in range(2) for i in range(2)],
+    ),
+    "AutoencoderKL": Family(
+        _diffusers(
+            "AutoencoderKL",
+            block_out_channels=(8, 16),
+            down_block_types=["DownEncoderBlock2D"] * 2,
+            up_block_types=["UpDecoderBlock2D"] * 2,
+            norm_num_groups=4,
+        ),
+        lambda net: net(IMAGES).sample,
+        [
+            "encoder.down_blocks.0.resnets.0",
+            *(f"{side}.mid_block.{part}" for side in ("encoder", "decoder") for part in MIDDLE),
+            *("decoder.up_blocks.0.resnets.0", "decoder.up_blocks.0.resnets.1", "decoder.up_blocks.1.resnets.1"),
+        ],
+    ),
     "timm ResNet": Family(
         _timm("resnet", layers=(2, 2, 2, 2), channels=(64, 16, 16, 16), num_classes=3),
         lambda net: net(IMAGES),
@@ -223,8 +267,9 @@ def test_rows_that_skip_pass_and_the_others_are_trained(name: str) -> None:
 def test_blocks_that_change_the_shape_are_left_out_with_the_reason() -> None:
     net = built("timm ResNet")
     report = apply(net, [StochasticDepth(0.5)])["StochasticDepth"]
-    assert "left out: layer2.0 (its downsample changes the shape), layer3.0" in report.summary
-    with pytest.raises(ConfigurationError, match=r"cannot be skipped: layer2\.0 \(its downsample changes the shape\)"):
+    assert "5 of 8 blocks" in report.summary
+    assert "left out: layer2.0, layer3.0, layer4.0 (it changes its input before it adds to it" in report.summary
+    with pytest.raises(ConfigurationError, match=r"cannot be skipped: layer2\.0 \(it changes its input before"):
         apply(built("timm ResNet"), [StochasticDepth(0.5, blocks=[r"layer2\.\d"])])
 
 
@@ -235,3 +280,34 @@ def test_a_cache_that_holds_something_is_not_thrown_away() -> None:
     apply(net, [StochasticDepth(0.5, skip="sample")])
     with pytest.raises(ConfigurationError, match="given a cache of keys and values that is not empty"):
         net.train()(input_ids=IDS, past_key_values=cache)
+
+
+# timm gives block k of L the rate p k / (L - 1), in EfficientNets p k / L, and ours is p (k + 1) / L. Of blocks whose
+# shortcut is no identity timm drops the branch alone; such a block cannot be skipped.
+DROP_PATHS = {
+    "swin_tiny_patch4_window7_224": (12, 11, []),
+    "convnext_atto": (12, 11, []),
+    "vit_tiny_patch16_224": (12, 11, []),
+    "efficientnet_b0": (16, 16, [f"blocks.{i}.0" for i in range(1, 7)]),
+    "resnet18": (8, 7, ["layer2.0", "layer3.0", "layer4.0"]),
+    "regnety_002": (13, 12, ["s2.b1", "s3.b1", "s4.b1"]),
+}
+
+
+@pytest.mark.parametrize("name", DROP_PATHS)
+def test_blocks_and_their_depths_are_those_of_timms_drop_path(name: str) -> None:
+    blocks, span, branches = DROP_PATHS[name]
+    net = import_timm().create_model(name, drop_path_rate=0.3)
+    report = apply(net, [StochasticDepth(0.3)])["StochasticDepth"]
+    ours = {block: round(net.get_submodule(block)._drop_rate / 0.3 * blocks) - 1 for block in report.modules}
+    theirs: dict[str, int] = {}
+    for part, module in net.named_modules():
+        if type(module).__name__ == "DropPath" and module.drop_prob:
+            block = next(b for b in (*ours, *branches) if part.startswith(f"{b}."))
+            theirs[block] = round(module.drop_prob / 0.3 * span)
+    first = [block for block, depth in ours.items() if depth == 0]  # timm never drops it
+    assert {block: depth for block, depth in theirs.items() if block not in branches} == {
+        block: depth for block, depth in ours.items() if block not in first
+    }
+    assert set(branches) <= set(theirs)
+    assert report.details["rates"] == " ".join(f"{0.3 * (depth + 1) / blocks:.3g}" for depth in ours.values())

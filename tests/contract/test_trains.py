@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lit_efficient import ConfigurationError, Report, Technique
+from lit_efficient import ConfigurationError, LoRA, ReplaceHead, Report, Technique
 from lit_efficient.declaration import overrides
 from tests.contract.table import CASES, network_of
-from tests.support import Toy, data, trainer
+from tests.mechanisms.adapters.decoders import Language
+from tests.support import WIDTH, Net, Toy, data, trainer
 
 NAMES = sorted(name for name, case in CASES.items() if overrides(case.make(), "trains"))
 
@@ -111,3 +113,92 @@ def test_a_technique_of_somebody_elses_is_checked_too() -> None:
     with pytest.raises(ConfigurationError, match=r"Extra: no optimizer holds 1 of the 1 parameters .*: net\.extra\."):
         trainer([Extra()]).fit(Toy(optimizers=2), data(), data())
     trainer([Extra()]).fit(Two(optimizers=2), data(), data())  # one of them is enough
+
+
+class Fused(nn.Module):
+    """Reads a layer's weight and never calls the layer, as the fused kernels of state-space models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ self.proj.weight.T
+
+
+class Bypassing(Net):
+    """The toy with such layers, and with two experts of which one is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.ModuleList([Fused(), Fused()])
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.experts[1](self.fused[1](self.fused[0](x))))
+
+
+def test_adapters_that_get_no_gradient_are_refused_but_not_experts_that_nothing_reaches() -> None:
+    module = ByGradient(Bypassing)
+    message = r"LoRA: 2 of 14 adapters had no gradient in the first step, first 'net\.fused\.0\.proj'.*Leave it out of"
+    with pytest.raises(ConfigurationError, match=message):
+        trainer([LoRA()], accumulate_grad_batches=2).fit(module, data(), data())
+    trainer([LoRA(targets=[r"experts\.\d", "up"])], max_steps=1).fit(ByGradient(Bypassing), data(), data())
+
+
+def test_fused_kernels_of_state_space_models_are_such_a_case() -> None:
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    with pytest.raises(ConfigurationError, match=r"first 'network\.backbone\.layers\.0\.mixer\.dt_proj'"):
+        trainer([LoRA()], max_steps=1).fit(Language(transformers.MambaForCausalLM(config)))
+    wanted = LoRA(targets=["in_proj", "x_proj", "out_proj"])
+    trainer([wanted], max_steps=1).fit(Language(transformers.MambaForCausalLM(config)))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+@pytest.mark.parametrize("make", [LoRA, lambda: ReplaceHead(WIDTH)])
+def test_a_module_that_freezes_by_itself_later_is_refused(make: Any, hook: str) -> None:
+    class Freezing(ByGradient):
+        def __init__(self) -> None:
+            super().__init__(Net)
+
+    def freeze(self: Any) -> None:  # all but one bias, so that there is something to step
+        for name, p in self.named_parameters():
+            p.requires_grad_(name.endswith("stem.bias"))
+
+    setattr(Freezing, hook, freeze)
+    if hook == "on_fit_start":  # before optimizers are configured
+        Freezing.on_train_start = freeze
+    with pytest.raises(ConfigurationError, match="were frozen after configure_optimizers, first 'net"):
+        trainer([make()], max_steps=1).fit(Freezing(), data(), data())
+
+
+class Adversaries(Toy):
+    """Two networks with an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__("init", network=Net)
+        self.judge = Net()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.judge)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, network in zip(self.optimizers(), (self.net, self.judge), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(network(batch).square().mean())
+            optimizer.step()
+
+    on_validation_start = on_train_epoch_end = lambda self: None
+    validation_step = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "technique", [LoRA(targets=[r"net\.head"]), ReplaceHead(3, at=r"net\.head")], ids=lambda t: type(t).__name__
+)
+def test_an_optimizer_of_which_all_is_frozen_is_refused(technique: Technique) -> None:
+    name = type(technique).__name__
+    with pytest.raises(ConfigurationError, match=rf"{name} has frozen all that optimizer 1 of Adversaries \(SGD\)"):
+        trainer([technique], max_steps=1).fit(Adversaries(), torch.utils.data.DataLoader(torch.randn(8, WIDTH), 4))
+    both = LoRA(targets=[r"net\.head"], modules_to_save=["judge"])
+    trainer([both], max_steps=2).fit(Adversaries(), torch.utils.data.DataLoader(torch.randn(8, WIDTH), 4))

@@ -27,7 +27,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 # A model's configuration, and LoRA's arguments: GPT-2's Conv1D, a tied head of which one use is saved, and mixtures of
-# experts whose dense and shared layers are named as single experts once were.
+# experts: dense and shared layers that are named as single experts once were, stacked experts that multiply from the
+# right.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt2": ({"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}, {"variant": "dora"}),
     "gemma": ({**SIZES, "head_dim": 8}, {"modules_to_save": ["lm_head"]}),
@@ -36,8 +37,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
         {"dropout": 0.1},
     ),
+    "gpt_oss": (
+        {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+        {"targets": "all-linear+experts", "variant": "rslora"},
+    ),
 }  # fmt: skip
-CLASSES = {"gpt2": "GPT2LMHeadModel", "gemma": "GemmaForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 
 
 def base_of(family: str) -> Any:

@@ -195,7 +195,7 @@ def test_muon_groups_leave_embeddings_ties_and_named_ones_to_adamw() -> None:
     ]
     with pytest.raises(ConfigurationError, match=r"no parameter ends in 'lm_head'; there are 0.weight, 1.weight"):
         muon_groups(module, adamw=("lm_head",))
-    with pytest.raises(ConfigurationError, match=r"Muon steps matrices only, got a tensor of the shape \[16\]"):
+    with pytest.raises(ConfigurationError, match=r"matrices and stacks of them, got a tensor of the shape \[16\]"):
         MuonAdamW([{"params": [module[1].bias], "muon": True}])
 
 

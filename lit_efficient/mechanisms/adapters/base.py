@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
-from lit_efficient.mechanisms.blocks.freezing import held
 from lit_efficient.surgery import is_sharded
 
 _MARK = "_lit_efficient_base"
@@ -26,6 +26,13 @@ ADDED: tuple[str, ...] = (  # last parts of adapters' names
     *("prefix_keys", "prefix_values", "prefix_embedding"),
     *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias"),
 )
+_STACKED = ("lora_A_", "lora_B_")  # how they begin beside the stacked weights of experts
+
+
+def is_added(name: str) -> bool:
+    """Whether a parameter or buffer of this dotted name belongs to an adapter."""
+    last = name.rpartition(".")[2]
+    return last in ADDED or last.startswith(_STACKED)
 
 
 class FollowsBase:
@@ -59,6 +66,11 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
 def has_frozen_base(module: nn.Module) -> bool:
     """Whether :func:`freeze_base` has decided what trains."""
     return _MARK in module.__dict__
+
+
+def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What :func:`freeze_base` left to train that belongs to adapters."""
+    return [module.get_parameter(name) for name in module.__dict__[_MARK]["trained"] if is_added(name)]
 
 
 def left_to_train(module: nn.Module) -> list[nn.Parameter]:
@@ -161,7 +173,7 @@ def _parents(name: str) -> set[str]:
 def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: what a checkpoint of either kind leaves out is taken from the module itself."""
     own = module.state_dict()
-    added = {key for key in own if key.rpartition(".")[2] in ADDED}
+    added = set(filter(is_added, own))
     given = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
     missing = (frozen_keys(module, own) if added & given else added) - given
     if given & own.keys():

@@ -12,7 +12,6 @@ Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/231
 https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import padded
-from lit_efficient.mechanisms.adapters.disabled import Switchable
+from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.surgery import mix_in
 
@@ -57,7 +57,7 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
     return (squared + 2 * scale * cross + scale**2 * own).clamp_min(0).sqrt()
 
 
-class LowRank(Switchable):
+class LowRank(ReadsAdapted):
     """What the adapted layers of all kinds share; mixed in front of the layer's own class."""
 
     weight: Tensor
@@ -72,12 +72,19 @@ class LowRank(Switchable):
     lora_variant: str
     lora_scale: float
     lora_dropout: float
+    lora_draw: str
+    lora_inside: bool = False  # the layer makes more than a product of its weight, as routers do that return choices
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's own output plus the adapter's part of it."""
-        y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if self.lora_inside and not self.adapter_off:
+            return self._read_sum(x, *args, **kwargs)
+        y: Any = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if self.adapter_off:
             return y
+        if not isinstance(y, Tensor):
+            self.lora_inside = True
+            return self._read_sum(x, *args, **kwargs)
         h = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
         delta = self._low_rank(h, self.lora_A, self.lora_B)
         if self.lora_variant == "pissa":
@@ -92,6 +99,17 @@ class LowRank(Switchable):
         # Written as a correction, so that a ratio of one leaves y bit for bit as it was.
         own = y if self.bias is None else y - self._over_rows(self.bias.to(y.dtype))
         return y + (ratio - 1) * own + ratio * delta
+
+    def _read_sum(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward on the sum of weight and adapter."""
+        if self.lora_dropout or self.lora_variant not in ("lora", "rslora"):
+            raise ConfigurationError(
+                f"LoRA: {self.lora_draw.partition('/')[2]!r} returns more than a product of its weight, which takes "
+                "variant lora or rslora without dropout: set these, or leave the layer out of targets"
+            )
+        delta = (self.lora_scale * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
+        with self.reading({"weight": self.weight + delta}):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         raise NotImplementedError
@@ -262,8 +280,7 @@ def add_low_rank(
 @torch.no_grad()
 def reset_low_rank(module: Any) -> None:
     """Start the adapter again from the weight that the layer has now, which its output then equals."""
-    digest = hashlib.blake2b(module.lora_draw.encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(module.lora_draw))
     a, b = module.lora_A, module.lora_B
     if isinstance(module, _LowRankEmbedding):  # a row of A is met once a token: start with zeros there, as peft does
         a.zero_()

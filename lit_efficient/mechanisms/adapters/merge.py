@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.application import forget_what_is_gone
-from lit_efficient.mechanisms.adapters.base import ADDED
+from lit_efficient.mechanisms.adapters.base import is_added
+from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
@@ -36,6 +37,8 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
     for name, part in list(module.named_modules()):
         if isinstance(part, LowRank):
             _merge_low_rank(module, name, part)
+        elif isinstance(part, LowRankExperts):
+            fold_experts(part)
         elif isinstance(part, IA3Scaled):
             if is_quantized(part):
                 _dequantize_base(module, name, part)
@@ -65,7 +68,7 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def without_adapters(module: nn.Module) -> dict[str, Tensor]:
     """All weights of a module as floats, as if adapters had never been."""
-    state = {name: t for name, t in whole_state(module).items() if name.rpartition(".")[2] not in ADDED}
+    state = {name: t for name, t in whole_state(module).items() if not is_added(name)}
     part: Any
     for name, part in module.named_modules():
         if is_quantized(part):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.base import trained_names
+from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 from lit_efficient.surgery import memory_of, unmixed
@@ -30,12 +31,13 @@ def placement(module: nn.Module) -> dict[str, Any]:
         ``root``: dotted name of the module that peft is to adapt: the transformers or diffusers model inside, else the
         only child, if all that trains is in there; else empty, for ``module`` itself. ``kinds``: kind of each adapted
         layer by its name in that model. ``targets``: what peft is to look for there. ``groups``: for QA-LoRA, how many
-        inputs share a column of A, by name. ``statistics``: layers of BatchNorm there, whose buffers change while
-        adapters train. ``config``, ``class``, ``base``, ``dtype``: of a transformers
-        model, see :func:`described`.
+        inputs share a column of A, by name. ``experts``: which stacked weights have adapters, by the name of the module
+        that holds them; ``transposed``: which of these modules hold [E, in, out]. ``statistics``: layers of
+        BatchNorm there, whose buffers change while adapters train. The rest: :func:`described`.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
-    root = _root_of(module, [*names, *trained_names(module)])
+    experts = {name: part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
+    root = _root_of(module, [*names, *experts, *trained_names(module)])
     prefix = f"{root}." if root else ""
     parts: dict[str, Any] = {name.removeprefix(prefix): part for name, part in names.items()}
     kinds = {name: "conv1d" if is_conv1d(part) else str(kind_of(part)) for name, part in parts.items()}
@@ -46,6 +48,8 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "kinds": kinds,
         "targets": target_modules(kinds, everything),
         "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
+        "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},
+        "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
         "statistics": [name for name, part in model.named_modules() if isinstance(part, BatchNorm)],
         **described(model),
     }
@@ -117,6 +121,12 @@ def to_peft(
             magnitude = own.pop(f"{name}.lora_magnitude")
             shape = (1, -1, 1, 1) if kind == "conv2d" else (-1,)
             tensors[f"{name}.lora_magnitude_vector"] = magnitude.view(shape)
+    for name, stacks in where.get("experts", {}).items():
+        for depth, key in enumerate(reversed(stacks)):  # peft wraps the first parameter first
+            a, b = own.pop(f"{name}.lora_A_{key}"), own.pop(f"{name}.lora_B_{key}")
+            inner = f"{name}{'.base_layer' * depth}"
+            tensors[f"{inner}.lora_A.weight"] = a.flatten(0, 1)
+            tensors[f"{inner}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
     saved = {key.rpartition(".")[0] for key in own if _is_saved(key, where, arguments)}
     tied = {memory_of(own[key]) for key in own if key.rpartition(".")[0] in saved}
     # Peft copies each use of a weight, and ties the copies if it is asked to.
@@ -186,10 +196,11 @@ def _split(where: Mapping[str, Any]) -> tuple[list[str] | str, list[str]]:
     """
     fused = _fused_names(where.get("config"))
     parameters = [f"{name}.weight" for name in where["kinds"] if name.rpartition(".")[2] in fused]
+    stacks = [f"{name}.{key}" for name, keys in where.get("experts", {}).items() for key in keys]
     if not parameters:
-        return where["targets"], []
+        return where["targets"], stacks
     listed = where["kinds"] if isinstance(where["targets"], str) else where["targets"]
-    return [target for target in listed if target.rpartition(".")[2] not in fused], parameters
+    return [target for target in listed if target.rpartition(".")[2] not in fused], parameters + stacks
 
 
 def _fused_names(config: str | None) -> set[str]:

@@ -4,6 +4,7 @@ The formats and their formulas are in :mod:`lit_efficient.mechanisms.adapters.bi
 :mod:`lit_efficient.mechanisms.adapters.int4`. bitsandbytes is imported only where its layers are made or met.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,14 @@ def quantize_linear(layer: Any, format: str = "nf4", *, double_quant: bool = Tru
         twin = bitsandbytes_linear(weight, layer.bias, format, double_quant=double_quant)
     twin.quant_transposed = transposed
     return twin.train(layer.training)
+
+
+def elements(parameter: Tensor) -> int:
+    """Number of weights that a parameter stands for: of 4-bit codes two lie in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    if state is not None:
+        return math.prod(state.shape)
+    return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)
 
 
 def stored_bytes(layer: Any) -> int:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.declaration import held
 from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
-from lit_efficient.mechanisms.blocks.freezing import held
 from lit_efficient.surgery import is_sharded
 
 _CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there

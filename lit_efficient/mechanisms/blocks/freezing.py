@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from lit_efficient.declaration import HELD
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.surgery import find_blocks, match_parameters, name_pattern, reshard
 
 Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
 Rule = Callable[[str], int | None]  # dotted name of a tensor -> number of its group
-
-_HELD = "_lit_efficient_held"
 
 
 class NewLayer(nn.Module):
@@ -28,7 +27,7 @@ class NewLayer(nn.Module):
 def hold(root: nn.Module, names: Iterable[str]) -> None:
     """Freeze parameters for now: no gradient, and a note on ``root`` that they will be thawed."""
     parameters = _parameters(root)
-    noted = root.__dict__.setdefault(_HELD, set())
+    noted = root.__dict__.setdefault(HELD, set())
     for name in names:
         parameters[name].requires_grad_(False)
         parameters[name].grad = None
@@ -37,17 +36,12 @@ def hold(root: nn.Module, names: Iterable[str]) -> None:
 
 def release(root: nn.Module, names: Iterable[str] | None = None) -> None:
     """Thaw those of ``names`` (all without them) that :func:`hold` froze; what others froze stays frozen."""
-    noted = root.__dict__.get(_HELD, set())
+    noted = root.__dict__.get(HELD, set())
     chosen = set(noted if names is None else noted.intersection(names))
     parameters = _parameters(root) if chosen else {}
     for name in chosen & parameters.keys():
         parameters[name].requires_grad_(True)
     noted -= chosen
-
-
-def held(root: nn.Module) -> frozenset[str]:
-    """Names of the parameters that are frozen for now: they belong to what trains."""
-    return frozenset(root.__dict__.get(_HELD, ()))
 
 
 def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
@@ -151,7 +145,7 @@ def _by_depth(module: nn.Module, who: str) -> Rule:
     modules = list(module.named_modules(remove_duplicate=False))
     order = {name: i for i, (name, _) in enumerate(modules)}
     found = find_blocks(module, who=f"{who}: groups='auto'")
-    blocks = [name for name, block in found if any(p.requires_grad for p in block.parameters())]
+    blocks = sorted((n for n, b in found if any(p.requires_grad for p in b.parameters())), key=order.__getitem__)
     if not blocks:
         raise ConfigurationError(f"{who}: no parameter of the {len(found)} repeated blocks trains: name the groups")
     starts = [order[name] for name in blocks]

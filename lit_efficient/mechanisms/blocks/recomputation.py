@@ -16,7 +16,6 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import NormWithStatistics, SpectralNorm
 from lit_efficient.internals.torch_operators import ATTENTION, MATMUL
 from lit_efficient.mechanisms.trials.memory import SavedTensors
-from lit_efficient.surgery import find_blocks
 
 OPERATORS: dict[str, list[Any]] = {
     "matmul": MATMUL,
@@ -116,31 +115,6 @@ def choose_kept(sizes: Sequence[int], budget: float) -> list[bool]:
             kept[i] = True
             left -= sizes[i]
     return kept
-
-
-def recomputable_blocks(root: nn.Module, patterns: str | list[str], who: str) -> list[tuple[str, nn.Module]]:
-    """The blocks to recompute: a UNet's residual and attention blocks, level by level, or else its repeated blocks.
-
-    Levels of a UNet differ, and only their transformer blocks are declared as repeated: most of the bytes would stay.
-    """
-    found = [part for name, net in root.named_modules() for part in _blocks_of_levels(name, net)]
-    if patterns != "auto" or not found:
-        return find_blocks(root, patterns, who=who)
-    return found
-
-
-def _blocks_of_levels(name: str, net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Of a network whose levels are named as in diffusers: what it also checkpoints there, in the order of calls."""
-    if not any(isinstance(getattr(net, side, None), nn.ModuleList) for side in ("down_blocks", "up_blocks")):
-        return
-    for side in ("down_blocks", "mid_block", "up_blocks"):
-        part = getattr(net, side, None)
-        levels = part.named_children() if isinstance(part, nn.ModuleList) else [("", part)]
-        for key, level in levels:
-            for kind in ("resnets", "attentions"):
-                blocks = getattr(level, kind, None)
-                for i, block in blocks.named_children() if isinstance(blocks, nn.ModuleList) else ():
-                    yield ".".join(filter(None, (name, side, key, kind, i))), block
 
 
 def refuse_twice(module: nn.Module, names: Sequence[str], who: str) -> None:

@@ -15,13 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_fx import adds_to_input
 
 _TENSOR = ("Tensor", "torch.Tensor", "FloatTensor", "torch.FloatTensor")
-# What residual blocks call the layers of a shortcut that is not the identity, ...
-_SHORTCUTS = (
-    "downsample", "downsampling_layer", "shortcut", "conv_shortcut", "skip_connection", "downsamplers", "upsamplers",
-)  # fmt: skip
-_HAS_SKIP = ("has_skip", "use_res_connect")  # ... and the attribute that says whether there is one
 
 
 @dataclass(frozen=True)
@@ -174,9 +170,7 @@ def _no_cache(value: Any) -> Any:
 
 
 def why_not_residual(block: nn.Module) -> str | None:
-    """Why a block of a convolutional network cannot be skipped, or ``None``: its shortcut is no identity."""
-    for name in _SHORTCUTS:
-        layer = getattr(block, name, None)
-        if isinstance(layer, nn.Module) and not isinstance(layer, nn.Identity):
-            return f"its {name} changes the shape"
-    return "it has no shortcut" if any(getattr(block, name, True) is False for name in _HAS_SKIP) else None
+    """Why a block cannot be skipped, or ``None``: what it returns is not its input plus something."""
+    if adds_to_input(block) or adds_to_input(block, whole=True) is not False:
+        return None
+    return "it changes its input before it adds to it, or adds nothing"

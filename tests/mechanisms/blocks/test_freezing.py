@@ -10,7 +10,8 @@ from torch import nn
 
 from lit_efficient import GPT, ConfigurationError, DiT, DiTConfig, GPTConfig, LoRA, depth_groups
 from lit_efficient.application import apply
-from lit_efficient.mechanisms.blocks.freezing import held, hold, label, release
+from lit_efficient.declaration import held
+from lit_efficient.mechanisms.blocks.freezing import hold, label, release
 from tests.support import Net
 from tests.timm_models import import_timm
 

@@ -1,0 +1,169 @@
+"""What a module's forward does with its input, from a symbolic run of its code that needs no batch.
+
+Nothing is computed and nothing changes: torch.fx records which calls follow from which.
+"""
+
+import inspect
+import random
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node, Tracer
+
+_ADDS = ("add", "add_", "iadd", "sub", "sub_", "isub", "addcmul", "addcmul_")
+_SIZES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
+# What a value of a forward is: the input itself, but for scale and layout; what layers have made of it; their sum.
+_INPUT, _BRANCH, _SUM = 1, 2, 3
+
+
+class _Recorder(Tracer):
+    def __init__(self, opaque: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._opaque(m)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.is_leaf_module(m, ""):
+            return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
+        return m.forward(*args, **kwargs)  # without hooks, which may do anything
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        return attr_val
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return a
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:  # an object of the model's own
+            return None
+
+    def to_bool(self, obj: Any) -> bool:
+        return False
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        return iter((obj[0], obj[1]))  # height and width, most likely
+
+
+class _Call(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        twin = object.__new__(_own_class(module))  # what the forward sets on itself, is set on this one
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__["_buffers"] = {k: b if b is None else b.clone() for k, b in twin.__dict__["_buffers"].items()}
+        self.inner = twin
+        parameters = inspect.signature(twin.forward).parameters.values()
+        self.count = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+    def forward(self, given: Any) -> Any:
+        return self.inner.forward(*(given[i] for i in range(max(1, self.count))))
+
+
+def _own_class(module: nn.Module) -> Any:
+    """The class whose code a module was written with, whatever :func:`lit_efficient.surgery.mix_in` put before it."""
+    cls: Any = type(module)
+    while "_mixed_from" in vars(cls):
+        _, cls = cls._mixed_from
+    return cls
+
+
+def _record(module: nn.Module, opaque: Callable[[nn.Module], bool]) -> Graph | None:
+    """The graph of a module's forward, ``opaque`` parts being one call each; ``None`` where it cannot be recorded."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    state = random.getstate()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
+            return _Recorder(opaque).trace(_Call(module))
+    except Exception:  # code of anybody, run on stand-ins: whatever it raises says that it cannot be recorded
+        return None
+    finally:
+        random.setstate(state)
+
+
+def adds_to_input(module: nn.Module, adding: Collection[int] = (), *, whole: bool = False) -> bool | None:
+    """Whether a forward adds what its layers make of the first argument to that argument; ``None`` if it hides it.
+
+    Args:
+        module: Any module.
+        adding: Identities of its parts that are known to do so: what they return is their input still.
+        whole: Look into its parts, too; else the addition must stand in its own code.
+    """
+
+    def opaque(part: nn.Module) -> bool:
+        return not whole or type(part).__module__.startswith("torch.nn") or not any(True for _ in part.children())
+
+    graph = _record(module, opaque)
+    if graph is None:
+        return None
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            return any(found[n] == _SUM for n in node.all_input_nodes)
+        found[node] = _kind_of(node, {found[n] for n in node.all_input_nodes} - {0}, module, adding)
+    return None
+
+
+def _kind_of(node: Node, kinds: set[int], module: nn.Module, adding: Collection[int]) -> int:
+    if node.op == "placeholder":
+        return 0
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "getitem" and node.all_input_nodes[0].op == "placeholder":
+        return _INPUT if node.args[1] == 0 else 0
+    if not kinds or name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
+        return 0
+    both = kinds >= {_INPUT, _BRANCH}
+    if node.op == "call_module":
+        part = module.get_submodule(_name_of(node))
+        if not has_matrices(part):
+            return _SUM if both else max(kinds)
+        return max(kinds) if id(part) in adding else _BRANCH
+    if name in _ADDS:
+        return _SUM if both else max(kinds)
+    given = (*node.args, *node.kwargs.values())
+    if _BRANCH in kinds or (name != "mul" and any(isinstance(a, nn.Parameter) and _is_matrix(a) for a in given)):
+        return _BRANCH
+    return max(kinds)
+
+
+def _name_of(node: Node) -> str:
+    return str(node.target).removeprefix("inner.")
+
+
+def runs_in_chain(module: nn.Module, parts: Collection[nn.Module]) -> bool | None:
+    """Whether a module gives to one of ``parts`` what follows from another; ``None`` if its forward hides it."""
+    inside = {id(part) for part in parts}
+    lists = (part for part in module.modules() if isinstance(part, nn.Sequential))
+    if any(sum(id(child) in inside for child in children) > 1 for children in lists):
+        return True
+    graph = _record(module, lambda part: id(part) in inside or not any(id(m) in inside for m in part.modules()))
+    if graph is None:
+        return None
+    after: set[Node] = set()
+    for node in graph.nodes:
+        follows = any(n in after for n in node.all_input_nodes)
+        is_part = node.op == "call_module" and id(module.get_submodule(_name_of(node))) in inside
+        if follows and is_part:
+            return True
+        if follows or is_part:
+            after.add(node)
+    return False
+
+
+def calls_of(module: nn.Module) -> list[str]:
+    """The names of a module's parts in the order in which its forward calls them; none if it hides that."""
+    graph = _record(module, lambda part: True)
+    return [_name_of(node) for node in graph.nodes if node.op == "call_module"] if graph is not None else []
+
+
+def has_matrices(module: nn.Module) -> bool:
+    """Whether a module holds more than vectors."""
+    return any(map(_is_matrix, module.parameters()))
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return sum(size > 1 for size in parameter.shape) > 1

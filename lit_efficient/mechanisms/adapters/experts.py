@@ -1,0 +1,92 @@
+"""Low-rank adapters for the stacked matrices of experts, and for modules whose own code reads the weight.
+
+    W_e + s B_e A_e for each expert e,    A [E, r, in],  B [E, out, r],    s = alpha / r, or alpha / sqrt(r)
+
+The module's own forward runs, and reads the sum where it reads the weight: routing, kernels and biases stay its own.
+``A`` and ``B`` of ``down_proj`` stand beside it as ``lora_A_down_proj`` and ``lora_B_down_proj``; modules that multiply
+from the right (``is_transposed``) have [E, in, out]. The sum is as large as the weight, and kept for the backward pass.
+Source: the ``target_parameters`` of https://huggingface.co/docs/peft/package_reference/lora
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.mechanisms.adapters.disabled import Switchable
+from lit_efficient.surgery import mix_in, mix_out
+
+
+class ReadsAdapted(Switchable):
+    """Mix-in of a module that reads other tensors in the place of some of its parameters for a while."""
+
+    _read_now: Mapping[str, Tensor]
+
+    def __getattr__(self, name: str) -> Any:
+        now = self.__dict__.get("_read_now")
+        return now[name] if now is not None and name in now else super().__getattr__(name)  # type: ignore[misc]
+
+    @contextmanager
+    def reading(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the module's code find ``weights`` under its parameters' names."""
+        self.__dict__["_read_now"] = weights
+        try:
+            yield
+        finally:
+            del self.__dict__["_read_now"]
+
+
+class LowRankExperts(ReadsAdapted):
+    """Stacked experts with an adapter each; mixed in front of the module's own class."""
+
+    lora_names: tuple[str, ...]
+    lora_scale: float
+    lora_transposed: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own output with the adapted weights."""
+        if self.adapter_off:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with self.reading({name: self.adapted(name) for name in self.lora_names}):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def adapted(self, name: str) -> Tensor:
+        """A weight with its adapters added."""
+        weight = getattr(self, name)
+        delta = self.lora_scale * (getattr(self, f"lora_B_{name}") @ getattr(self, f"lora_A_{name}"))
+        return weight + (delta.mT if self.lora_transposed else delta).to(weight.dtype)
+
+
+def seed_of(draw: str) -> int:
+    """The seed of an adapter's start, alike on all ranks."""
+    return int.from_bytes(hashlib.blake2b(draw.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def add_experts(module: Any, name: str, parameters: Sequence[str], *, rank: int, scale: float, seed: int = 0) -> None:
+    """Put an adapter beside each matrix in a module's stacked ``parameters``, in place; the output stays as it was."""
+    transposed = bool(getattr(module, "is_transposed", False))
+    generator = torch.Generator().manual_seed(seed_of(f"{seed}/{name}"))
+    for key in parameters:
+        weight = getattr(module, key)
+        experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        a = (torch.rand(experts, rank, inputs, generator=generator, device="cpu") * 2 - 1) / inputs**0.5
+        b = torch.zeros(experts, outputs, rank, dtype=dtype, device=weight.device)
+        module.register_parameter(f"lora_A_{key}", nn.Parameter(a.to(weight.device, dtype)))
+        module.register_parameter(f"lora_B_{key}", nn.Parameter(b))
+    mix_in(module, LowRankExperts, lora_names=tuple(parameters), lora_scale=scale, lora_transposed=transposed)
+
+
+@torch.no_grad()
+def fold_experts(module: Any) -> None:
+    """Add the adapters to the weights, and make the module a plain one again."""
+    for name in module.lora_names:
+        getattr(module, name).copy_(module.adapted(name))
+        for factor in ("A", "B"):
+            delattr(module, f"lora_{factor}_{name}")
+    mix_out(module, LowRankExperts)
+    for name in ("lora_names", "lora_scale", "lora_transposed"):
+        delattr(module, name)
