@@ -23,14 +23,13 @@ from lit_efficient.export.check import (
     outputs_of,
     tolerance_of,
 )
-from lit_efficient.export.trained import Trained, base_state, merged_model, trained
+from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
-from lit_efficient.mechanisms.adapters.merge import merge_adapters
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
@@ -182,9 +181,10 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         batch = batch_for(run.network) if check else None
         ours = None if batch is None else outputs_of(run.network, batch)
         held, tolerance = run.held, tolerance_of(run.network)
-        state: dict[str, Tensor] = merge_adapters(run.module).state_dict()
+        fold(run, keep_int4=True)
+        state: dict[str, Tensor] = run.module.state_dict()
         if batch is not None and ours is not None:
-            off = difference(ours, outputs_of(run.network, batch))
+            off = difference(ours, outputs_of(run.network, batch), tolerance)
             finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
             if not off <= tolerance:
                 raise CheckpointError(f"export: another model than was trained{finding}")

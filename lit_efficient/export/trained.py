@@ -18,6 +18,7 @@ from lit_efficient.application import replay
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
+from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.restore import weights_of
 from lit_efficient.surgery import unmixed
 
@@ -153,9 +154,21 @@ def _hold(model: nn.Module, root: str) -> nn.Module:
     return model
 
 
+def fold(run: Trained, *, keep_int4: bool) -> None:
+    """Fold the adapters in, in place; what was quantised has the number format of the rest."""
+    quantized = [name for name, part in run.network.named_modules() if is_quantized(part)]
+    dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())
+    merge_adapters(run.module)
+    if not keep_int4:
+        dequantize_layers(run.module)
+    for part in map(run.network.get_submodule, quantized):
+        if not is_quantized(part):
+            part.to(dtype)
+
+
 def merged_model(run: Trained) -> Any:
     """The network as transformers knows it, its adapters folded in and its weights floats; ``run`` is changed."""
-    dequantize_layers(merge_adapters(run.module))
+    fold(run, keep_int4=False)
     config = copy.deepcopy(run.network.config)
     ends = run.network.get_input_embeddings(), run.network.get_output_embeddings()
     if None not in ends and ends[0].weight is not ends[1].weight:  # an adapter belonged to one use of a tied weight
@@ -171,10 +184,13 @@ def base_state(run: Trained) -> tuple[dict[str, Tensor], Any]:
     """The network's weights as floats and without adapters, what trained zeroed, and its configuration."""
     prefix = f"{run.root}." if run.root else ""
     moved = {name for name, p in run.module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())
     own = without_adapters(run.module)
     config = copy.deepcopy(run.network.config)
     names = [name for name in _empty(run.network, config).state_dict() if f"{prefix}{name}" in own]
     state = {name: own[f"{prefix}{name}"] for name in names}
+    codes = [name for name, part in run.network.named_modules() if is_quantized(part)]
+    state |= {f"{name}.weight": state[f"{name}.weight"].to(dtype) for name in codes}
     return {name: torch.zeros_like(t) if f"{prefix}{name}" in moved else t for name, t in state.items()}, config
 
 

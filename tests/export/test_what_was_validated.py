@@ -16,6 +16,7 @@ from torch import nn
 from lit_efficient import EMA, CausalLMConfig, CheckpointAverage, LanguageModeling, LoRA, RewardModeling
 from lit_efficient.commands.export import run as export
 from lit_efficient.export import adapters
+from lit_efficient.export.check import difference
 from lit_efficient.files.checkpoints import save_atomically
 from lit_efficient.files.sums import check_sums
 from tests.support import QUIET
@@ -38,7 +39,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"dropout": 0.1},
     ),
     "gpt_oss": (
-        {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+        {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
         {"targets": "all-linear+experts", "variant": "rslora"},
     ),
 }  # fmt: skip
@@ -264,3 +265,19 @@ def test_what_trained_beside_the_model_is_not_left_out_silently(
     assert "'network' alone, and 1 parameters trained beside it, first 'score.weight'" in capsys.readouterr().err
     folder = made(tmp_path / "a.ckpt", tmp_path / "peft", "peft")
     assert "base_model.model.score.weight" in load_file(folder / "adapter_model.safetensors")
+
+
+def test_what_transformers_quantised_comes_out_in_the_format_and_layout_of_the_rest(tmp_path: Path) -> None:
+    """GPT-2's Conv1D, whose codes are stored the other way round, in a network of bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    base_of("gpt2").save_pretrained(tmp_path / "base")
+    spec = CausalLMConfig(str(tmp_path / "base"), dtype="bfloat16", quantize="nf4")
+    fit(module := LanguageModeling(spec, learning_rate=0.05), LoRA(rank=2)).save_checkpoint(tmp_path / "a.ckpt")
+    model = AutoModelForCausalLM.from_pretrained(made(tmp_path / "a.ckpt", tmp_path / "out", "merged"), dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert difference(logits(module.network).float(), logits(model).float(), 5e-2) < 5e-2
+    plain = load_file(made(tmp_path / "a.ckpt", tmp_path / "plain", "safetensors") / "model.safetensors")
+    assert {name: t.shape for name, t in plain.items()} == {
+        f"network.{name}": t.shape for name, t in model.state_dict().items()
+    }

@@ -29,8 +29,9 @@ def is_quantized(module: object) -> bool:
 
 def is_conv1d(module: object) -> bool:
     """Whether a layer is, or was made from, GPT-2's linear layer, whose weight is [in, out]."""
+    kind = getattr(module, "source_cls", type(module))  # of what transformers quantised
     return getattr(module, "quant_transposed", False) or any(
-        base.__module__ == "transformers.pytorch_utils" and base.__name__ == "Conv1D" for base in type(module).__mro__
+        base.__module__ == "transformers.pytorch_utils" and base.__name__ == "Conv1D" for base in kind.__mro__
     )
 
 
