@@ -106,6 +106,8 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
     ours = None if batch is None else outputs_of(run.network, batch)
     model = merged_model(run)
     kind = type(model).__name__
+    left = [name for name in checkpoint["state_dict"] if run.root and not name.startswith(f"{run.root}.")]
+    beside = f"; {len(left)} tensors beside {run.root!r} are left out, first {left[0]!r}" if left else ""
 
     def write(folder: Path) -> None:
         stop = _save_tokenizer(checkpoint, folder)
@@ -115,8 +117,8 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
 
     def compare(folder: Path) -> str:
         if batch is None or ours is None:
-            return f"not checked: no batch is known for {kind}"
-        return check_outputs(folder, "transformers", batch, ours, tolerance, {"class": kind})
+            return f"not checked: no batch is known for {kind}{beside}"
+        return check_outputs(folder, "transformers", batch, ours, tolerance, {"class": kind}) + beside
 
     return run.held, write, compare
 
@@ -134,8 +136,9 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
     hyper: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}) if "language_modeling" in checkpoint else {}
     spec: Mapping[str, Any] = hyper.get("model", {})
     named = None if hyper.get("start_from") else where.get("base") or spec.get("name_or_path")
-    about = {"task_type": task_of(where), "base_model_name_or_path": base or named}
-    about["revision"] = None if base else spec.get("revision")
+    given = base if base is not None and not Path(base).is_file() else None
+    about = {"task_type": task_of(where), "base_model_name_or_path": given or named}
+    about["revision"] = None if given else spec.get("revision")
     config |= {key: value for key, value in about.items() if value is not None}
 
     def write(folder: Path) -> None:
