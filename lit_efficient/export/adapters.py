@@ -34,7 +34,7 @@ from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import weights_of
-from lit_efficient.surgery import unmixed
+from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
 Weights = Literal["auto", "average", "raw"]
@@ -184,8 +184,17 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         batch = batch_for(run.network) if check else None
         ours = None if batch is None else outputs_of(run.network, batch)
         held, tolerance = run.held, tolerance_of(run.network)
+        tied: dict[object, list[str]] = {}
+        for name, tensor in run.module.state_dict().items():
+            tied.setdefault(memory_of(tensor), []).append(name)
         fold(run, keep_int4=True)
         state: dict[str, Tensor] = run.module.state_dict()
+        for first, *others in tied.values():
+            if any(first in state and memory_of(state[other]) != memory_of(state[first]) for other in others):
+                raise ConfigurationError(
+                    f"export: an adapter belongs to one use of {first!r}, which is tied to {others[0]!r}: a module "
+                    "that loads format safetensors would have one of them for both. Use format merged or peft"
+                )
         if batch is not None and ours is not None:
             off = difference(ours, outputs_of(run.network, batch), tolerance)
             finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"

@@ -149,6 +149,20 @@ def test_a_fresh_process_finds_another_model(
     assert listed == {path.name for path in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
 
 
+def test_an_adapter_of_one_use_of_a_tied_weight_is_merged_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base_of("gemma").save_pretrained(tmp_path / "base")
+    module = LanguageModeling(CausalLMConfig(str(tmp_path / "base")), learning_rate=0.05, warmup_steps=0)
+    fit(module, LoRA(rank=2, targets=["embed_tokens", "q_proj"])).save_checkpoint(tmp_path / "a.ckpt")
+    model = AutoModelForCausalLM.from_pretrained(made(tmp_path / "a.ckpt", tmp_path / "out", "merged"))
+    torch.testing.assert_close(logits(model), logits(module.network), rtol=1e-4, atol=1e-4)
+    assert export([str(tmp_path / "a.ckpt"), "--output", str(tmp_path / "no"), "--no-check"]) == 2
+    assert "'network.model.embed_tokens.weight', which is tied to 'network.lm_head.weight'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["peft", "merged", "safetensors", "diffusers"])
 def test_a_flipped_bit_ends_every_export(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weight = torch.arange(16.0)
