@@ -321,7 +321,8 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
     later = {id(module.get_parameter(name)) for name in held(module)}
     for technique in in_order(techniques_of(module.trainer)):
         who = type(technique).__name__
-        frozen = [names.get(id(p), "") for p in technique.trains(module) if not p.requires_grad and id(p) not in later]
+        trained = [p for p in technique.trains(module) if id(p) in own and id(p) not in later]  # others may be toggled
+        frozen = [names.get(id(p), "") for p in trained if not p.requires_grad]
         if frozen:
             raise ConfigurationError(
                 f"{who}: {len(frozen)} of the parameters that it trains were frozen after configure_optimizers, first "

@@ -15,6 +15,7 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,8 +54,8 @@ def mix_out(module: nn.Module, mixin: type) -> None:
     """Take a class that :func:`mix_in` put in front of ``module``'s own out again; without it nothing happens."""
     cls: Any = type(module)
     kept: list[type] = []
-    while "_mixed_from" in vars(cls):
-        front, cls = cls._mixed_from
+    while "mixed_from" in vars(cls):
+        front, cls = cls.mixed_from
         if not issubclass(front, mixin):
             kept.append(front)
     for front in reversed(kept):
@@ -65,8 +66,8 @@ def mix_out(module: nn.Module, mixin: type) -> None:
 def unmixed(module: nn.Module) -> type:
     """The class that a module had before :func:`mix_in`."""
     cls: Any = type(module)
-    while "_mixed_from" in vars(cls):
-        _, cls = cls._mixed_from
+    while "mixed_from" in vars(cls):
+        _, cls = cls.mixed_from
     return cls
 
 
@@ -85,7 +86,7 @@ def _mixed(mixin: type, base: type) -> type:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    namespace |= {"_mixed_from": (mixin, base), "__reduce_ex__": _reduce_mixed}
+    namespace |= {"mixed_from": (mixin, base), "__reduce_ex__": _reduce_mixed}
     if _takes_anything(vars(mixin).get("forward")):
         namespace["forward"] = _with_signature(mixin, base)
     return type(base.__name__, (mixin, base), namespace)
@@ -114,8 +115,8 @@ def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:
     """Pickle by naming the classes that were mixed: the mixed one cannot be found by import."""
     mixins: list[type] = []
     base: Any = type(self)
-    while "_mixed_from" in vars(base):
-        mixin, base = base._mixed_from
+    while "mixed_from" in vars(base):
+        mixin, base = base.mixed_from
         mixins.append(mixin)
     if not mixins:  # a class made on top of ours, by FSDP2 for one
         return object.__reduce_ex__(self, protocol)
@@ -275,9 +276,14 @@ class _Search:
         self.root = root
         self.modules: dict[str, nn.Module] = dict(list(root.named_modules())[1:])
         self.adding: set[int] = set()
+        known: dict[Any, bool | None] = {}
         for module in reversed(self.modules.values()):  # what is inside comes first
-            if _may_add(module) and has_matrices(module) and adds_to_input(module, self.adding):
-                self.adding.add(id(module))
+            if _may_add(module) and has_matrices(module):
+                alike = self._settings(module)
+                if alike not in known:
+                    known[alike] = adds_to_input(module, self.adding)
+                if known[alike]:
+                    self.adding.add(id(module))
         counts = Counter(unmixed(m) for m in self.modules.values() if id(m) in self.adding)
         repeated = {kind for kind, number in counts.items() if number > 1}
         layers = [m for m in self.modules.values() if _is_transformers_layer(m)]
@@ -292,6 +298,13 @@ class _Search:
         self.stages |= new
         self._add_siblings([name for name, _ in self._inside("", self.root)])
         return self.blocks()
+
+    def _settings(self, module: nn.Module) -> Any:
+        """What a module's code may ask for; it does the same in modules that agree in this."""
+        plain = (bool, int, float, str, tuple, NoneType)
+        own = [(key, repr(value)) for key, value in vars(module).items() if isinstance(value, plain)]
+        parts = [(key, type(part), id(part) in self.adding) for key, part in module.named_modules()]
+        return unmixed(module), tuple(own), tuple(parts), tuple(key for key, _ in module.named_parameters())
 
     def _inside(self, prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         found = {}
@@ -310,6 +323,8 @@ class _Search:
         inside = {id(p): p.numel() for part in parts for p in part.parameters()}
         if sum(inside.values()) * 2 <= count(module.parameters()):
             return False
+        if len(parts) == 1 and id(module) not in self.adding:  # a block with something that changes the shape behind it
+            return adds_to_input(module, whole=True) is False
         for kind in {unmixed(part) for part in parts}:
             alike = [part for part in parts if unmixed(part) is kind]
             if len(alike) > 1 and runs_in_chain(module, alike):

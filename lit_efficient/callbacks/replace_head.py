@@ -180,8 +180,8 @@ class ReplaceHead(Technique):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say what the head changed, if the module's own code fails on its first outputs."""
         head = next((part for part in pl_module.modules() if isinstance(part, NewLayer)), None)
-        told = isinstance(exception, ConfigurationError) or not isinstance(exception, Exception)
-        if head is not None and not self._trained and not told:
+        foreign = isinstance(exception, Exception) and not isinstance(exception, ConfigurationError)
+        if head is not None and not self._trained and foreign:
             exception.add_note(
                 f"ReplaceHead: {reports_of(pl_module)['ReplaceHead'].summary}. If code of {type(pl_module).__name__} "
                 "counts on the old number (a reshape, a loss, a metric), take the number from the head or an argument"
@@ -201,7 +201,7 @@ def _check(num_outputs: int, std: float) -> None:
 
 def _is_layer(part: nn.Module) -> bool:
     """Exact classes: a subclass may do more with its weight than multiply by it."""
-    bases = [cls for cls in type(part).__mro__ if "_mixed_from" not in vars(cls) and cls is not NewLayer]
+    bases = [cls for cls in type(part).__mro__ if "mixed_from" not in vars(cls) and cls is not NewLayer]
     if bases[0] is nn.Conv2d:
         conv: Any = part
         return conv.kernel_size == (1, 1) and conv.groups == 1

@@ -20,7 +20,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.residual import (
     Streams,
-    declared_streams,
+    known_streams,
     probe_streams,
     why_not_residual,
     without_cache,
@@ -165,7 +165,7 @@ class _Droppable(nn.Module):
     _drop_name: str
     _drop_rate: float
     _drop_by: str
-    _drop_streams: Streams | None  # None until a block that does not declare what it returns has shown it
+    _drop_streams: Streams | None  # None until a block whose code does not show what it returns has done so
     _drop_now: bool | None  # None outside a trainer's loop: draw from torch's global generator
     _drop_seed: int | None  # None there, too
 
@@ -173,16 +173,9 @@ class _Droppable(nn.Module):
         block = super().forward
         if not self.training or self._drop_rate == 0:
             return block(*args, **kwargs)
-        try:
-            return self._run_or_drop(block, args, kwargs)
-        except ConfigurationError as error:
-            why = str(error).removeprefix("StochasticDepth: ")
-            raise ConfigurationError(f"StochasticDepth: block {self._drop_name!r}: {why}") from error
-
-    def _run_or_drop(self, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         streams = self._drop_streams
         if streams is None:
-            streams = self._drop_streams = probe_streams(self, block, args, kwargs)
+            streams = self._drop_streams = probe_streams(self, self._drop_name, block, args, kwargs)
         if self._drop_by == "sample":
             args, kwargs = without_cache(args), without_cache(kwargs)
         x, rest, named = streams.take(args, kwargs)
@@ -258,7 +251,7 @@ class StochasticDepth(Technique):
         rates = linear_rates(self.rate, depth) if self.mode == "linear" else [self.rate] * depth
         chosen = {name: (block, rate) for (name, block), rate in zip(found, rates, strict=True) if name not in left_out}
         for name, (block, rate) in chosen.items():
-            streams = None if _strides(block) else declared_streams(block.forward)
+            streams = known_streams(block)
             state = {"_drop_rate": rate, "_drop_by": self.skip, "_drop_streams": streams, "_drop_name": name}
             mix_in(block, _Droppable, **state, _drop_now=None, _drop_seed=None)
         kinds = ", ".join(sorted({type(block).__name__ for block, _ in chosen.values()}))
@@ -311,12 +304,6 @@ class StochasticDepth(Technique):
 
 def _droppable(root: nn.Module) -> list[_Droppable]:
     return [module for module in root.modules() if isinstance(module, _Droppable)]
-
-
-def _strides(block: nn.Module) -> bool:
-    """Whether a layer of a block may halve the size, so that the first batch must show that the block does not."""
-    strides: list[Any] = [getattr(part, "stride", 1) for part in block.modules()]
-    return any(max(stride) > 1 if isinstance(stride, tuple) else stride != 1 for stride in strides)
 
 
 def _reasons(left_out: dict[str, str]) -> str:

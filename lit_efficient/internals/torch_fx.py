@@ -7,6 +7,7 @@ import inspect
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ from torch.fx import Graph, Node, Tracer
 
 _ADDS = ("add", "add_", "iadd", "sub", "sub_", "isub", "addcmul", "addcmul_")
 _SIZES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
+_QUESTIONS = 1000
 # What a value of a forward is: the input itself, but for scale and layout; what layers have made of it; their sum.
 _INPUT, _BRANCH, _SUM = 1, 2, 3
 
 
 class _Recorder(Tracer):
-    def __init__(self, opaque: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, opaque: Callable[[nn.Module], bool], answer: bool) -> None:
         super().__init__()
         self._opaque = opaque
+        self._answer = answer  # to each question about a tensor
+        self._asked = 0
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._opaque(m)
@@ -44,7 +48,10 @@ class _Recorder(Tracer):
             return None
 
     def to_bool(self, obj: Any) -> bool:
-        return False
+        self._asked += 1
+        if self._asked > _QUESTIONS:  # a loop that ends with its answer
+            raise RuntimeError
+        return self._answer
 
     def iter(self, obj: Any) -> Iterator[Any]:
         return iter((obj[0], obj[1]))  # height and width, most likely
@@ -67,8 +74,8 @@ class _Call(nn.Module):
 def _own_class(module: nn.Module) -> Any:
     """The class whose code a module was written with, whatever :func:`lit_efficient.surgery.mix_in` put before it."""
     cls: Any = type(module)
-    while "_mixed_from" in vars(cls):
-        _, cls = cls._mixed_from
+    while "mixed_from" in vars(cls):
+        _, cls = cls.mixed_from
     return cls
 
 
@@ -78,11 +85,12 @@ def _record(module: nn.Module, opaque: Callable[[nn.Module], bool]) -> Graph | N
     state = random.getstate()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
-            return _Recorder(opaque).trace(_Call(module))
-    except Exception:  # code of anybody, run on stand-ins: whatever it raises says that it cannot be recorded
-        return None
+            for answer in (False, True):  # special cases ask for one of them, assertions for the other
+                with suppress(Exception):  # code of anybody, run on stand-ins, may raise anything
+                    return _Recorder(opaque, answer).trace(_Call(module))
     finally:
         random.setstate(state)
+    return None
 
 
 def adds_to_input(module: nn.Module, adding: Collection[int] = (), *, whole: bool = False) -> bool | None:
@@ -158,6 +166,12 @@ def calls_of(module: nn.Module) -> list[str]:
     """The names of a module's parts in the order in which its forward calls them; none if it hides that."""
     graph = _record(module, lambda part: True)
     return [_name_of(node) for node in graph.nodes if node.op == "call_module"] if graph is not None else []
+
+
+def returns_one(module: nn.Module) -> bool:
+    """Whether a module is known to return one value: annotations are not always right."""
+    graph = _record(module, lambda part: True)
+    return graph is not None and any(n.op == "output" and isinstance(n.args[0], Node) for n in graph.nodes)
 
 
 def has_matrices(module: nn.Module) -> bool:

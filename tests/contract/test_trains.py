@@ -185,9 +185,11 @@ class Adversaries(Toy):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer, network in zip(self.optimizers(), (self.net, self.judge), strict=True):
+            self.toggle_optimizer(optimizer)  # which freezes what the other one steps
             optimizer.zero_grad()
             self.manual_backward(network(batch).square().mean())
             optimizer.step()
+            self.untoggle_optimizer(optimizer)
 
     on_validation_start = on_train_epoch_end = lambda self: None
     validation_step = None  # type: ignore[assignment]

@@ -163,7 +163,7 @@ class _LowRankEmbedding(LowRank):
         y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
         if self.adapter_off:
             return y
-        rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T  # type: ignore[attr-defined]
+        rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T
         # Gemma's tables multiply what they look up: the adapter changes the table, not the product.
         return y + (self.lora_scale * getattr(self, "embed_scale", 1.0) * rows).to(y.dtype)
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_fx import adds_to_input
-
-_TENSOR = ("Tensor", "torch.Tensor", "FloatTensor", "torch.FloatTensor")
+from lit_efficient.internals.torch_fx import adds_to_input, returns_one
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,17 @@ class Streams:
         return [source for source in self.sources if source is not None]
 
 
-def declared_streams(forward: Callable[..., Any]) -> Streams | None:
-    """The streams of a block whose ``forward`` is declared to return one tensor; ``None`` if it does not say."""
-    signature = inspect.signature(forward)
-    annotation = signature.return_annotation
-    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return Streams(((0, next(iter(signature.parameters))),), bare=True) if name in _TENSOR else None
+def known_streams(block: nn.Module) -> Streams | None:
+    """The streams of a block whose code adds to its first argument and returns the sum, or ``None``: a call shows them.
+
+    So must one of a block with a stride: the sum may be smaller than the argument.
+    """
+    strides: list[Any] = [getattr(part, "stride", 1) for part in block.modules()]
+    if any(max(stride) > 1 if isinstance(stride, tuple) else stride != 1 for stride in strides):
+        return None
+    if not adds_to_input(block) or not returns_one(block):
+        return None
+    return Streams(((0, next(iter(inspect.signature(block.forward).parameters))),), bare=True)
 
 
 def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Streams:
@@ -136,15 +139,20 @@ def _form(output: Any) -> str:
 
 
 @torch.compiler.disable
-def probe_streams(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict) -> Streams:
+def probe_streams(
+    block: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Streams:
     """The streams of a block, from a call that leaves no trace: no gradient, no buffer, no random number is changed."""
-    kept = {name: buffer.clone() for name, buffer in block.named_buffers()}
+    kept = {key: buffer.clone() for key, buffer in block.named_buffers()}
     devices = {value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices):
         output = forward(*without_cache(args), **without_cache(kwargs))
-        for name, buffer in block.named_buffers():
-            buffer.copy_(kept[name])
-    return find_streams(forward, args, kwargs, output)
+        for key, buffer in block.named_buffers():
+            buffer.copy_(kept[key])
+    try:
+        return find_streams(forward, args, kwargs, output)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"StochasticDepth: block {name!r}: {error}") from error
 
 
 def without_cache(arguments: Any) -> Any:

@@ -78,6 +78,10 @@ def test_experts_compute_what_pefts_do_and_merge_into_their_weights(model: tuple
             part.lora_A["default"].weight.data.copy_(a.flatten(0, 1))
             part.lora_B["default"].weight.data.copy_(b.permute(1, 2, 0).flatten(1))
     outputs = net(ids).logits
+    again = copy.deepcopy(model[0])  # loads what a checkpoint keeps
+    apply(again, [LoRA(rank=2, targets=[r"experts\.gate_up_proj", r"experts\.down_proj"])])
+    again.load_state_dict({key: tensor for key, tensor in net.state_dict().items() if "lora_" in key})
+    assert torch.equal(again(ids).logits, outputs)
     assert not torch.allclose(outputs, plain, atol=1e-4)
     torch.testing.assert_close(outputs, theirs(ids).logits, rtol=1e-5, atol=1e-6)
     outputs.square().sum().backward()

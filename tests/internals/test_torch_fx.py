@@ -1,0 +1,75 @@
+"""What a module's code does with its input, known without a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient.internals.torch_fx import adds_to_input, calls_of, runs_in_chain
+from tests.internals.leaning import leans_on
+from tests.support import Block
+
+
+@leans_on("torch", "_buffers", "torch_fx")
+def test_a_modules_buffers_lie_in_one_dictionary():
+    norm = nn.BatchNorm1d(2)
+    assert dict(norm.named_buffers()) == norm.__dict__["_buffers"]
+
+
+class Moody(nn.Module):
+    """Counts its calls, draws and asks before it adds to its input."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.linear, self.times, self.calls = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), times, 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[-1] == 4
+        self.calls += 1
+        self.count += 1
+        noise = torch.rand(())
+        y = self.linear(x) * noise
+        while x.sum() > self.times:
+            y = y / 2
+        return x + y if self.times else y
+
+
+def test_looking_changes_nothing():
+    moody, state = Moody(), torch.get_rng_state()
+    adds_to_input(moody)
+    assert (moody.calls, moody.count.item()) == (0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("module", "own", "whole"),
+    [
+        (Block(4), True, True),
+        (nn.Sequential(Block(4), Block(4)), False, True),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), False, False),
+        (nn.Sequential(Block(4), nn.Linear(4, 4)), False, False),
+        (nn.TransformerEncoderLayer(4, 2, batch_first=True), True, True),
+        (nn.LSTM(4, 4), None, None),
+    ],
+)
+def test_blocks_add_to_their_input_and_stages_do_only_as_wholes(module, own, whole):
+    assert adds_to_input(module) is own
+    assert adds_to_input(module, whole=True) is whole
+
+
+def test_experts_run_beside_each_other_and_blocks_one_after_the_other():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Block(4), Block(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[1](x) + self.parts[0](x)
+
+    experts = Experts()
+    assert runs_in_chain(experts, list(experts.parts)) is False
+    assert calls_of(experts) == ["parts.1", "parts.0"]
+    stage = nn.Sequential(Block(4), Block(4))
+    assert runs_in_chain(stage, list(stage)) is True
