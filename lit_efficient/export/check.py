@@ -72,7 +72,7 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of each tensor: its bytes, format and shape."""
     return {
         name: hashlib.blake2b(
-            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), person=repr(t.dtype).encode()[-16:]
+            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, person=repr(t.dtype).encode()[-16:]
         ).hexdigest()[:32]
         for name, t in tensors.items()
         if t.numel()
