@@ -74,6 +74,7 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         name: hashlib.blake2b(
             t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, person=repr(t.dtype).encode()[-16:]
         ).hexdigest()[:32]
+        + str(tuple(t.shape))
         for name, t in tensors.items()
         if t.numel()
     }
