@@ -72,8 +72,9 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of each tensor: its bytes, format and shape."""
     return {
         name: hashlib.blake2b(
-            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), person=repr(t.dtype).encode()[-16:]
+            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, person=repr(t.dtype).encode()[-16:]
         ).hexdigest()[:32]
+        + str(tuple(t.shape))
         for name, t in tensors.items()
         if t.numel()
     }

@@ -91,7 +91,7 @@ def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple
     if base is None and config is None:
         raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
     if base is None:
-        entries = json.loads(config)
+        entries = json.loads(str(config))
         with torch.device("meta"):
             names = [name for name, _ in _built(entries, where).named_parameters()]
         prefix = f"{where['root']}." if where["root"] else ""
