@@ -133,7 +133,7 @@ class LitEfficientCLI(OpenCLI):
             check_conflicts([*callbacks, self.datamodule, self.tried_optimizer])
         if self.changed:
             kept = {key: why for callback in callbacks for key, why in getattr(callback, "resumes_with", {}).items()}
-            rank_zero_info(checkpoint.told(str(self.part(self.config, "ckpt_path")), self.changed, kept))
+            rank_zero_info(checkpoint.changes_said(str(self.part(self.config, "ckpt_path")), self.changed, kept))
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
             checkpoint.check_shapes(self.model, self.checkpoint)
         self.checkpoint = {}

@@ -125,7 +125,7 @@ def is_another_run(changed: Collection[str]) -> bool:
     return any(key not in _LENGTH for key in changed)
 
 
-def told(path: str, changed: Mapping[str, tuple[Any, Any]], kept: Mapping[str, str]) -> str:
+def changes_said(path: str, changed: Mapping[str, tuple[Any, Any]], kept: Mapping[str, str]) -> str:
     """What has changed since the checkpoint, one line a key; ``kept``: keys without effect, and the reason."""
     lines = [
         f"{key}: {then!r} in the checkpoint -> {now!r} in the config{f', but {kept[key]}' if key in kept else ''}"

@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.base import trained_names
-<<<<<<< HEAD
 from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class
-=======
->>>>>>> x12
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
@@ -56,10 +53,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
         "statistics": [name for name, part in model.named_modules() if isinstance(part, BatchNorm)],
         **described(model),
-<<<<<<< HEAD
         "auto_mapping": diffusers_class(model),
-=======
->>>>>>> x12
     }
 
 
