@@ -16,6 +16,11 @@ def forward_hooks(module: nn.Module) -> int:
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
+def held_beside(module: nn.Module) -> list[Any]:
+    """The attributes of ``module`` but the tables of its parameters and parts: ``_parameters``, ``_modules``."""
+    return [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]
+
+
 class Loads:
     """Put in front of an ``nn.Module``: ``before_load`` may change what the module is about to read."""
 

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_modules import held_beside
 from lit_efficient.mechanisms.rewind import Rewind
 from lit_efficient.models.generation import longest_row
 from lit_efficient.models.gpt import GPT
@@ -226,7 +227,7 @@ def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
 def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Call ``network`` in eval mode, eagerly and without gradients, as if it had not been called."""
     parts = list(network.modules())
-    held = [value for part in parts for name, value in vars(part).items() if name not in ("_parameters", "_modules")]
+    held = [value for part in parts for value in held_beside(part)]
     record = Rewind(held, parts, outside=_left_alone)
     kind = device.type
     # A weight that is cast here, without gradients, must not be what the step finds in autocast's cache.

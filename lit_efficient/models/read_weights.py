@@ -30,9 +30,7 @@ class _Watched(nn.Module):
     @property
     def weight(self) -> Tensor:
         self.__dict__["_read"] |= not self._called
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return weight
+        return dict(self.named_parameters(recurse=False))["weight"]
 
     def forward(self, *inputs: Any) -> Any:
         self.__dict__["_called"] = True

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lit_efficient.internals.torch_modules import Loads, StaysFloat32, forward_hooks
+from lit_efficient.internals.torch_modules import Loads, StaysFloat32, forward_hooks, held_beside
 from tests.internals.leaning import leans_on
 
 
@@ -43,3 +43,13 @@ def test_hooks_of_forwards_are_counted():
     assert forward_hooks(network) == 2
     kept.remove()
     assert forward_hooks(network) == 1
+
+
+@leans_on("torch", "nn.Module._parameters and _modules", "torch_modules")
+def test_what_lies_beside_parameters_and_parts_is_found():
+    network = nn.Sequential(nn.BatchNorm1d(2))
+    network[0].seen = seen = [1]
+    held = held_beside(network[0])
+    assert any(value is seen for value in held)
+    tables = [value for module in (network, network[0]) for value in held_beside(module) if isinstance(value, dict)]
+    assert not any(isinstance(value, nn.Module | nn.Parameter) for table in tables for value in table.values())
