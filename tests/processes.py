@@ -146,7 +146,7 @@ def _work(request, passed_on):
     return code & 0xFF
 
 
-_servers = {}
+_servers: dict[str, Server] = {}
 
 
 def prepare(heavy):

@@ -101,10 +101,11 @@ class Toy(testing.Toy):
             output = super().training_step(batch, batch_idx)
             return output if self.protocol else output["loss"]
         loss = self._sample_loss(batch).mean()
-        for optimizer in self.optimizers():
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
             optimizer.zero_grad()
         self.manual_backward(loss)
-        for optimizer in self.optimizers():
+        for optimizer in optimizers:
             optimizer.step()
         return None
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lit_efficient.errors import LitEfficientError
 
@@ -39,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     diffusers = arguments.format == "diffusers"
     if arguments.lora is not None and not diffusers:
         parser.error(f"--lora does not belong to --format {arguments.format}")
-    weights = "average" if arguments.weights == "ema" else arguments.weights
+    weights: Any = "average" if arguments.weights == "ema" else arguments.weights
     try:
         if diffusers:
             from lit_efficient.export.pipelines import export_pipeline
