@@ -1,9 +1,9 @@
 """What a module carries from batch to batch in attributes that no checkpoint holds: hidden states, counters."""
 
-import weakref
 from inspect import get_annotations
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -40,15 +40,14 @@ def differs(before: object, now: object) -> bool:
     return before != now and not grown
 
 
-class _Identity:
-    """Equal to that of the same tensor, for as long as it lives."""
+class _Content:
+    """Equal to that of a tensor with the same values."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = weakref.ref(tensor)
+        self.tensor = tensor.detach().clone()
 
     def __eq__(self, other: object) -> bool:
-        mine = self.tensor()
-        return isinstance(other, _Identity) and mine is not None and mine is other.tensor()
+        return isinstance(other, _Content) and torch.equal(self.tensor, other.tensor)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -59,9 +58,9 @@ def _root(item: Any) -> str:
 
 
 def _mark(value: object) -> object:
-    """What tells a value from a later one without keeping it alive."""
+    """What tells a value from a later one."""
     if isinstance(value, Tensor):
-        return [_Identity(value), 0 if value.is_inference() else value._version]
+        return None if value.is_meta or value.layout is not torch.strided else _Content(value)
     if isinstance(value, tuple) or (isinstance(value, list) and len(value) <= _SHORT):
         return [_mark(item) for item in value]
     return value if isinstance(value, int | float | str) or value is None else None
