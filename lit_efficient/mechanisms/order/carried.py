@@ -47,7 +47,10 @@ class _Content:
         self.tensor = tensor.detach().clone()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Content) and torch.equal(self.tensor, other.tensor)
+        if not isinstance(other, _Content):
+            return False
+        mine, its = self.tensor, other.tensor
+        return (mine.dtype, mine.device) == (its.dtype, its.device) and torch.equal(mine, its)
 
     __hash__ = None  # type: ignore[assignment]
 
