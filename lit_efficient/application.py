@@ -359,7 +359,7 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
             raise ConfigurationError(
                 f"{who}: {len(dead)} of {len(learns)} adapters had no gradient in the first step, first {dead[0]!r}: "
                 "the network reads that layer's weight and never calls it, as fused kernels do, or does not use it. "
-                "Leave it out of targets"
+                "Leave it out of targets; where tasks alternate, let the first step see all (accumulate_grad_batches)"
             )
     session.checked.add(id(optimizer))
 

@@ -28,6 +28,7 @@ from lit_efficient.internals.lightning_data import restore_loader_states
 from lit_efficient.internals.lightning_loops import accumulates, end_batch, end_epoch, settle
 from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
 from lit_efficient.technique import Technique
@@ -61,6 +62,7 @@ class ExactResume(Technique):
         self._reached = ""  # what of a batch is over: "batch", "validation" or "epoch"; empty inside a step
         self._resumed: dict[str, Any] = {}  # the same of the checkpoint, with its metrics
         self._said: set[str] = set()
+        self._carried: dict[str, object] | None = {}  # attributes after the fit's first batch; None: compared already
         self._loaders: list[ResumableLoader] | None = None  # in a fit
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -76,7 +78,7 @@ class ExactResume(Technique):
         # First in the list: what other callbacks draw at the start of a batch is then reproducible too. A new list,
         # because the trainer is iterating over the old one.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
-        self._loaders = []
+        self._loaders, self._carried = [], {}
         wrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
         self._say_limits(trainer, pl_module)
 
@@ -108,6 +110,8 @@ class ExactResume(Technique):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._reached = "batch"
+        if self._carried is not None:
+            self._say_carried(pl_module)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._reached:  # a resumed run may validate again
@@ -192,6 +196,18 @@ class ExactResume(Technique):
             self._say("training_step takes dataloader_iter: batches that it fetched ahead are skipped on resume")
         if trainer.strategy.root_device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
             self._say("kernels on this device may not be deterministic; Trainer(deterministic=True) makes them so")
+
+    def _say_carried(self, pl_module: Any) -> None:
+        """Name the attributes that the second batch has changed: a resumed run would begin without their values."""
+        before, now = self._carried, attributes_of(pl_module)
+        self._carried = None if before else now or None
+        changed = [name for name in now if before and name in before and differs(before[name], now[name])]
+        if changed:
+            self._say(
+                f"{type(pl_module).__name__} changes {', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''} "
+                "from batch to batch, which no checkpoint holds; if later batches read it, make it a buffer or save it "
+                "in on_save_checkpoint"
+            )
 
     def _say(self, what: str) -> None:
         if what not in self._said:

@@ -130,7 +130,7 @@ def _scale_residual(x: Tensor, y: Tensor, rate: float) -> Tensor:
     return torch.lerp(x, y, 1 / (1 - rate)) if x.dtype == y.dtype else x + (y - x) / (1 - rate)
 
 
-def _check_shapes(x: Any, y: Any) -> None:
+def _check_shapes(x: Any, y: Any, who: str = "a block") -> None:
     before, after = tree_leaves(x), tree_leaves(y)
     shapes, found = (
         [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in ts] for ts in (before, after)
@@ -138,7 +138,7 @@ def _check_shapes(x: Any, y: Any) -> None:
     if shapes != found:
         shown = [", ".join(map(str, items)) for items in (shapes, found)]
         raise ConfigurationError(
-            f"StochasticDepth: a block maps {shown[0]} to {shown[1]}; only residual blocks can be dropped, which "
+            f"StochasticDepth: {who} maps {shown[0]} to {shown[1]}; only residual blocks can be dropped, which "
             "return tensors of their inputs' shapes: name them with blocks="
         )
 
@@ -182,7 +182,9 @@ class _Droppable(nn.Module):
 
         def run(x: tuple[Tensor, ...], *rest: Any, **named: Any) -> tuple[Tensor, ...]:
             positional, keywords = streams.put(x, rest, named)
-            return streams.unpack(block(*positional, **keywords))
+            y = streams.unpack(block(*positional, **keywords))
+            _check_shapes(x, y, f"block {self._drop_name!r}")
+            return y
 
         if self._drop_by == "sample":
             rows = _rows_of(self, x[0])

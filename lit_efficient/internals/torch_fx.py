@@ -6,8 +6,11 @@ Nothing is computed and nothing changes: torch.fx records which calls follow fro
 import inspect
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,7 +65,6 @@ class _Call(nn.Module):
         super().__init__()
         twin = object.__new__(_own_class(module))  # what the forward sets on itself, is set on this one
         twin.__dict__.update(module.__dict__)
-        twin.__dict__["_buffers"] = {k: b if b is None else b.clone() for k, b in twin.__dict__["_buffers"].items()}
         self.inner = twin
         parameters = inspect.signature(twin.forward).parameters.values()
         self.count = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
@@ -82,7 +84,7 @@ def _own_class(module: nn.Module) -> Any:
 def _record(module: nn.Module, opaque: Callable[[nn.Module], bool]) -> Graph | None:
     """The graph of a module's forward, ``opaque`` parts being one call each; ``None`` where it cannot be recorded."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    state = random.getstate()
+    state, put_back = random.getstate(), _held_by(module)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
             for answer in (False, True):  # special cases ask for one of them, assertions for the other
@@ -90,7 +92,39 @@ def _record(module: nn.Module, opaque: Callable[[nn.Module], bool]) -> Graph | N
                     return _Recorder(opaque, answer).trace(_Call(module))
     finally:
         random.setstate(state)
+        put_back()
     return None
+
+
+def _held_by(module: nn.Module) -> Callable[[], None]:
+    """What puts back all that a module and its parts hold: they count calls, keep outputs, gather statistics."""
+    attributes = [(part, dict(vars(part))) for part in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    containers: dict[int, tuple[Any, Any]] = {}
+    stack: list[Any] = [value for _, values in attributes for value in values.values()]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict | list | set | deque) and id(value) not in containers:
+            containers[id(value)] = value, copy(value)
+            stack += value.values() if isinstance(value, dict) else value
+
+    def put_back() -> None:
+        for part, values in attributes:
+            vars(part).clear()
+            vars(part).update(values)
+        for value, before in containers.values():
+            if len(value) != len(before) or any(a is not b for a, b in zip(_flat(value), _flat(before))):
+                value.clear()
+                value.extend(before) if isinstance(value, list | deque) else value.update(before)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    return put_back
+
+
+def _flat(container: Any) -> Iterator[Any]:
+    return chain(container, container.values() if isinstance(container, dict) else ())
 
 
 def adds_to_input(module: nn.Module, adding: Collection[int] = (), *, whole: bool = False) -> bool | None:

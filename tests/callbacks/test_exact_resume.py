@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lit_efficient.callbacks.ema import EMA
 from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader
@@ -192,6 +193,32 @@ class Batches:
 def test_it_says_what_it_cannot_cover(loader, message):
     with pytest.warns(UserWarning, match=f"resuming will not be bit-exact: {message}"):
         fit(Tiny(), [ExactResume()], max_epochs=1, loaders=loader, reload_dataloaders_every_n_epochs=1)
+
+
+class Carrying(Tiny):
+    """Goes on with a state that the batch before has left, as recurrent networks trained on a stream do."""
+
+    def __init__(self):
+        super().__init__()
+        self.state, self.kept = (torch.zeros(2), 0), None
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.kept = self.state[0]  # alive while the two are compared
+        self.state = (0.5 * self.state[0] + loss.detach().expand(2), self.state[1] + 1)
+        return loss + self.state[0].mean()
+
+
+class Saving(Carrying):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state"] = self.state
+
+
+def test_it_says_what_a_module_carries_in_no_checkpoint():
+    with pytest.warns(UserWarning, match="resuming will not be bit-exact: Carrying changes state, kept from batch"):
+        fit(Carrying(), [ExactResume(), EMA()], max_epochs=1)
+    fit(Saving(), [ExactResume(), EMA()], max_epochs=1)  # a warning would be an error
+    fit(Saving(), [ExactResume()], max_epochs=1)
 
 
 def test_it_says_where_a_resumed_run_differs(tmp_path):

@@ -312,3 +312,18 @@ def test_blocks_and_their_depths_are_those_of_timms_drop_path(name: str) -> None
     }
     assert set(branches) <= set(theirs)
     assert report.details["rates"] == " ".join(f"{0.3 * (depth + 1) / blocks:.3g}" for depth in ours.values())
+
+
+def test_a_block_that_returns_one_token_of_many_is_named():
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :1] + self.layer(x[:, :1])
+
+    net = nn.Sequential(First(), First()).train()
+    apply(net, [StochasticDepth(rate=1e-9)])
+    with pytest.raises(ConfigurationError, match=r"StochasticDepth: block '0' maps \[2, 3, 4\] to \[2, 1, 4\]"):
+        net(torch.ones(2, 3, 4))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lit_efficient.__main__ import main
 from lit_efficient.mechanisms.restore import (
-    restore,
+    take_weights,
 )  # the only name here that is not public: if it moves, this line follows
 from tests.compatibility.cases import CASES, END, SAVED_AT, Notes, run
 from tests.compatibility.toys import WORDS, latents
@@ -90,7 +90,7 @@ def restored(name: str) -> dict[str, Any]:
             module = type(module)(**checkpoint["hyper_parameters"])
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
-        held = restore(module, checkpoint, weights)
+        held = take_weights(module, checkpoint, weights)
         with torch.no_grad():
             seen[weights] = {"weights": held, "outputs": numbers(CASES[name].probe(module))}
     return seen

@@ -146,6 +146,25 @@ def test_adapters_that_get_no_gradient_are_refused_but_not_experts_that_nothing_
     trainer([LoRA(targets=[r"experts\.\d", "up"])], max_steps=1).fit(ByGradient(Bypassing), data(), data())
 
 
+class Tasks(Net):
+    """The toy with a layer for every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(self.other(x) if self.calls % 2 else self.first(x))
+
+
+def test_tasks_that_alternate_need_a_first_step_that_sees_them_all() -> None:
+    with pytest.raises(ConfigurationError, match=r"first 'net\.first'.*\(accumulate_grad_batches\)"):
+        trainer([LoRA()]).fit(ByGradient(Tasks), data(), data())
+    trainer([LoRA()], accumulate_grad_batches=2).fit(ByGradient(Tasks), data(), data())
+
+
 def test_fused_kernels_of_state_space_models_are_such_a_case() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     with pytest.raises(ConfigurationError, match=r"first 'network\.backbone\.layers\.0\.mixer\.dt_proj'"):

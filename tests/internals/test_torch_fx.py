@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_efficient.internals.torch_fx import adds_to_input, calls_of, runs_in_chain
-from tests.internals.leaning import leans_on
 from tests.support import Block
-
-
-@leans_on("torch", "_buffers", "torch_fx")
-def test_a_modules_buffers_lie_in_one_dictionary():
-    norm = nn.BatchNorm1d(2)
-    assert dict(norm.named_buffers()) == norm.__dict__["_buffers"]
 
 
 class Moody(nn.Module):
@@ -73,3 +68,32 @@ def test_experts_run_beside_each_other_and_blocks_one_after_the_other():
     assert calls_of(experts) == ["parts.1", "parts.0"]
     stage = nn.Sequential(Block(4), Block(4))
     assert runs_in_chain(stage, list(stage)) is True
+
+
+class _Watching(nn.Module):
+    """A norm that counts by hand, as timm's do, in a part of a block that keeps what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+        self.calls = 0
+        self.outputs: list[Tensor] = []
+        self.last: dict[str, list[Tensor]] = {"outputs": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.batches.add_(1)
+        y = self.layer(x)
+        self.outputs.append(y)
+        self.last["outputs"].append(y)
+        return x + y
+
+
+@pytest.mark.parametrize("look", [lambda net: adds_to_input(net, whole=True), lambda net: runs_in_chain(net, [])])
+def test_looking_leaves_parts_as_they_are(look: Callable[[nn.Module], object]) -> None:
+    net = nn.Sequential(nn.Sequential(_Watching()), _Watching())
+    look(net)
+    look(net[1])
+    for part in (net[0][0], net[1]):
+        assert (int(part.batches), part.calls, part.outputs, part.last) == (0, 0, [], {"outputs": []})
