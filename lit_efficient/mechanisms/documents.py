@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.trials.rewind import Rewind
+from lit_efficient.mechanisms.rewind import Rewind
 from lit_efficient.models.generation import longest_row
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.modes import evaluating, whole_precision

@@ -44,6 +44,7 @@ class Rewind:
     Args:
         roots: Objects to record with all that can be reached from them, but for datasets, loaders and samplers.
         shallow: Objects of which only the attributes are recorded, not what these hold.
+        outside: Says of a type whether to stop at its instances. Machinery, datasets, loaders and samplers never count.
 
     Example:
         >>> numbers = {"step": 1, "seen": [1]}
@@ -54,7 +55,13 @@ class Rewind:
         {'step': 1, 'seen': [1]}
     """
 
-    def __init__(self, roots: Iterable[object], shallow: Iterable[object] = ()) -> None:
+    def __init__(
+        self,
+        roots: Iterable[object],
+        shallow: Iterable[object] = (),
+        outside: Callable[[type], bool] = lambda kind: False,
+    ) -> None:
+        self._outside = outside
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, object] = {}  # the objects too, so that no id is used twice
@@ -74,7 +81,9 @@ class Rewind:
         while stack:
             item = stack.pop()
             kind = type(item)
-            if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in self._seen or _is_machinery(kind):
+            if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in self._seen:
+                continue
+            if _is_machinery(kind) or self._outside(kind):
                 continue
             self._seen[id(item)] = item
             undo = _undo_for(item)
