@@ -267,26 +267,30 @@ class ChatTokens:
                 return None
             start, stop = found.spans[index]
             turn = text[start:stop]
-            given = self._given(asked, before, turn)
+            given = self._given(asked, before, turn, messages[index]["content"].strip())
             if given is None:
                 return None
             parts.append([(start + given, start + len(turn.rstrip()))])
         return parts
 
-    def _given(self, asked: Placed, before: Sequence[dict[str, Any]], turn: str) -> int | None:
+    def _given(self, asked: Placed, before: Sequence[dict[str, Any]], turn: str, content: str) -> int | None:
         """How many characters of a turn the generation prompt writes; None if that is not certain.
 
-        A template that asks for thoughts and writes a turn without any shares the prompt's beginning alone: it is cut
-        at the edge of a line or control token, to no less than what tells the assistant's turns from the user's.
+        Who begins with white space may write it in another place: it counts for nothing. A template that asks for
+        thoughts and writes a turn without any shares the prompt's beginning alone: it is cut at the edge of a line or
+        control token, to no less than what tells the assistant's turns from the user's.
         """
-        prompt = asked.text[asked.tail :]
+        prompt = asked.text[asked.tail :].lstrip()
+        if turn.lstrip().startswith(prompt):
+            return len(turn) - len(turn.lstrip()) + len(prompt) if prompt else 0
         users = [asked.text[slice(*asked.spans[i])] for i in asked.spans if before[i]["role"] == "user"]
         edges = {token.end() for token in self._control.finditer(prompt)} if self._control else set[int]()
         edges |= {place + 1 for place, sign in enumerate(prompt) if sign == "\n"} | {len(prompt)}
         for edge in sorted(edges, reverse=True):
             header = prompt[:edge]
-            if header in turn and not (header and any(header in user for user in users)):
-                return turn.index(header) + edge
+            if header in turn and not any(header in user for user in users):
+                given = turn.index(header) + edge
+                return given if content not in turn or given <= turn.rindex(content) else None
         return None
 
     def _turns_by_prefixes(self, document: Document, text: str, turns: list[int]) -> list[Turn]:
