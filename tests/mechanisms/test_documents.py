@@ -101,6 +101,38 @@ def test_documents_are_kept_apart_behind_layers_that_begin_with_zeros() -> None:
         rows.arguments(blind, {"input_ids": IDS})
 
 
+def test_one_kind_of_layers_does_not_hide_what_another_begins_with_zeros_will_carry() -> None:
+    network = network_of("bamba")
+    for layer in network.model.layers:
+        if hasattr(layer, "mamba"):
+            nn.init.zeros_(layer.mamba.out_proj.weight)
+    with pytest.raises(ConfigurationError, match="see each other in BambaForCausalLM"):
+        DocumentRows("Task").arguments(network, PACKED)
+
+
+def test_what_lies_far_apart_is_asked_in_a_row_as_long_as_the_batchs() -> None:
+    """As of DeepSeek-V4, which reads what is 128 tokens away as one: no short row shows it."""
+    network = network_of("llama")
+
+    def look_back(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        far = output.cumsum(1)[:, :-64] / 8
+        return output + nn.functional.pad(far, (0, 0, min(64, output.shape[1]), 0))[:, : output.shape[1]]
+
+    network.model.layers[0].register_forward_hook(look_back)
+    assert DocumentRows("Task").arguments(network, PACKED)
+    length = 200
+    positions = torch.cat((torch.arange(100), torch.arange(length - 100)))[None]
+    with pytest.raises(ConfigurationError, match="see each other in LlamaForCausalLM"):
+        DocumentRows("Task").arguments(network, {"input_ids": positions % 97, "position_ids": positions})
+
+
+def test_positions_that_a_network_counts_in_its_own_way_are_not_replaced() -> None:
+    """RoBERTa's begin behind the id of its filling: documents that begin at 0 would not be what they are alone."""
+    task = _task(network_of("roberta", is_decoder=True))
+    with pytest.raises(ConfigurationError, match="with position_ids one changes"):
+        task.predict_step(PACKED, 0)
+
+
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_5_text"])
 def test_carried_states_are_refused_in_packed_rows_alone(kind: str) -> None:
     task = _task(network_of(kind))

@@ -126,6 +126,20 @@ def test_a_twin_writes_what_its_template_writes_and_says_where_messages_stand() 
             assert all(messages[index]["content"] in written[slice(*span)] for index, span in found.spans.items())
 
 
+@pytest.mark.parametrize("header", ["### Response:\n", "ASSISTANT: "])
+@pytest.mark.parametrize("space", ["{}{{{{ '\n\n' }}}}", "{{% if not loop.first %}}{{{{ '\n\n' }}}}{{% endif %}}{}"])
+def test_white_space_around_turns_is_no_beginning_of_one(header: str, space: str) -> None:
+    """Alpaca's template: blank lines between turns are no reason to leave out an answer's first paragraph."""
+    body = f"{{{{ (m['content'] + '\n' if m.role == 'user' else {header!r} + m['content'] + eos_token) }}}}"
+    loop = f"{{% for m in messages %}}{space.format(body)}{{% endfor %}}"
+    template = f"{loop}{{% if add_generation_prompt %}}{{{{ '\n\n' + {header!r} }}}}{{% endif %}}"
+    answer = f"It is\n\n{header.strip()} four."
+    turns = ({"role": "user", "content": f"Say {header}"}, {"role": "assistant", "content": answer})
+    for messages in (turns, turns * 2):
+        found, encoder = encode(Document(messages=messages), template)
+        assert learned(found, encoder) == [answer + "<|endoftext|>"] * (len(messages) // 2)
+
+
 def test_turns_of_weight_zero_are_not_learned() -> None:
     turns = [TURNS[1], {**TURNS[2], "weight": 0}, TURNS[3], {**TURNS[4], "weight": 1}]
     for template in (CHATML, PLAIN, NUMBERED, TWO_MARKS):
