@@ -1,6 +1,6 @@
 """Documents -> token ids, and which of them are learned: the assistant's turns, each with the token that ends it.
 
-    trained[t] = the token begins inside a span of text that the assistant writes
+    trained[t] = the token begins inside a span of text that the assistant writes, or in white space before it
 
 The spans come from the template's own ``{% generation %}`` marks. Of a template without them a twin with marks is made
 (:mod:`~lit_efficient.data.text.turn_marks`): the assistant's turn is what its message writes, less the beginning that
@@ -316,6 +316,8 @@ class ChatTokens:
         for turn in turns:
             for start, stop in turn:
                 first, beyond = (int(i) for i in np.searchsorted(starts, (start, stop)))
+                if start < stop:
+                    first = _first_token(text, start, starts, stops)
                 trained[first:beyond] = True
             after = int(np.searchsorted(starts, start + len(text[start:stop].rstrip())))
             if first < after and int(ids[after - 1]) in self.special_ids:
@@ -343,7 +345,7 @@ class ChatTokens:
             ids, num_bytes = np.append(ids, self.tokenizer.eos_token_id), np.append(num_bytes, 0)
         trained = np.ones(len(ids), dtype=bool)
         if document.given and self.train_on != "all":
-            trained[: np.searchsorted(starts, document.given)] = False
+            trained[: _first_token(document.text, document.given, starts, stops)] = False
         return Encoded(ids, trained, num_bytes, cuttable=bool(trained.all()))
 
     def _tokens(self, texts: list[str], plain: bool = False) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -372,6 +374,13 @@ class ChatTokens:
         until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(stops)]
         special = np.isin(ids, list(self.special_ids))
         return np.where(special, 0, np.diff(until, prepend=0))
+
+
+def _first_token(text: str, place: int, starts: np.ndarray, stops: np.ndarray) -> int:
+    """The first token of what begins at ``place``: " yes" of "Answer: " and "yes", as most words have their space."""
+    first = int(np.searchsorted(starts, place))
+    shared = first > 0 and stops[first - 1] > place and not text[starts[first - 1] : place].strip()
+    return first - int(shared)
 
 
 def _encodable(text: str) -> str:
