@@ -258,7 +258,18 @@ def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
 @contextmanager
 def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Call ``network`` in eval mode, eagerly and without gradients, as if it had not been called."""
-    parts = list(network.modules())
+    parts: list[Any] = list(network.modules())
+    hooks = [
+        hook
+        for part in parts
+        for each in ("_forward_pre_hooks", "_forward_hooks")
+        for hook in vars(part)[each].values()
+    ]
+    owners = [hook.__self__ for hook in hooks if hasattr(getattr(hook, "__self__", None), "__dict__")]
+    parts += owners  # a callback that counts, say, or measures by metrics
+    parts += [
+        part for owner in owners for own in vars(owner).values() if isinstance(own, nn.Module) for part in own.modules()
+    ]
     held = [value for part in parts for name, value in vars(part).items() if name not in ("_parameters", "_modules")]
     record = Rewind(held, parts, outside=_left_alone)
     kind = device.type

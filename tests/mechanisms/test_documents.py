@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling
@@ -191,6 +192,17 @@ def test_the_question_leaves_no_trace() -> None:
         module.count += 1
         module.log.append(random.random() + np.random.rand() + float(torch.rand(1)))
 
+    class Counter:
+        def __init__(self) -> None:
+            self.calls, self.seen, self.metric = 0, list[Any](), MeanMetric()
+
+        def count(self, *inputs: Any) -> None:
+            self.calls += 1
+            self.seen.append(inputs)
+            self.metric.update(1.0)
+
+    counter = Counter()
+    network.model.register_forward_hook(counter.count)
     network.register_forward_pre_hook(counting)
     modes = [part.training for part in network.modules()]
     weights = deepcopy({name: value for name, value in network.state_dict().items() if name != "calls"})
@@ -199,6 +211,7 @@ def test_the_question_leaves_no_trace() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     inputs = DocumentRows("Task").arguments(network, PACKED)
     assert (network.count, network.log, network.calls.item()) == (0, [], 0)
+    assert (counter.calls, counter.seen, counter.metric.update_count) == (0, [], 0)
     assert [part.training for part in network.modules()] == modes
     assert all(torch.equal(value, network.state_dict()[name]) for name, value in weights.items())
     network(**inputs)
