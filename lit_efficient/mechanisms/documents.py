@@ -70,6 +70,7 @@ class DocumentRows:
         self.owner = owner
         self._asked: nn.Module | None = None
         self._way: Callable[[Any, Tensor, Tensor], _Inputs] | None = None
+        self._refusal: ConfigurationError | None = None
 
     def arguments(
         self, network: nn.Module, batch: Mapping[str, Tensor], agree: Callable[[bool], bool] = bool
@@ -86,17 +87,24 @@ class DocumentRows:
         """
         plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False}
         packed = _packed(network, batch)
-        if self._asked is not network or (packed and self._way is None):
+        # Not as late as a packed batch: another process may have its first one in another step, and waits there.
+        may_be = "position_ids" in batch and self._way is None and self._refusal is None
+        if self._asked is not network or may_be:
             with _undisturbed(network, batch["input_ids"].device):
                 probe = _Probe(network, batch["input_ids"].device, plain)
                 if self._asked is not network:
-                    self._way = None
+                    self._way = self._refusal = None
                     self._check_causal(probe, agree)
                     self._asked = network
-                if packed:
-                    self._way = self._find(probe, batch["input_ids"].shape[1], agree)
+                if "position_ids" in batch:
+                    try:
+                        self._way = self._find(probe, batch["input_ids"].shape[1], agree)
+                    except ConfigurationError as refusal:
+                        self._refusal = refusal
         if packed:
-            assert self._way is not None
+            if self._way is None:
+                assert self._refusal is not None
+                raise self._refusal
             return plain | self._way(network, batch["input_ids"], batch["position_ids"])
         optional = () if isinstance(network, GPT) else ("attention_mask", "position_ids")
         return plain | {name: batch[name] for name in ("input_ids", *optional) if name in batch}

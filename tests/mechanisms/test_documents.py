@@ -243,6 +243,22 @@ def test_all_processes_go_the_same_way() -> None:
     assert "attention_mask" in inputs
 
 
+def test_processes_are_asked_at_once_whose_packed_rows_come_in_different_steps() -> None:
+    """One that answers alone waits for the others for ever."""
+    asked: list[list[bool]] = [[], []]
+    plain = PACKED | {"position_ids": torch.arange(29).repeat(2, 1), "attention_mask": torch.ones_like(IDS)}
+    packed = PACKED | {"attention_mask": torch.ones_like(IDS)}
+    network = network_of("opt")
+    for answers, batch in zip(asked, (plain, packed)):
+        DocumentRows("Task").arguments(network, batch, lambda yes, answers=answers: answers.append(yes) or yes)
+    assert asked == [[True, False, True]] * 2
+    rows = DocumentRows("Task")
+    network = network_of("mamba")
+    assert rows.arguments(network, plain)["attention_mask"] is plain["attention_mask"]
+    with pytest.raises(ConfigurationError, match="see each other"):
+        rows.arguments(network, packed)
+
+
 def test_a_network_that_mixes_nothing_is_not_judged() -> None:
     network = network_of("gpt")
     network.embedding.weight.data.fill_(1.0)
