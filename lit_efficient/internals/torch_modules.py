@@ -16,7 +16,14 @@ def forward_hooks(module: nn.Module) -> int:
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
-def held_beside(module: nn.Module) -> list[Any]:
+def hook_owners(module: nn.Module) -> list[Any]:
+    """Whose methods the forwards' hooks are: of ``_forward_hooks`` and ``_forward_pre_hooks`` that are bound."""
+    tables = [table for part in module.modules() for table in (part._forward_pre_hooks, part._forward_hooks)]
+    owners = [getattr(hook, "__self__", None) for table in tables for hook in table.values()]
+    return [owner for owner in owners if hasattr(owner, "__dict__")]
+
+
+def held_beside(module: object) -> list[Any]:
     """The attributes of ``module`` but the tables of its parameters and parts: ``_parameters``, ``_modules``."""
     return [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]
 

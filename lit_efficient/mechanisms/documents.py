@@ -3,8 +3,9 @@
     leak = max_t |f(A B)_t - f(A' B)_t| / max_t |f(A B)_t - f(A B')_t|        t in B; B' changes B's first tokens only
 
 A changes B as much as B itself does where documents see each other, and not at all where they do not: with A replaced,
-and without A. What keeps them apart differs from network to network, so the ways are tried in order. Costs two to four
-calls with five rows of at most 16 tokens, once; weights, buffers, counters, modes and random states are put back.
+and without A. What keeps them apart differs from network to network, so the ways are tried in order. Costs two to eight
+calls with five rows of at most 16 tokens, and for packed rows two calls with one row as long as theirs, for layers that
+put together what lies further apart; once. Weights, buffers, counters, modes and random states are put back.
 """
 
 from collections import deque
@@ -17,9 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_modules import held_beside
+from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.rewind import Rewind
-from lit_efficient.models.generation import longest_row
+from lit_efficient.models.generation import arguments_of, longest_row
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.modes import evaluating, whole_precision
 
@@ -70,6 +71,7 @@ class DocumentRows:
         self.owner = owner
         self._asked: nn.Module | None = None
         self._way: Callable[[Any, Tensor, Tensor], _Inputs] | None = None
+        self._refusal: ConfigurationError | None = None
 
     def arguments(
         self, network: nn.Module, batch: Mapping[str, Tensor], agree: Callable[[bool], bool] = bool
@@ -86,17 +88,24 @@ class DocumentRows:
         """
         plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False}
         packed = _packed(network, batch)
-        if self._asked is not network or (packed and self._way is None):
+        # Not as late as a packed batch: another process may have its first one in another step, and waits there.
+        may_be = "position_ids" in batch and self._way is None and self._refusal is None
+        if self._asked is not network or may_be:
             with _undisturbed(network, batch["input_ids"].device):
                 probe = _Probe(network, batch["input_ids"].device, plain)
                 if self._asked is not network:
-                    self._way = None
+                    self._way = self._refusal = None
                     self._check_causal(probe, agree)
                     self._asked = network
-                if packed:
-                    self._way = self._find(probe, agree)
+                if "position_ids" in batch:
+                    try:
+                        self._way = self._find(probe, batch["input_ids"].shape[1], agree)
+                    except ConfigurationError as refusal:
+                        self._refusal = refusal
         if packed:
-            assert self._way is not None
+            if self._way is None:
+                assert self._refusal is not None
+                raise self._refusal
             return plain | self._way(network, batch["input_ids"], batch["position_ids"])
         optional = () if isinstance(network, GPT) else ("attention_mask", "position_ids")
         return plain | {name: batch[name] for name in ("input_ids", *optional) if name in batch}
@@ -114,10 +123,12 @@ class DocumentRows:
                 f"an earlier one changes), so that each would be predicted from itself; take {decoder}a decoder"
             )
 
-    def _find(self, probe: "_Probe", agree: Callable[[bool], bool]) -> Callable[[Any, Tensor, Tensor], _Inputs]:
+    def _find(
+        self, probe: "_Probe", length: int, agree: Callable[[bool], bool]
+    ) -> Callable[[Any, Tensor, Tensor], _Inputs]:
         reasons = []
         for name, way in WAYS.items():
-            leak, reason = probe.leak(way)
+            leak, reason = probe.leak(way, length)
             if agree(leak <= probe.tolerance):
                 if way is not by_positions:
                     rank_zero_info(f"{self.owner}: packed documents are kept apart by {name} in {probe.name}")
@@ -151,35 +162,59 @@ class _Probe:
         positions = torch.cat((torch.arange(self.first), torch.arange(length - self.first))).repeat(5, 1)
         positions[3] = torch.cat((torch.arange(length - self.first), torch.arange(self.first)))
         self.positions = positions.to(device)
-        self._instead: dict[str, Tensor] = {}
-        logits = self._logits({"input_ids": self.rows})
-        self.blind = not self._effect(logits) > 1e-6 * float(_norms(logits).max())
-        if self.blind and (instead := _awake(network)):
-            self._instead = instead
-            logits = self._logits({"input_ids": self.rows})
-            self.blind = not self._effect(logits) > 1e-6 * float(_norms(logits).max())
-        self.sees_later = 0.0 if self.blind else self._most(logits[0, :-1] - logits[4, :-1], logits)
+        states: list[dict[str, Tensor]] = [{}]
+        if awake := _awake(network):
+            states.append(awake)
+        self.plain_logits = [(state, self._logits({"input_ids": self.rows}, state)) for state in states]
+        self.plain_logits = [
+            (state, logits)
+            for state, logits in self.plain_logits
+            if self._effect(logits) > 1e-6 * float(_norms(logits).max())
+        ]
+        self.blind = not self.plain_logits
+        later = [self._most(logits[0, :-1] - logits[4, :-1], logits) for _, logits in self.plain_logits]
+        self.sees_later = max(later, default=0.0)
 
-    def leak(self, way: Callable[[Any, Tensor, Tensor], _Inputs]) -> tuple[float, str]:
-        """By how much A changes B, and how to say it."""
+    def leak(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> tuple[float, str]:
+        """By how much A changes B, in rows of up to ``length`` tokens, and how to say it."""
         try:
-            logits = self._logits(way(self.network, self.rows, self.positions))
+            leaks = [self._near(way, state, plain) for state, plain in self.plain_logits or [({}, None)]]
+            if max(leaks) <= self.tolerance and length > _ROW:
+                leaks += [self._far(way, length, *found) for found in self.plain_logits[:1]]
         except Exception as error:  # each network refuses what it does not take in its own way
             return float("inf"), f"it fails ({str(error).strip().splitlines()[0] if str(error) else repr(error)})"
-        if self.blind:
-            return 0.0, ""
-        second, alone = logits[0, self.first :], logits[3, : len(logits[3]) - self.first]
-        leak = max(self._most(second - logits[1, self.first :], logits), self._most(second - alone, logits))
-        return leak, f"one changes the next by {leak:.2g} of what that changes itself"
+        return max(leaks), f"one changes the next by {max(leaks):.2g} of what that changes itself"
 
-    def _logits(self, inputs: _Inputs) -> Tensor:
+    def _near(self, way: Any, state: dict[str, Tensor], plain: Tensor | None) -> float:
+        logits = self._logits(way(self.network, self.rows, self.positions), state)
+        if plain is None:
+            return 0.0
+        second, alone = logits[0, self.first :], plain[3, : len(logits[3]) - self.first]
+        return max(self._most(second - other, plain) for other in (logits[1, self.first :], alone))
+
+    def _far(self, way: Any, length: int, state: dict[str, Tensor], plain: Tensor) -> float:
+        """The same of a long row's last tokens: the middle of them, as rounding may choose other experts for one."""
+        length = min(length, longest_row(self.network))
+        first = length * 7 // 16 | 1  # no multiple of what layers put together
+        index = torch.arange(length, device=self.rows.device)
+        positions = torch.where(index < first, index, index - first)[None]
+        tokens = _tokens(self.network).to(self.rows.device)
+        last = {"logits_to_keep": _ROW} if "logits_to_keep" in arguments_of(self.network) else {}
+        found = []
+        for shift in (0, 1):
+            row = tokens[(index + shift * (index < first)) % len(tokens)][None]
+            logits = self._call(way(self.network, row, positions) | last, state)
+            found.append(logits.reshape(-1, logits.shape[-1])[-min(_ROW, length - first) :].float())
+        return float(_norms(found[0] - found[1]).median()) / self._effect(plain)
+
+    def _logits(self, inputs: _Inputs, state: dict[str, Tensor]) -> Tensor:
+        return self._call(inputs, state).float().reshape(*self.rows.shape, -1)
+
+    def _call(self, inputs: _Inputs, state: dict[str, Tensor]) -> Tensor:
         inputs = {**self.plain, **inputs}
-        if self._instead:
-            output = torch.func.functional_call(self.network, self._instead, (), inputs)
-        else:
-            output = self.network(**inputs)
-        logits = output if isinstance(output, Tensor) else output.logits
-        return logits.float().reshape(*self.rows.shape, -1)
+        output = torch.func.functional_call(self.network, state, (), inputs) if state else self.network(**inputs)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        return logits
 
     def _effect(self, logits: Tensor) -> float:
         behind = self.first + self.changed
@@ -205,11 +240,17 @@ def _tokens(network: Any) -> Tensor:
 
 
 def _awake(network: nn.Module) -> dict[str, Tensor]:
-    """Noise in place of the parameters that are all zero: behind them a fresh network hides what it will see."""
+    """Noise in place of the parameters that are all zero: behind them a fresh network hides what it will see.
+
+    Be it all, or what one kind of its layers would carry from document to document.
+    """
     zeros = {
         name: parameter
         for name, parameter in network.named_parameters()
-        if parameter.is_floating_point() and not hasattr(parameter, "to_local") and not parameter.any()
+        if type(parameter) is nn.Parameter
+        and parameter.is_floating_point()
+        and parameter.numel()
+        and not parameter.any()
     }
     return {name: torch.linspace(-0.1, 0.1, p.numel()).to(p).sin_().view_as(p) for name, p in zeros.items()}
 
@@ -226,7 +267,12 @@ def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
 @contextmanager
 def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Call ``network`` in eval mode, eagerly and without gradients, as if it had not been called."""
-    parts = list(network.modules())
+    parts: list[Any] = list(network.modules())
+    owners = hook_owners(network)  # a callback that counts, say, or measures by metrics
+    parts += owners
+    parts += [
+        part for owner in owners for own in vars(owner).values() if isinstance(own, nn.Module) for part in own.modules()
+    ]
     held = [value for part in parts for value in held_beside(part)]
     record = Rewind(held, parts, outside=_left_alone)
     kind = device.type

@@ -28,6 +28,12 @@ def longest_row(network: nn.Module) -> int:
     return positions if positions > 0 else 1 << 30
 
 
+def arguments_of(network: nn.Module) -> set[str]:
+    """What a call of it takes by name, by itself or by a class that it inherits from."""
+    forwards = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
+    return {name for forward in forwards for name in inspect.signature(forward).parameters}
+
+
 @torch.no_grad()
 def continue_rows(
     network: nn.Module,
@@ -84,8 +90,7 @@ class _Reader:
     def __init__(self, network: nn.Module, most: int, tokens: Tensor) -> None:
         self.network = network
         self.caches = [KVCache(most) for _ in network.blocks] if isinstance(network, GPT) else None
-        forwards = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
-        self.takes = {name for forward in forwards for name in inspect.signature(forward).parameters}
+        self.takes = arguments_of(network)
         self.carried: dict[str, Any] = {}
         self.all: Tensor | None = None  # of a network that carries nothing
         self.carries = self.caches is None and self._goes_on(tokens[torch.arange(12) % len(tokens)].view(2, 6))

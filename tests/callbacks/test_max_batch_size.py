@@ -486,12 +486,11 @@ class _Shapes(Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("passed", [False, True])
 def test_loaders_of_whole_batches_grow(passed: bool) -> None:
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.sizes: set[tuple[int, ...]] = set()
+    sizes: set[tuple[int, ...]] = set()  # not the callback's: what that holds is put back after the trials
 
+    class Watch(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            self.sizes.add(tuple(batch.shape))
+            sizes.add(tuple(batch.shape))
 
     def fit(callbacks: list[Any], size: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -501,10 +500,10 @@ def test_loaders_of_whole_batches_grow(passed: bool) -> None:
         return weights(module)
 
     finder = MaxBatchSize(keep_effective_batch=False, max_size=8)
-    found = fit([finder, watch := Watch()], 4)
+    found = fit([finder, Watch()], 4)
     assert finder.found is not None
     assert [trial["size"] for trial in finder.found.trials] == [1, 2, 4, 8]
-    assert watch.sizes == {(8, 16), *((size, 64) for size in (1, 2, 4, 8))}  # trials took the larger shape
+    assert sizes == {(8, 16), *((size, 64) for size in (1, 2, 4, 8))}  # trials took the larger shape
     assert_equal(found, fit([], 8))
 
 

@@ -112,7 +112,7 @@ def test_an_older_checkpoint_or_another_config_begins_a_run_that_names_its_paren
 
 
 def test_a_run_whose_folder_was_moved_keeps_its_best_checkpoint():
-    arguments = [SAVE, KEEP, "--optimizer=SGD", "--optimizer.lr=3"]  # the first validation is the best
+    arguments = [SAVE, KEEP, "--optimizer=SGD", "--optimizer.lr=0.5"]  # the first validation is the best
     assert fit(*arguments) == 0
     Path("elsewhere").mkdir()
     moved = Path(shutil.move(str(runs()[0]), "elsewhere"))

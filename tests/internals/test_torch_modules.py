@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lit_efficient.internals.torch_modules import Loads, StaysFloat32, forward_hooks, held_beside
+from lit_efficient.internals.torch_modules import Loads, StaysFloat32, forward_hooks, held_beside, hook_owners
 from tests.internals.leaning import leans_on
 
 
@@ -43,6 +43,18 @@ def test_hooks_of_forwards_are_counted():
     assert forward_hooks(network) == 2
     kept.remove()
     assert forward_hooks(network) == 1
+
+
+@leans_on("torch", "nn.Module._forward_hooks and _forward_pre_hooks", "torch_modules")
+def test_whose_hooks_they_are_is_found():
+    class Counts:
+        def count(self, *_):
+            pass
+
+    network, counts = nn.Sequential(nn.Linear(1, 1)), Counts()
+    network[0].register_forward_hook(counts.count)
+    network.register_forward_pre_hook(lambda *_: None)
+    assert hook_owners(network) == [counts]
 
 
 @leans_on("torch", "nn.Module._parameters and _modules", "torch_modules")

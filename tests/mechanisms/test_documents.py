@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling
@@ -101,6 +102,38 @@ def test_documents_are_kept_apart_behind_layers_that_begin_with_zeros() -> None:
         rows.arguments(blind, {"input_ids": IDS})
 
 
+def test_one_kind_of_layers_does_not_hide_what_another_begins_with_zeros_will_carry() -> None:
+    network = network_of("bamba")
+    for layer in network.model.layers:
+        if hasattr(layer, "mamba"):
+            nn.init.zeros_(layer.mamba.out_proj.weight)
+    with pytest.raises(ConfigurationError, match="see each other in BambaForCausalLM"):
+        DocumentRows("Task").arguments(network, PACKED)
+
+
+def test_what_lies_far_apart_is_asked_in_a_row_as_long_as_the_batchs() -> None:
+    """As of DeepSeek-V4, which reads what is 128 tokens away as one: no short row shows it."""
+    network = network_of("llama")
+
+    def look_back(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        far = output.cumsum(1)[:, :-64] / 8
+        return output + nn.functional.pad(far, (0, 0, min(64, output.shape[1]), 0))[:, : output.shape[1]]
+
+    network.model.layers[0].register_forward_hook(look_back)
+    assert DocumentRows("Task").arguments(network, PACKED)
+    length = 200
+    positions = torch.cat((torch.arange(100), torch.arange(length - 100)))[None]
+    with pytest.raises(ConfigurationError, match="see each other in LlamaForCausalLM"):
+        DocumentRows("Task").arguments(network, {"input_ids": positions % 97, "position_ids": positions})
+
+
+def test_positions_that_a_network_counts_in_its_own_way_are_not_replaced() -> None:
+    """RoBERTa's begin behind the id of its filling: documents that begin at 0 would not be what they are alone."""
+    task = _task(network_of("roberta", is_decoder=True))
+    with pytest.raises(ConfigurationError, match="with position_ids one changes"):
+        task.predict_step(PACKED, 0)
+
+
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_5_text"])
 def test_carried_states_are_refused_in_packed_rows_alone(kind: str) -> None:
     task = _task(network_of(kind))
@@ -159,6 +192,17 @@ def test_the_question_leaves_no_trace() -> None:
         module.count += 1
         module.log.append(random.random() + np.random.rand() + float(torch.rand(1)))
 
+    class Counter:
+        def __init__(self) -> None:
+            self.calls, self.seen, self.metric = 0, list[Any](), MeanMetric()
+
+        def count(self, *inputs: Any) -> None:
+            self.calls += 1
+            self.seen.append(inputs)
+            self.metric.update(1.0)
+
+    counter = Counter()
+    network.model.register_forward_hook(counter.count)
     network.register_forward_pre_hook(counting)
     modes = [part.training for part in network.modules()]
     weights = deepcopy({name: value for name, value in network.state_dict().items() if name != "calls"})
@@ -167,6 +211,7 @@ def test_the_question_leaves_no_trace() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     inputs = DocumentRows("Task").arguments(network, PACKED)
     assert (network.count, network.log, network.calls.item()) == (0, [], 0)
+    assert (counter.calls, counter.seen, counter.metric.update_count) == (0, [], 0)
     assert [part.training for part in network.modules()] == modes
     assert all(torch.equal(value, network.state_dict()[name]) for name, value in weights.items())
     network(**inputs)
@@ -196,6 +241,22 @@ def test_all_processes_go_the_same_way() -> None:
     inputs = DocumentRows("Task").arguments(network_of("llama"), PACKED, agree)
     assert asked == [True, True, True]  # causal; apart by positions, which another process denies; by a mask
     assert "attention_mask" in inputs
+
+
+def test_processes_are_asked_at_once_whose_packed_rows_come_in_different_steps() -> None:
+    """One that answers alone waits for the others for ever."""
+    asked: list[list[bool]] = [[], []]
+    plain = PACKED | {"position_ids": torch.arange(29).repeat(2, 1), "attention_mask": torch.ones_like(IDS)}
+    packed = PACKED | {"attention_mask": torch.ones_like(IDS)}
+    network = network_of("opt")
+    for answers, batch in zip(asked, (plain, packed)):
+        DocumentRows("Task").arguments(network, batch, lambda yes, answers=answers: answers.append(yes) or yes)
+    assert asked == [[True, False, True]] * 2
+    rows = DocumentRows("Task")
+    network = network_of("mamba")
+    assert rows.arguments(network, plain)["attention_mask"] is plain["attention_mask"]
+    with pytest.raises(ConfigurationError, match="see each other"):
+        rows.arguments(network, packed)
 
 
 def test_a_network_that_mixes_nothing_is_not_judged() -> None:

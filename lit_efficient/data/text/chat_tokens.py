@@ -1,6 +1,6 @@
 """Documents -> token ids, and which of them are learned: the assistant's turns, each with the token that ends it.
 
-    trained[t] = the token begins inside a span of text that the assistant writes
+    trained[t] = the token begins inside a span of text that the assistant writes, or in white space before it
 
 The spans come from the template's own ``{% generation %}`` marks. Of a template without them a twin with marks is made
 (:mod:`~lit_efficient.data.text.turn_marks`): the assistant's turn is what its message writes, less the beginning that
@@ -267,26 +267,30 @@ class ChatTokens:
                 return None
             start, stop = found.spans[index]
             turn = text[start:stop]
-            given = self._given(asked, before, turn)
+            given = self._given(asked, before, turn, messages[index]["content"].strip())
             if given is None:
                 return None
             parts.append([(start + given, start + len(turn.rstrip()))])
         return parts
 
-    def _given(self, asked: Placed, before: Sequence[dict[str, Any]], turn: str) -> int | None:
+    def _given(self, asked: Placed, before: Sequence[dict[str, Any]], turn: str, content: str) -> int | None:
         """How many characters of a turn the generation prompt writes; None if that is not certain.
 
-        A template that asks for thoughts and writes a turn without any shares the prompt's beginning alone: it is cut
-        at the edge of a line or control token, to no less than what tells the assistant's turns from the user's.
+        Who begins with white space may write it in another place: it counts for nothing. A template that asks for
+        thoughts and writes a turn without any shares the prompt's beginning alone: it is cut at the edge of a line or
+        control token, to no less than what tells the assistant's turns from the user's.
         """
-        prompt = asked.text[asked.tail :]
+        prompt = asked.text[asked.tail :].lstrip()
+        if turn.lstrip().startswith(prompt):
+            return len(turn) - len(turn.lstrip()) + len(prompt) if prompt else 0
         users = [asked.text[slice(*asked.spans[i])] for i in asked.spans if before[i]["role"] == "user"]
         edges = {token.end() for token in self._control.finditer(prompt)} if self._control else set[int]()
         edges |= {place + 1 for place, sign in enumerate(prompt) if sign == "\n"} | {len(prompt)}
         for edge in sorted(edges, reverse=True):
             header = prompt[:edge]
-            if header in turn and not (header and any(header in user for user in users)):
-                return turn.index(header) + edge
+            if header in turn and not any(header in user for user in users):
+                given = turn.index(header) + edge
+                return given if content not in turn or given <= turn.rindex(content) else None
         return None
 
     def _turns_by_prefixes(self, document: Document, text: str, turns: list[int]) -> list[Turn]:
@@ -312,6 +316,8 @@ class ChatTokens:
         for turn in turns:
             for start, stop in turn:
                 first, beyond = (int(i) for i in np.searchsorted(starts, (start, stop)))
+                if start < stop:
+                    first = _first_token(text, start, starts, stops)
                 trained[first:beyond] = True
             after = int(np.searchsorted(starts, start + len(text[start:stop].rstrip())))
             if first < after and int(ids[after - 1]) in self.special_ids:
@@ -339,7 +345,7 @@ class ChatTokens:
             ids, num_bytes = np.append(ids, self.tokenizer.eos_token_id), np.append(num_bytes, 0)
         trained = np.ones(len(ids), dtype=bool)
         if document.given and self.train_on != "all":
-            trained[: np.searchsorted(starts, document.given)] = False
+            trained[: _first_token(document.text, document.given, starts, stops)] = False
         return Encoded(ids, trained, num_bytes, cuttable=bool(trained.all()))
 
     def _tokens(self, texts: list[str], plain: bool = False) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -368,6 +374,13 @@ class ChatTokens:
         until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(stops)]
         special = np.isin(ids, list(self.special_ids))
         return np.where(special, 0, np.diff(until, prepend=0))
+
+
+def _first_token(text: str, place: int, starts: np.ndarray, stops: np.ndarray) -> int:
+    """The first token of what begins at ``place``: " yes" of "Answer: " and "yes", as most words have their space."""
+    first = int(np.searchsorted(starts, place))
+    shared = first > 0 and stops[first - 1] > place and not text[starts[first - 1] : place].strip()
+    return first - int(shared)
 
 
 def _encodable(text: str) -> str:

@@ -26,7 +26,7 @@ from lit_efficient.internals.hugging_face import fingerprint
 
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
-ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson", ".json", ".csv", ".tsv", ".tab", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 
 Row = tuple[str, dict[str, Any] | str]
@@ -130,16 +130,17 @@ def halves(source: Source, held_out: float) -> tuple[Source, Source] | None:
 
 def _suffix(path: Path) -> str:
     """What kind of file it is, compressed or not."""
-    return Path(path.name.removesuffix(".gz")).suffix.lower()
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")  # type: ignore[return-value]
 
 
 def _file(path: Path, name: str) -> Source:
-    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
-    reader = (readers | {".csv": _table, ".tsv": _table}).get(_suffix(path), _whole_text)
+    readers = dict.fromkeys((".jsonl", ".jsonlines", ".ndjson"), _json_lines) | {".json": _json_list}
+    readers |= {".parquet": _parquet} | dict.fromkeys((".csv", ".tsv", ".tab"), _table)
+    reader = readers.get(_suffix(path), _whole_text)
     try:
         digest = sha256_of(path)
     except OSError as error:
@@ -157,7 +158,7 @@ def _readable(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: st
 def _whole_text(path: Path, name: str) -> Iterator[Row]:
     try:
         with _open(path) as file:
-            text = file.read().decode()
+            text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         yield name, f"no UTF-8 text: {error.reason} at byte {error.start}"
         return
@@ -203,7 +204,7 @@ def _table(path: Path, name: str) -> Iterator[Row]:
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         try:
             first = text.readline()
-            tab = _suffix(path) == ".tsv"
+            tab = _suffix(path) in (".tsv", ".tab")
             sign = "\t" if tab else ";" if ";" in first and "," not in first else ","
             text.seek(0)
             reader = csv.DictReader(text, delimiter=sign, strict=True)

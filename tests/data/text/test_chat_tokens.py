@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
-from lit_efficient.data.text.chat_tokenizer import CHATML, fingerprint, load_chat_tokenizer, read_template
+from lit_efficient.data.text.chat_tokenizer import (
+    CHATML,
+    fingerprint,
+    load_chat_tokenizer,
+    read_template,
+    train_chat_tokenizer,
+)
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.data.text.turn_marks import place
@@ -126,6 +132,20 @@ def test_a_twin_writes_what_its_template_writes_and_says_where_messages_stand() 
             assert all(messages[index]["content"] in written[slice(*span)] for index, span in found.spans.items())
 
 
+@pytest.mark.parametrize("header", ["### Response:\n", "ASSISTANT: "])
+@pytest.mark.parametrize("space", ["{}{{{{ '\n\n' }}}}", "{{% if not loop.first %}}{{{{ '\n\n' }}}}{{% endif %}}{}"])
+def test_white_space_around_turns_is_no_beginning_of_one(header: str, space: str) -> None:
+    """Alpaca's template: blank lines between turns are no reason to leave out an answer's first paragraph."""
+    body = f"{{{{ (m['content'] + '\n' if m.role == 'user' else {header!r} + m['content'] + eos_token) }}}}"
+    loop = f"{{% for m in messages %}}{space.format(body)}{{% endfor %}}"
+    template = f"{loop}{{% if add_generation_prompt %}}{{{{ '\n\n' + {header!r} }}}}{{% endif %}}"
+    answer = f"It is\n\n{header.strip()} four."
+    turns = ({"role": "user", "content": f"Say {header}"}, {"role": "assistant", "content": answer})
+    for messages in (turns, turns * 2):
+        found, encoder = encode(Document(messages=messages), template)
+        assert learned(found, encoder) == [answer + "<|endoftext|>"] * (len(messages) // 2)
+
+
 def test_turns_of_weight_zero_are_not_learned() -> None:
     turns = [TURNS[1], {**TURNS[2], "weight": 0}, TURNS[3], {**TURNS[4], "weight": 1}]
     for template in (CHATML, PLAIN, NUMBERED, TWO_MARKS):
@@ -223,6 +243,26 @@ def test_texts_end_and_prompts_are_given() -> None:
     found, encoder = encode(prompted, None)
     assert learned(found, encoder) == [" Four.<|endoftext|>"]
     assert encode(prompted, None, train_on="all")[0].trained.all()
+
+
+@pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+def test_a_word_that_has_the_prompts_last_space_is_learned(marks: tuple[str, str]) -> None:
+    """As transformers' mask has it; else a prompt "Answer: " and an answer "yes" would teach the end alone."""
+    made = train_chat_tokenizer(["Answer: yes Answer: no"] * 60, 300)
+    assert made.tokenize("Answer: yes")[-1] == "Ġyes"
+    (found,) = ChatTokens(made).encode([Document(text="Answer: yes", given=8)])
+    assert learned(found, ChatTokens(made)) == [" yes<|endoftext|>"]
+    answer = f"Answer: {marks[0]}{{{{ m.content + eos_token }}}}{marks[1]}"
+    made.chat_template = (
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ m.content }}}}{{% else %}}{answer}{{% endif %}}"
+        "{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
+    )
+    turns = [{"role": "user", "content": "Is it? "}, {"role": "assistant", "content": "yes"}]
+    (found,) = ChatTokens(made).encode([Document(messages=tuple(turns))])
+    assert learned(found, ChatTokens(made)) == [" yes<|endoftext|>"]
+    if marks[0]:
+        own = made.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        assert own["assistant_masks"] == found.trained.astype(int).tolist()
 
 
 def test_bytes_are_those_of_the_text() -> None:

@@ -95,3 +95,13 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one line")
     with pytest.raises(ConfigurationError, match="cannot be split into training and validation; give val"):
         LanguageData(train=str(tmp_path / "a.txt"), **arguments).prepare_data()
+
+
+def test_other_names_of_the_same_kinds_are_no_raw_text(tmp_path) -> None:
+    (tmp_path / "a.jsonlines").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    (tmp_path / "b.tab").write_text("text\tlabel\na, b\tc\n")
+    (tmp_path / "C.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    (tmp_path / "d.txt").write_text("a text", "utf-8-sig")
+    assert read(tmp_path / "a.jsonlines") == read(tmp_path / "C.JSONL.GZ") == [{"text": "a"}]
+    assert read(tmp_path / "b.tab") == [{"text": "a, b", "label": "c"}]
+    assert read(tmp_path / "d.txt") == [{"text": "a text"}]
