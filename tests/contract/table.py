@@ -74,6 +74,13 @@ def _teacher(width: int = 12) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh())
 
 
+def _teacher_of_tokens() -> nn.Module:
+    """One that gives a vector for each of the numbers, which are tokens of `AttentionNet`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Sequential(nn.Unflatten(-1, (WIDTH, 1)), nn.Linear(1, 12)), nn.Tanh())
+
+
 CASES: dict[str, Row] = {
     "ActivationCheckpointing": Row(
         lambda: ActivationCheckpointing(every=2), effects.recomputes, ActivationCheckpointing, changes=False
@@ -119,11 +126,17 @@ CASES: dict[str, Row] = {
         lambda: HiddenAlignment(2, _teacher(), hidden=8, source="0"),
         effects.aligns_hidden_tokens,
         lambda: HiddenAlignment(2, _teacher(WIDTH), weight=0.0, projection="none", source="0"),
+        beside={"PrefixTuning": lambda: HiddenAlignment(2, _teacher_of_tokens(), hidden=8, source="0")},
     ),
     "IA3": Row(lambda: IA3(targets=["up"], feedforward=["down"]), effects.trains_factors_alone),
     "LatentAlignment": Row(
         lambda: LatentAlignment(_teacher(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"),
         effects.aligns_latents,
+        beside={
+            "PrefixTuning": lambda: LatentAlignment(
+                _teacher_of_tokens(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"
+            )
+        },
     ),
     "LoRA": Row(
         lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0),
