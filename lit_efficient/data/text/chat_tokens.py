@@ -105,13 +105,15 @@ class ChatTokens:
     @functools.cached_property
     def end_of_turn(self) -> int | None:
         """The id of the special token that follows an answer in the template; None if there is none."""
-        return self._id_after([_ASKED, _ANSWERED], anywhere=True) or self.next_turn
+        own = self._id_after([_ASKED, _ANSWERED], anywhere=True)
+        return self.next_turn if own is None else own
 
     @functools.cached_property
     def next_turn(self) -> int | None:
         """The id that begins the user's turn and so ends an answer that has no end of its own; else None."""
-        alone = self._id_after([_ASKED, _ANSWERED], anywhere=True)
-        return None if self.marked or alone else self._id_after([_ASKED, _ANSWERED, _ASKED])
+        if self.marked or self._id_after([_ASKED, _ANSWERED], anywhere=True) is not None:
+            return None
+        return self._id_after([_ASKED, _ANSWERED, _ASKED])
 
     def _id_after(self, probe: Sequence[dict[str, Any]], anywhere: bool = False) -> int | None:
         """The special token that follows the probe's answer."""
