@@ -5,8 +5,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "lit_efficient"
 # 37,681 lines before the folders became slots. What raised it since: probes of packed documents, exports that check
-# themselves, folders of runs and settings that win on resume, blocks found by what their code does (4,150 lines).
-LIMIT = 41_830
+# themselves, folders of runs and settings that win on resume, blocks found by what their code does (4,370 lines).
+LIMIT = 42_050
 
 
 def sources() -> dict[str, str]:
