@@ -178,7 +178,8 @@ class _Probe:
     def leak(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> tuple[float, str]:
         """By how much A changes B, in rows of up to ``length`` tokens, and how to say it."""
         try:
-            leaks = [self._near(way, state, plain) for state, plain in self.plain_logits or [({}, None)]]
+            asked: list[tuple[dict[str, Tensor], Tensor | None]] = [*self.plain_logits] or [({}, None)]
+            leaks = [self._near(way, state, plain) for state, plain in asked]
             if max(leaks) <= self.tolerance and length > _ROW:
                 leaks += [self._far(way, length, *found) for found in self.plain_logits[:1]]
         except Exception as error:  # each network refuses what it does not take in its own way

@@ -26,9 +26,7 @@ IN_BFLOAT16 = {"rtol": 1e-2, "atol": 5e-3}  # Muon's iteration
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),  # other folders than those of 1b73bea's runs
     pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
-    pytest.mark.filterwarnings(
-        "ignore:ckpt_path. the checkpoint does not hold what its optimizer"
-    ),
+    pytest.mark.filterwarnings("ignore:ckpt_path. the checkpoint does not hold what its optimizer"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
 ]
 
