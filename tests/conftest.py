@@ -40,6 +40,7 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    processes.answer_signals()
 
 
 @pytest.fixture(scope="session")

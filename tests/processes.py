@@ -101,6 +101,7 @@ def _serve(requests, modules):
     warnings.resetwarnings()  # as a fresh Python has them
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind)
+    answer_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of the children
     while True:
         request, handles, *_ = socket.recv_fds(requests, 1 << 16, 2)
@@ -147,6 +148,12 @@ def _work(request, passed_on):
 
 
 _servers: dict[str, Server] = {}
+
+
+def answer_signals():
+    """As a process in the foreground: whoever started this one may have it ignore them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def prepare(heavy):

@@ -38,6 +38,7 @@ class Pipeline:
     pipeline: Any
     call: str
     notes: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()  # weights of the network that were changed to sample the same
 
 
 def call_of(parts: Parts, condition: str, *further: str) -> str:

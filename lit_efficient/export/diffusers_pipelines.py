@@ -50,10 +50,10 @@ def pipeline_for(parts: Parts) -> Pipeline:
         )
     if parts.network.config.out_channels is None:  # which models fill in and pipelines do not
         parts.network.register_to_config(out_channels=parts.network.config.in_channels)
-    if parts.process.schedule == "cosine":  # k of our scheduler is time (k + 1) / 1000, at which it was trained
-        fold_timesteps(parts.network, 1.0)
+    later = parts.process.schedule == "cosine"  # k of our scheduler is time (k + 1) / 1000, at which it was trained
+    folded = fold_timesteps(parts.network, 1.0) if later else ()
     made = _MAKERS[name](parts)
-    return replace(made, notes=notes_of(parts, made.pipeline))
+    return replace(made, notes=notes_of(parts, made.pipeline), folded=folded)
 
 
 def _dit(parts: Parts) -> Pipeline:

@@ -79,22 +79,22 @@ def _behind(weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor) -> tuple[Te
     return weight * scale[:, None, None, None], bias * scale + shift
 
 
-def fold_timesteps(model: nn.Module, later: float) -> None:
-    """Change a model of diffusers in place so that it takes timestep k for ``k + later``.
+def fold_timesteps(model: nn.Module, later: float) -> tuple[str, ...]:
+    """Change a model of diffusers in place so that it takes timestep k for ``k + later``; the weights' names.
 
     Raises:
         ConfigurationError: If it has no sinusoidal embedding of the timestep.
     """
-    found = 0
+    found: list[nn.Parameter] = []
     for part in model.modules():
         sinusoids: Any = getattr(part, "time_proj", None)
         embedding: Any = getattr(part, "timestep_embedder", None) or getattr(part, "time_embedding", None)
         if not hasattr(sinusoids, "flip_sin_to_cos") or not hasattr(embedding, "linear_1"):
             continue
-        found += 1
         turn = sinusoids(torch.tensor([float(later)])).double()[0].chunk(2)
         cos, sin = turn if sinusoids.flip_sin_to_cos else turn[::-1]
         weight = embedding.linear_1.weight
+        found.append(weight)
         halves = weight.detach().double().chunk(2, dim=1)
         of_cos, of_sin = halves if sinusoids.flip_sin_to_cos else halves[::-1]
         turned = (of_cos * cos + of_sin * sin, of_sin * cos - of_cos * sin)
@@ -104,6 +104,7 @@ def fold_timesteps(model: nn.Module, later: float) -> None:
         raise ConfigurationError(
             f"export: {type(model).__name__} embeds the time in a way that cannot be shifted by a timestep"
         )
+    return tuple(name for name, parameter in model.named_parameters() if any(parameter is one for one in found))
 
 
 def fold_labels(model: Any, null_class: int) -> Any:

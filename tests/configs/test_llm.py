@@ -46,10 +46,14 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
     assert path.name in (FOLDER / "README.md").read_text("utf-8")
 
 
-def test_every_config_runs_as_its_header_says_and_so_does_what_it_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+TUNED = ("full_finetune", "lora", "dora", "qlora", "dpo")  # dpo starts from full_finetune's best
+
+
+@pytest.mark.parametrize("tuned", [("lora",), pytest.param(TUNED, marks=pytest.mark.nightly)], ids=["lora", "all"])
+def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
+    tuned: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With few rows and steps: pretrain, export, all that starts from that base; after each the lines it ends with."""
+    """With few rows and steps: pretrain, export, what starts from that base; after each the lines it ends with."""
     from transformers import AutoModelForCausalLM
 
     texts, asked = ({"rows": {"max_rows": rows}, "val_fraction": 0.2, "val_batch_size": 2} for rows in (12, 40))
@@ -64,8 +68,17 @@ def test_every_config_runs_as_its_header_says_and_so_does_what_it_prints(
     assert len(theirs) == base.config.vocab_size
     assert theirs.chat_template == state["language_modeling"]["tokenizer"]["chat_template"]
 
-    for name in ("full_finetune", "lora", "dora", "qlora", "dpo"):  # dpo starts from full_finetune's best
+    for name in tuned:
         fit_and_follow(capsys, small(FOLDER / f"{name}.yaml", data=asked))
+    last = torch.load(f"runs/llm/{'qlora' if 'qlora' in tuned else 'lora'}/latest/best.ckpt", weights_only=True)
+    moved = {key: tensor.abs().max() > 0 for key, tensor in last["state_dict"].items() if key.endswith("lora_B")}
+    assert len(moved) == 4 * 7
+    assert all(moved.values())
+    assert not [key for key in last["state_dict"] if key.endswith("proj.weight")]  # the base stays in its folder
+    run = (tmp_path / "runs" / "llm" / tuned[1 if len(tuned) > 1 else 0] / "latest").resolve()
+    assert (run / "config_1.yaml").is_file()  # both fits of it lie there
+    if tuned != TUNED:
+        return
     fit_and_follow(capsys, small(FOLDER / "distillation.yaml", data={**texts, "batch_size": 2}))
     asked_and_told = [{"prompt": f"{n} + {n}?", "completion": str(2 * n)} for n in range(40)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked_and_told))
@@ -73,14 +86,6 @@ def test_every_config_runs_as_its_header_says_and_so_does_what_it_prints(
     named = {"model": {"name_or_path": "runs/llm/base", "dtype": "float32"}}
     fit_and_follow(capsys, small(REAL, model=named, data=ours))
     assert {path.stem for path in CONFIGS} == {path.stem for path in Path().glob("*.yaml")}
-
-    tuned = torch.load("runs/llm/qlora/latest/best.ckpt", weights_only=True)
-    moved = {key: tensor.abs().max() > 0 for key, tensor in tuned["state_dict"].items() if key.endswith("lora_B")}
-    assert len(moved) == 4 * 7
-    assert all(moved.values())
-    assert not [key for key in tuned["state_dict"] if key.endswith("proj.weight")]  # the base stays in its folder
-    run = (tmp_path / "runs" / "llm" / "qlora" / "latest").resolve()
-    assert (run / "config_1.yaml").is_file()  # both fits of it lie there
 
 
 @pytest.mark.parametrize("name", ["lora", "full_finetune"])
