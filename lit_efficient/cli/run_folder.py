@@ -61,7 +61,7 @@ def candidates(word: str | None, root: Path) -> list[Path]:
         if found := [path for _, _, path in checkpoints(place)]:
             return sorted(found, key=lambda path: path != first)
         parent = (read_record(place) or {}).get("parent")
-        first, place = (Path(parent), Path(parent).parent) if parent else (None, None)
+        first, place = (Path(parent), Path(parent).parent) if isinstance(parent, str) else (None, None)
     return []
 
 
