@@ -108,7 +108,9 @@ class LitEfficientCLI(OpenCLI):
         self.checkpoint: dict[str, Any] = {}
         self.changed: dict[str, tuple[Any, Any]] = {}
         if fits and (path in checkpoint.WORDS or path is None):
-            path, self.checkpoint = checkpoint.read_last(candidates(path, root))
+            word, (path, self.checkpoint) = path, checkpoint.read_last(candidates(path, root))
+            if word and path is None:
+                rank_zero_info(f"ckpt_path: {word}: {root} holds no checkpoint to go on from yet; the run begins anew")
         elif path:
             self.checkpoint = checkpoint.read(path, str(self.subcommand))
             path = str(real(Path(path)))

@@ -65,7 +65,10 @@ def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
     """The first checkpoint that is whole, newest first, with its path; none if there is none yet."""
     for path in paths:
         try:
-            return str(path), load_verified(path, mapped=True) if path.is_file() else {}
+            if path.is_file():
+                return str(path), load_verified(path, mapped=True)
+            check_shards(path)
+            return str(path), {}
         except CheckpointError as error:
             rank_zero_warn(f"{error}. Going on from the one before")
     return None, {}

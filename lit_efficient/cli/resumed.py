@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lit_efficient.cli.checkpoint import numbered
 from lit_efficient.errors import CheckpointError
 
+_SCHEDULED = ("lr", "momentum", "betas")  # what schedules move
 _ADVICE = "Resume with what it was trained with, or begin a new run"
 
 
@@ -34,6 +35,7 @@ class ConfigWins(Callback):
         self._now: dict[str, Any] = {}
         self._then: dict[str, Any] | None = None
         self._sizes: list[list[int]] | None = None  # of the checkpoint's optimizers: parameters by group
+        self._schedules: list[Any] = []  # the checkpoint's, which Lightning will restore
         self._resumes = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -43,6 +45,7 @@ class ConfigWins(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._resumes = True
         self._then = checkpoint.get("lit_efficient", {}).get("built")
+        self._schedules = checkpoint.get("lr_schedulers", [])
         groups = [state.get("param_groups") for state in checkpoint.get("optimizer_states", [])]
         if all(isinstance(of_one, list) for of_one in groups):
             self._sizes = [[len(group["params"]) for group in of_one] for of_one in groups]
@@ -95,6 +98,10 @@ class ConfigWins(Callback):
                 f"ckpt_path: the checkpoint's optimizer holds {self._sizes} parameters by group, this run's {ours}: "
                 f"other parameters train. {_ADVICE}"
             )
+        if self._then is not None:  # the state of another class: its own takes the place
+            for index, (before, built) in enumerate(zip(self._then["schedulers"], self._now["schedulers"])):
+                if before["class"] != built["class"] and index < len(self._schedules):
+                    self._schedules[index] = copy.deepcopy(built["state"])
 
 
 def _built(trainer: Any) -> dict[str, Any]:
@@ -124,12 +131,15 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     unscheduled = bool(then["schedulers"]) and not now["schedulers"]
     for optimizer, before, built in zip(trainer.optimizers, then["optimizers"], now["optimizers"]):
         for index, (group, old, new) in enumerate(zip(optimizer.param_groups, before["groups"], built["groups"])):
+            held = _options(group)
             for name in new:
-                if not (name == "lr" and unscheduled) and (name not in old or old[name] == new[name]):
+                left = unscheduled and name in _SCHEDULED and held[name] != new[name]  # where the schedule was
+                if not left and (name not in old or old[name] == new[name]):
                     continue
                 scaled = name == "lr" and not unscheduled and old["lr"] and group["lr"] != old["lr"]  # by somebody
                 _put(group, name, float(group["lr"]) * new["lr"] / old["lr"] if scaled else new[name])
-                said.append(f"{type(optimizer).__name__}, group {index}: {name} {old[name]!r} -> {new[name]!r}")
+                was = held[name] if left else old[name]
+                said.append(f"{type(optimizer).__name__}, group {index}: {name} {was!r} -> {new[name]!r}")
     for index, (config, built) in enumerate(zip(trainer.lr_scheduler_configs, now["schedulers"])):
         before = then["schedulers"][index] if index < len(then["schedulers"]) else {"class": None, "state": {}}
         if before != built:
@@ -148,13 +158,15 @@ def _run_anew(trainer: Any, config: Any, then: Mapping[str, Any], now: Mapping[s
         taken = trainer.global_step if config.interval == "step" else trainer.current_epoch
         steps = scheduler.last_epoch if same else taken // config.frequency
         for group, built in zip(optimizer.param_groups, groups):
+            group |= {name: built[name] for name in _SCHEDULED[1:] if name in built}
             _put(group, "lr", built["lr"])
         scheduler.load_state_dict(copy.deepcopy(now["state"]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-            for _ in range(0 if isinstance(scheduler, ReduceLROnPlateau) else steps):
+            follows = isinstance(scheduler, ReduceLROnPlateau)
+            for _ in range(0 if follows else steps):
                 scheduler.step()
-        how = f"as if it had been so for its {steps} steps"
+        how = "from its beginning" if follows else f"as if it had been so for its {steps} steps"
     rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
     return f"{type(scheduler).__name__} {how}; the rate is {rates}"
 

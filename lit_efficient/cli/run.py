@@ -207,8 +207,9 @@ def _evaluations(trainer: Trainer) -> list[str]:
 
 def _twice_as_long(trainer: Trainer) -> str:
     """The option that lets a finished run go on; a run without an end needs none."""
-    limits = {name: getattr(trainer, name) or -1 for name in ("max_steps", "max_epochs")}
-    return "".join(f" --trainer.{name} {2 * limit}" for name, limit in limits.items() if limit > 0)
+    reached = {"max_steps": trainer.global_step, "max_epochs": trainer.current_epoch}
+    limits = {name: (getattr(trainer, name) or -1, least) for name, least in reached.items()}
+    return "".join(f" --trainer.{name} {2 * max(limit, n)}" for name, (limit, n) in limits.items() if limit > 0)
 
 
 def _offline_runs(trainer: Trainer) -> list[Path]:

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import remove_whole
@@ -35,6 +35,7 @@ def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
             try:
                 content = load_verified(path, verify=False, mapped=True)
             except CheckpointError:
+                rank_zero_warn(f"{path} cannot be read and is passed over; --ckpt_path {path} says why")
                 continue
             if not isinstance(content, dict) or "optimizer_states" not in content:
                 continue
@@ -44,13 +45,24 @@ def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def candidates(word: str | None, root: Path) -> list[Path]:
-    """Checkpoints, newest first, that ``--ckpt_path last`` may mean, or a job that its scheduler has started again."""
+    """Checkpoints, newest first, that ``--ckpt_path last`` may mean, or a job that its scheduler has started again.
+
+    Of a run that has none yet they are those of its parent, the one that it started from first.
+    """
     folder: Path | None = None
     if word:
         folder = root / LATEST
     elif int(os.environ.get("SLURM_RESTART_COUNT") or 0) and (job := os.environ.get("SLURM_JOB_ID")):
-        folder = next((run for run in root.glob("*") if (read_record(run) or {}).get("job") == job), None)
-    return [path for _, _, path in checkpoints(real(folder))] if folder else []
+        runs = [run for run in root.glob("*") if run.name != LATEST and (read_record(run) or {}).get("job") == job]
+        folder = max(runs, default=None)
+    place = real(folder) if folder else None
+    first: Path | None = None
+    while place:
+        if found := [path for _, _, path in checkpoints(place)]:
+            return sorted(found, key=lambda path: path != first)
+        parent = (read_record(place) or {}).get("parent")
+        first, place = (Path(parent), Path(parent).parent) if isinstance(parent, str) else (None, None)
+    return []
 
 
 class RunFolder(Callback):

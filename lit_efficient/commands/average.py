@@ -55,7 +55,7 @@ def _shares(count: int, weights: Sequence[float] | str) -> list[float]:
         raise ConfigurationError("average: name at least one file")
     if isinstance(weights, str):
         return position_weights(count, weights)
-    if len(weights) != count or not sum(weights) > 0:
+    if len(weights) != count or not 0 < sum(weights) < float("inf"):
         raise refusal("average", "weights", f"one number a file ({count}) with a sum above 0", weights)
     return [weight / sum(weights) for weight in weights]
 

@@ -185,17 +185,10 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         batch = batch_for(run.network) if check else None
         ours = None if batch is None else outputs_of(run.network, batch)
         held, tolerance = run.held, tolerance_of(run.network)
-        tied: dict[object, list[str]] = {}
-        for name, tensor in run.module.state_dict().items():
-            tied.setdefault(memory_of(tensor), []).append(name)
+        before: Mapping[str, Tensor] = run.module.state_dict()
         fold(run, keep_int4=True)
         state: dict[str, Tensor] = run.module.state_dict()
-        for first, *others in tied.values():
-            if any(first in state and memory_of(state[other]) != memory_of(state[first]) for other in others):
-                raise ConfigurationError(
-                    f"export: an adapter belongs to one use of {first!r}, which is tied to {others[0]!r}: a module "
-                    "that loads format safetensors would have one of them for both. Use format merged or peft"
-                )
+        _check_tied(before, state)
         if batch is not None and ours is not None:
             off = difference(ours, outputs_of(run.network, batch), tolerance)
             finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
@@ -203,13 +196,29 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
                 raise CheckpointError(f"export: another model than was trained{finding}")
     else:
         state, held = weights_of(checkpoint, weights)
-        state = merge_state({**checkpoint, "state_dict": state}, None if base is None else read(base)["state_dict"])
+        frozen = {} if base is None else read(base)["state_dict"]
+        before = {**frozen, **state}
+        state = merge_state({**checkpoint, "state_dict": state}, frozen)
+        _check_tied(before, state)
     expected = digests(state) if check else {}
 
     def write(folder: Path) -> None:
         save_tensors(folder / "model.safetensors", state, format="pt", weights=held)
 
     return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding
+
+
+def _check_tied(before: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> None:
+    """Refuse two weights in the place of a tied one."""
+    tied: dict[object, str] = {}
+    for name, tensor in before.items():
+        first = tied.setdefault(memory_of(tensor), name)
+        if first in merged and name in merged and memory_of(merged[first]) != memory_of(merged[name]):
+            raise ConfigurationError(
+                f"export: an adapter belongs to one use of {first!r}, which is tied to {name!r}: a module "
+                "that loads format safetensors would have one of them for both. Use format peft, or merged for a model "
+                "of transformers, or lit_efficient.restore"
+            )
 
 
 def _write_base(run: Trained, place: Path) -> None:

@@ -1,5 +1,7 @@
 """What the command says about changed settings is done: each key is named, and the resumed run trains with it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -107,6 +109,24 @@ def test_a_schedule_that_the_config_has_no_more_leaves_the_config_s_rate():
         fit(SAVE, CKPT, *constant, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=6", "--trainer.max_epochs=4") == 0
     )
     assert Recorder.last.rates == pytest.approx([0.1 * 0.1 ** (step // 6) for step in range(12, 16)])
+
+
+def test_another_schedule_leaves_no_momentum_of_the_one_before(said):
+    sgd = ["--optimizer=SGD", "--optimizer.lr=0.1", "--optimizer.momentum=0.95"]
+    cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=0.1", "--lr_scheduler.total_steps=12"]
+    assert fit(SAVE, *sgd, *cycle) == 0
+    first = str(Path("runs/base/latest/last.ckpt").resolve())
+    assert 0.85 < groups()[0]["momentum"] < 0.94  # within the cycle
+    for schedule in ([], ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]):
+        assert fit(SAVE, f"--ckpt_path={first}", *sgd, *schedule, "--trainer.max_epochs=3") == 0
+        assert groups()[0]["momentum"] == 0.95
+    # This one takes no state but its own.
+    cyclic = ["--lr_scheduler=CyclicLR", "--lr_scheduler.base_lr=0.01", "--lr_scheduler.max_lr=0.2"]
+    assert fit(SAVE, *sgd, *cyclic, "--trainer.max_epochs=3") == 0
+    whole = Recorder.last.rates
+    said()
+    assert fit(SAVE, f"--ckpt_path={first}", *sgd, *cyclic, "--trainer.max_epochs=3") == 0
+    assert Recorder.last.rates == pytest.approx(whole[STEPS:], rel=1e-12)
 
 
 @pytest.mark.parametrize(

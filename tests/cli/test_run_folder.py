@@ -138,6 +138,30 @@ def test_last_is_the_newest_whole_checkpoint_of_the_newest_run(caplog):
     assert len(Recorder.last.rates) == 16 - step
 
 
+def test_last_of_a_run_without_any_is_the_one_that_it_started_from(caplog):
+    caplog.set_level("INFO")
+    arguments = [SAVE, "--ckpt_path=last"]
+    assert fit(*arguments) == 0
+    assert "runs/base holds no checkpoint to go on from yet; the run begins anew" in caplog.text
+    (first,) = runs()
+    assert fit(*arguments, "--model.scale=1e30", "--trainer.max_epochs=3") == 4  # it ends before it saves
+    child = next(run for run in runs() if run != first)
+    assert not list(child.glob("*.ckpt"))
+    assert fit(*arguments, "--model.scale=2", "--trainer.max_epochs=3") == 0
+    assert last()["global_step"] == 12
+    assert f"ckpt_path: {first / 'last.ckpt'} starts the run" in caplog.text
+
+
+def test_a_truncated_checkpoint_is_passed_over_with_a_warning():
+    arguments = [SAVE, KEEP, "--ckpt_path=last"]
+    assert fit(*arguments) == 0
+    (run,) = runs()
+    content = (run / "last.ckpt").read_bytes()
+    (run / "last.ckpt").write_bytes(content[: len(content) // 2])
+    with pytest.warns(UserWarning, match=r"last\.ckpt cannot be read and is passed over"):
+        assert fit(*arguments, "--trainer.max_epochs=3") == 0
+
+
 def test_a_job_that_its_scheduler_starts_again_goes_on(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert fit(SAVE) == 0

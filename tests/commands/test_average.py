@@ -82,6 +82,7 @@ def _average_few_and_many(path: Path) -> None:
         ([{"a": torch.ones(2)}, {"a": torch.ones(3)}], "uniform", r"'a' is \[3\], and \[2\] in the others"),
         ([{"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}], "uniform", "quantised weights have no mean"),
         ([{"a": torch.ones(2)}], [1.0, 2.0], r"one number a file \(1\) with a sum above 0, got \[1.0, 2.0\]"),
+        ([{"a": torch.ones(2)}], [float("inf")], r"one number a file \(1\) with a sum above 0, got \[inf\]"),
         ([], "uniform", "name at least one file"),
     ],
 )

@@ -202,6 +202,38 @@ class Own(L.LightningModule):
     val_dataloader = train_dataloader
 
 
+class Tied(L.LightningModule):
+    """A module of one's own, whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.embedding(batch["input_ids"])).mT, batch["labels"])
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1.0)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_one_use_of_a_tied_weight_in_a_module_of_ones_own_is_refused(
+    beside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Tied()
+    save_atomically({"state_dict": dict(module.state_dict())}, tmp_path / "base.ckpt")
+    trainer = fit(module, LoRA(rank=2, targets=["head"], save_base=not beside), steps=1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    base = ["--base", str(tmp_path / "base.ckpt")] if beside else []
+    assert export([str(tmp_path / "run.ckpt"), "--output", str(tmp_path / "out"), *base]) == 2
+    assert "one use of 'embedding.weight', which is tied to 'head.weight'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_peft_gets_all_that_trained_in_a_module_of_ones_own(tmp_path: Path) -> None:
     """The head beside the network, and the statistics that changed meanwhile."""
     from peft import PeftModel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from lit_efficient.cli.checkpoint import read
+from lit_efficient.cli.checkpoint import read, read_last
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import save_atomically
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
@@ -94,6 +94,13 @@ def test_no_pickle_in_it_is_run(folder: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match=r"refused to load .*distcp \(extra\)"):
         check_shards(folder)
     assert not (tmp_path / "exploded").exists()
+
+
+def test_the_word_last_takes_no_folder_unchecked(folder: Path, tmp_path: Path) -> None:
+    older = Path(shutil.copytree(folder, tmp_path / "older"))
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    with pytest.warns(UserWarning, match=r"\.metadata: .* does not belong there.*from the one before"):
+        assert read_last([folder, older]) == (str(older), {})
 
 
 def test_a_place_outside_a_missing_file_and_deepspeed_are_refused(folder: Path, tmp_path: Path) -> None:
