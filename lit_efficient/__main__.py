@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from lit_efficient import __version__
-from lit_efficient.errors import EXIT_CODES, LitEfficientError
+from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
 
 # Files in lit_efficient/commands.
 COMMANDS = {
@@ -90,13 +90,15 @@ def _run_command(name: str, arguments: list[str]) -> int:
     try:
         return int(import_module(f"lit_efficient.commands.{name}").run([a for a in arguments if a != "--debug"]))
     except Exception as error:
-        from lit_efficient.mechanisms.trials.memory import is_out_of_memory
+        code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
+        if code is None:
+            from lit_efficient.mechanisms.trials.memory import is_out_of_memory  # torch, for these alone
 
-        out_of_memory = is_out_of_memory(error)
-        if "--debug" in arguments or not (out_of_memory or isinstance(error, LitEfficientError | OSError)):
+            code = OutOfMemoryError.exit_code if is_out_of_memory(error) else None
+        if code is None or "--debug" in arguments:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 3 if out_of_memory else getattr(error, "exit_code", 2)
+        return code
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -34,12 +34,10 @@ from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
-from lit_efficient.mechanisms.restore import weights_of
+from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
-Weights = Literal["auto", "average", "raw"]
-
 _SHARD = "5GB"  # of a merged model's files: one of them can be fetched again, or read on a small machine
 
 

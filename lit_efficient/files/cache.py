@@ -16,6 +16,7 @@ import numpy as np
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing, write_folder
+from lit_efficient.files.sums import sha256_of
 
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
@@ -66,12 +67,6 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
             f"The cache {folder} is damaged: {fault} Delete the folder and run again: it is made again."
         )
     return folder
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough: bool) -> str | None:

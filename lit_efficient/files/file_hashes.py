@@ -14,7 +14,8 @@ from typing import Any
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.cache import cache_root, sha256_of
+from lit_efficient.files.cache import cache_root
+from lit_efficient.files.sums import sha256_of
 
 _SETTLED = 2_000_000_000  # nanoseconds: the coarsest clock of a file system in use
 

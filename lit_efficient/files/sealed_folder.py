@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import prepared_folder, read_json, sha256_of, write_json
+from lit_efficient.files.cache import prepared_folder, read_json, write_json
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
 MANIFEST = "manifest.json"

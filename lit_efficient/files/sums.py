@@ -15,7 +15,7 @@ NAME = "SHA256SUMS"
 def write_sums(folder: Path) -> None:
     """Write the hashes of all files in a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
-    lines = [f"{_sum(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    lines = [f"{sha256_of(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / NAME).write_text("".join(lines), "utf-8")
 
 
@@ -35,13 +35,14 @@ def check_sums(folder: str | os.PathLike[str] | None, below: str | None = None) 
     for line in sums.read_text("utf-8", errors="replace").splitlines():
         digest, _, name = line.partition("  ")
         path = sums.parent / name
-        if name.startswith(f"{below}/" if below else "") and (not path.is_file() or _sum(path) != digest):
+        if name.startswith(f"{below}/" if below else "") and (not path.is_file() or sha256_of(path) != digest):
             raise CheckpointError(
                 f"{path} is missing, or not what was written (its SHA-256 differs from {sums}). If it was changed on "
                 f"purpose, delete {NAME}"
             )
 
 
-def _sum(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -75,7 +75,7 @@ def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weig
 
 
 def weights_of(
-    checkpoint: Mapping[str, Any], weights: Literal["auto", "average", "raw"], module: nn.Module | None = None
+    checkpoint: Mapping[str, Any], weights: Weights, module: nn.Module | None = None
 ) -> tuple[dict[str, Tensor], str]:
     """The tensors of a checkpoint, averaged ones in the place of raw ones where they are wanted, and which they are.
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from lit_efficient.data.text.tokenizer_state import token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import sha256_of
 from lit_efficient.files.checkpoints import missing_folder
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model

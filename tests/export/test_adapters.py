@@ -147,35 +147,8 @@ def test_peft_gets_qalora_as_a_plain_adapter_beside_the_dequantised_base(tmp_pat
     torch.testing.assert_close(_logits(model), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["unet", "sd3"])
-def test_diffusers_loads_the_adapter(kind: str, tmp_path: Path) -> None:
-    make, output, _, _ = MODELS[kind]
-    torch.manual_seed(0)
-    model: Any = make().eval()
-    base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    targets = ["to_q", "to_v", "conv1"] if kind == "unet" else ["to_q", "linear_1"]
-    root = torch.nn.ModuleDict({"network": model})
-    apply(root, [LoRA(rank=2, targets=targets, alpha=6.0)])
-    for name, p in root.named_parameters():
-        if name.endswith("lora_B"):
-            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
-    expected = output(model).detach()
-    checkpoint: dict[str, Any] = {"state_dict": root.state_dict(), "lit_efficient": {}}
-    checkpoint["lit_efficient"]["transforms"] = [entry.record for entry in ledger(root)]
-    LoRA.trim_checkpoint(root, checkpoint)
-    torch.save(checkpoint, tmp_path / "lora.ckpt")
-    assert export([str(tmp_path / "lora.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
-    fresh: Any = make().eval()
-    fresh.load_state_dict(base)
-    fresh.load_lora_adapter(tmp_path / "out", prefix="base_model.model", weight_name="adapter_model.safetensors")
-    torch.testing.assert_close(output(fresh).detach(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "variant"), [("unet", "lora"), ("unet", "rslora"), ("sd3", "pissa")])
-def test_a_pipeline_of_diffusers_loads_the_folder_and_kohyas_file(kind: str, variant: str, tmp_path: Path) -> None:
-    import diffusers
-    from safetensors.torch import load_file
-
+def exported_adapter(kind: str, folder: Path, variant: str = "lora") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Export an adapter of a network of diffusers to ``folder / "out"``; the base's weights and the outputs with it."""
     make, output, _, _ = MODELS[kind]
     torch.manual_seed(0)
     model: Any = make().eval()
@@ -190,8 +163,28 @@ def test_a_pipeline_of_diffusers_loads_the_folder_and_kohyas_file(kind: str, var
     checkpoint: dict[str, Any] = {"state_dict": root.state_dict(), "lit_efficient": {}}
     checkpoint["lit_efficient"]["transforms"] = [entry.record for entry in ledger(root)]
     LoRA.trim_checkpoint(root, checkpoint)
-    torch.save(checkpoint, tmp_path / "lora.ckpt")
-    assert export([str(tmp_path / "lora.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+    torch.save(checkpoint, folder / "lora.ckpt")
+    assert export([str(folder / "lora.ckpt"), "--format", "peft", "--output", str(folder / "out")]) == 0
+    return base, expected
+
+
+@pytest.mark.parametrize("kind", ["unet", "sd3"])
+def test_diffusers_loads_the_adapter(kind: str, tmp_path: Path) -> None:
+    make, output, _, _ = MODELS[kind]
+    base, expected = exported_adapter(kind, tmp_path)
+    fresh: Any = make().eval()
+    fresh.load_state_dict(base)
+    fresh.load_lora_adapter(tmp_path / "out", prefix="base_model.model", weight_name="adapter_model.safetensors")
+    torch.testing.assert_close(output(fresh).detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "variant"), [("unet", "lora"), ("unet", "rslora"), ("sd3", "pissa")])
+def test_a_pipeline_of_diffusers_loads_the_folder_and_kohyas_file(kind: str, variant: str, tmp_path: Path) -> None:
+    import diffusers
+    from safetensors.torch import load_file
+
+    make, output, _, _ = MODELS[kind]
+    base, expected = exported_adapter(kind, tmp_path, variant)
 
     def loaded(**names: str) -> torch.Tensor:
         fresh: Any = make().eval()

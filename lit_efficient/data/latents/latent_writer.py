@@ -37,7 +37,8 @@ from lit_efficient.data.latents.latent_store import (
 from lit_efficient.data.latents.teacher_features import stored_features
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.atomic_file import remove_whole, replacing
-from lit_efficient.files.cache import sha256_of, write_json
+from lit_efficient.files.cache import write_json
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
 from lit_efficient.models.latent_codec import LatentCodec

@@ -21,7 +21,7 @@ from typing import IO, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.files.cache import sha256_of
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.internals.hugging_face import fingerprint
 
 STDLIB_INSTRUCTIONS = "stdlib-instructions"

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import read_json, sha256_of, write_json
+from lit_efficient.files.cache import read_json, write_json
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
