@@ -1,10 +1,13 @@
 """One thread, no network, no GPU surprises, and a cache that all workers of a run share."""
 
+import functools
 import gc
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+@functools.cache
+def _found(path: tuple[str, ...], **chosen: str) -> Any:
+    return _look(**chosen)
+
+
+_look = importlib.metadata.entry_points
+# Each trainer reads the metadata of all that is installed, which takes as long as some fits: once for a path is enough.
+importlib.metadata.entry_points = lambda **chosen: _found(tuple(sys.path), **chosen)
 processes.prepare(heavy="PYTEST_XDIST_WORKER" in os.environ)  # before any other conftest imports the package
 
 
@@ -32,6 +45,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # models and trainers are thousands of objects each
     gc.enable()
 
 

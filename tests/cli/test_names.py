@@ -1,12 +1,16 @@
 """Short names in YAML and on the command line, and overlays that append."""
 
+from pathlib import Path
+
 import yaml
 
 from lit_efficient import PUBLIC
+from lit_efficient.__main__ import SUBCOMMANDS
 from lit_efficient.cli import run
 from lit_efficient.cli.parsing import expand_short_names, load_yaml, split_arguments
+from lit_efficient.internals.jsonargparse_parser import subcommands
 from tests.cli.toy_runs import OVERLAYS, fit
-from tests.support_cli import Recorder
+from tests.support_cli import Parts, Recorder, ToyModel
 
 
 def test_short_names_are_written_in_full_in_yaml():
@@ -114,3 +118,12 @@ def test_help_of_a_subcommand_names_the_parts(capsys):
     assert run(["fit", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("--trainer.max_epochs", "--optimizer", "--ckpt_path", "--model"))
+
+
+def test_options_are_added_for_the_subcommand_that_comes_first_and_else_for_all():
+    config = yaml.safe_load(Path("base.yaml").read_text())
+    Path("all.yaml").write_text(yaml.safe_dump({"fit": config, "validate": config}))
+    for words, wanted in ((["fit", "-c", "base.yaml"], {"fit"}), (["-c", "all.yaml", "validate"], {*SUBCOMMANDS[:4]})):
+        parts = Parts(args=words, allow_imports=["tests"])
+        assert subcommands(parts.parser).keys() == wanted
+        assert type(parts.model) is ToyModel
