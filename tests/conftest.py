@@ -44,9 +44,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # models and trainers are thousands of objects each
-    gc.enable()
+    gc.enable()  # and freeze nothing: a search for the batch size does, and would find garbage of other tests as well
 
 
 @pytest.fixture(scope="session", autouse=True)
