@@ -337,7 +337,7 @@ def _check_trained(module: Any, techniques: list[Declaration], optimizers: list[
 
 
 def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any) -> None:
-    """After a step: refuse a run in which what techniques train is frozen, or bypassed; adapters may wait their turn."""
+    """After a step: refuse a run in which what techniques train is frozen or bypassed; adapters may wait."""
     if _session(module) is not session or id(optimizer) in session.checked:
         return
     reshard(module)
@@ -388,7 +388,7 @@ def _weights_beside(module: Any, silent: Mapping[str, list[nn.Parameter]]) -> di
         return uses[id(p)] == 1 and p.ndim > 1 and (p.dtype == adapter.dtype if is_sharded(p) else plain)
 
     if traits_of(module.trainer.strategy).flattens:
-        return dict.fromkeys(silent, [])
+        return {owner: [] for owner in silent}
     own = {owner: module.get_submodule(owner).parameters(recurse=False) for owner in silent}
     return {o: [p for p in found if not p.requires_grad and tells(p, silent[o][0])] for o, found in own.items()}
 
@@ -398,8 +398,8 @@ def _check_silent(module: Any, session: Session, optimizer: Optimizer) -> None:
     bypassed = layers.bypassed()
     if bypassed:
         raise ConfigurationError(
-            f"{layers.who}: {len(bypassed)} adapters cannot learn, first that of {bypassed[0]!r}: the network reads that layer's "
-            "weight and never calls the layer, as fused kernels do. Leave it out of targets"
+            f"{layers.who}: {len(bypassed)} adapters cannot learn, first that of {bypassed[0]!r}: the network reads "
+            "that layer's weight and never calls the layer, as fused kernels do. Leave it out of targets"
         )
     if not layers.waiting:
         session.checked.add(id(optimizer))
@@ -411,8 +411,8 @@ def _warn_of(layers: SilentLayers) -> None:
     names = list(layers.waiting)
     rank_zero_warn(
         f"{layers.who}: {len(names)} adapters had no gradient up to step {layers.steps}: {', '.join(names[:5])}"
-        f"{', ...' if len(names) > 5 else ''}. No batch has trained these layers yet; if none does, as where tasks take "
-        "turns, leave them out of targets"
+        f"{', ...' if len(names) > 5 else ''}. No batch has trained these layers yet; if none will, "
+        "leave them out of targets"
     )
 
 

@@ -182,7 +182,7 @@ class Frugal(ListedEarly):
         self.disturbed.append([n for n, p in self.named_parameters() if p.grad is not None and "lora" not in n])
 
 
-@pytest.mark.parametrize("extra", [None, lambda: ActivationCheckpointing(), lambda: Compile(backend="aot_eager")])
+@pytest.mark.parametrize("extra", [None, ActivationCheckpointing, lambda: Compile(backend="aot_eager")])
 def test_tasks_may_alternate_and_waiting_for_them_changes_nothing(extra: Any, recwarn: pytest.WarningsRecorder) -> None:
     found = []
     for technique in (LoRA(dropout=0.5), Unwatched(dropout=0.5)):
@@ -190,7 +190,7 @@ def test_tasks_may_alternate_and_waiting_for_them_changes_nothing(extra: Any, re
         module = Frugal()
         parts = [technique] if extra is None else [technique, extra()]
         trainer(parts, max_steps=6, gradient_clip_val=1e-3).fit(module, data(), data())
-        assert module.net.first.lora_B.any() and module.net.other.lora_B.any()
+        assert all(layer.lora_B.any() for layer in (module.net.first, module.net.other))
         assert not any(module.disturbed)
         found.append((weights(module), torch.rand(4)))
     assert_equal(found[0], found[1])
@@ -210,7 +210,8 @@ def test_a_layer_that_no_batch_uses_is_named_once(steps: int) -> None:
     with pytest.warns(UserWarning, match=r"LoRA: \d adapters had no gradient up to step .*net\.spare") as caught:
         trainer([LoRA()], max_steps=steps).fit(ByGradient(Spare), data(), data())
     said = [str(w.message) for w in caught if "had no gradient" in str(w.message)]
-    assert len(said) == 1 and ("net.first" in said[0] or "net.other" in said[0]) == (steps == 1)
+    assert len(said) == 1
+    assert ("net.first" in said[0] or "net.other" in said[0]) == (steps == 1)
 
 
 class Turns(Bypassing):
@@ -259,7 +260,7 @@ class TurnsOfOptimizers(Toy):
 def test_optimizers_may_take_turns_through_each_others_layers() -> None:
     module = TurnsOfOptimizers()
     trainer([LoRA()], max_steps=8).fit(module, torch.utils.data.DataLoader(torch.randn(16, WIDTH), 4))
-    assert module.net.first.lora_B.any() and module.net.other.lora_B.any()
+    assert all(layer.lora_B.any() for layer in (module.net.first, module.net.other))
 
 
 def test_fused_kernels_of_state_space_models_are_such_a_case() -> None:
