@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation without a word: system prompts, thoughts, names, words beside calls.
+"""What a chat template leaves out of a conversation without a word: system prompts, thoughts, words beside calls.
 
 A part stands in the rendered text if it does to the letter, as JSON or Python write it, or with other white space.
 """
