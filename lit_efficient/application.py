@@ -6,6 +6,7 @@ and put back (:mod:`lit_efficient.internals.wraps`).
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,6 +34,7 @@ from lit_efficient.files.moved import translate
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
+from lit_efficient.internals.silent_layers import SilentLayers
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
@@ -49,7 +51,8 @@ class Session:
     reports: dict[str, Report] = field(default_factory=dict)
     schedulers: list[Any] = field(default_factory=list)  # while optimizers are rewritten, and no longer
     protocol_checked: bool = False
-    checked: set[int] = field(default_factory=set)  # optimizers whose first step has been looked at
+    checked: set[int] = field(default_factory=set)  # optimizers all of whose adapters have had a gradient
+    silent: dict[int, SilentLayers] = field(default_factory=dict)  # of optimizers some of whose ones have had none
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,10 @@ def uninstall(module: Any) -> None:
     session = module.__dict__.pop("_lit_efficient_session", None)
     for name, function in session.wraps.items() if session else ():
         unwrap_method(module, name, function)
+    for layers in session.silent.values() if session else ():
+        layers.close()
+        if layers.steps == 1:
+            _warn_of(layers)
 
 
 def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
@@ -330,13 +337,16 @@ def _check_trained(module: Any, techniques: list[Declaration], optimizers: list[
 
 
 def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any) -> None:
-    """After the first step: refuse a run in which what techniques train is frozen, or has no part in the loss."""
+    """After a step: refuse a run in which what techniques train is frozen or bypassed; adapters may wait."""
     if _session(module) is not session or id(optimizer) in session.checked:
         return
     reshard(module)
+    if id(optimizer) in session.silent:
+        return _check_silent(module, session, optimizer)
     own = {id(p): p.grad is not None for group in optimizer.param_groups for p in group["params"]}
     names = {id(p): name for name, p in module.named_parameters()}
     later = {id(module.get_parameter(name)) for name in held(module)}
+    silent: dict[str, list[nn.Parameter]] = {}
     for technique in in_order(techniques_of(module.trainer)):
         who = type(technique).__name__
         trained = [p for p in technique.trains(module) if id(p) in own and id(p) not in later]  # others may be toggled
@@ -348,24 +358,78 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
             )
         if not any(own.values()):
             return  # a hook has taken the gradients away: look at the next step
-        learns: dict[str, bool] = {}
+        adapters: dict[str, list[nn.Parameter]] = {}
         for p in technique.adapters(module):
             if id(p) in own and id(p) in names and id(p) not in later:
-                owner = names[id(p)].rpartition(".")[0]
-                learns[owner] = learns.get(owner, False) or own[id(p)]
+                adapters.setdefault(names[id(p)].rpartition(".")[0], []).append(p)
+        learns = {owner: any(own[id(p)] for p in added) for owner, added in adapters.items()}
         alive = {_without_numbers(owner) for owner, has in learns.items() if has}
         dead = [owner for owner, has in learns.items() if not has and _without_numbers(owner) not in alive]
-        if dead:
-            raise ConfigurationError(
-                f"{who}: {len(dead)} of {len(learns)} adapters had no gradient in the first step, first {dead[0]!r}: "
-                "the network reads that layer's weight and never calls it, as fused kernels do, or does not use it. "
-                "Leave it out of targets; where tasks alternate, let the first step see all (accumulate_grad_batches)"
-            )
-    session.checked.add(id(optimizer))
+        silent |= {owner: adapters[owner] for owner in dead}
+    if not silent:
+        session.checked.add(id(optimizer))
+        return
+    who = "/".join(type(t).__name__ for t in in_order(techniques_of(module.trainer)) if overrides(t, "adapters"))
+    session.silent[id(optimizer)] = SilentLayers(who, silent, _weights_beside(module, silent))
+    if "training_step" not in session.wraps:
+        session.wraps["training_step"] = _training_step_like(module.training_step)
+    session.wraps["on_after_backward"] = _on_after_backward
+    for name in ("training_step", "on_after_backward"):
+        wrap_method(module, name, session.wraps[name])
+
+
+def _weights_beside(module: Any, silent: Mapping[str, list[nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
+    """The frozen weights of adapted layers whose gradient can be asked for, and means that the layer is read."""
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))  # tied ones are read elsewhere
+
+    def tells(p: nn.Parameter, adapter: nn.Parameter) -> bool:
+        plain = type(p) is nn.Parameter and p.is_floating_point() and p.itemsize > 1
+        # FSDP2 reduces gradients of one format together.
+        return uses[id(p)] == 1 and p.ndim > 1 and (p.dtype == adapter.dtype if is_sharded(p) else plain)
+
+    if traits_of(module.trainer.strategy).flattens:
+        return {owner: [] for owner in silent}
+    own = {owner: module.get_submodule(owner).parameters(recurse=False) for owner in silent}
+    return {o: [p for p in found if not p.requires_grad and tells(p, silent[o][0])] for o, found in own.items()}
+
+
+def _check_silent(module: Any, session: Session, optimizer: Optimizer) -> None:
+    layers = session.silent[id(optimizer)]
+    bypassed = layers.bypassed()
+    if bypassed:
+        raise ConfigurationError(
+            f"{layers.who}: {len(bypassed)} adapters cannot learn, first that of {bypassed[0]!r}: the network reads "
+            "that layer's weight and never calls the layer, as fused kernels do. Leave it out of targets"
+        )
+    if not layers.waiting:
+        session.checked.add(id(optimizer))
+    elif layers.steps == 2:
+        _warn_of(layers)
+
+
+def _warn_of(layers: SilentLayers) -> None:
+    names = list(layers.waiting)
+    rank_zero_warn(
+        f"{layers.who}: {len(names)} adapters had no gradient up to step {layers.steps}: {', '.join(names[:5])}"
+        f"{', ...' if len(names) > 5 else ''}. No batch has trained these layers yet; if none will, "
+        "leave them out of targets"
+    )
 
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "*", name)
+
+
+def _on_after_backward(self: Any) -> None:
+    if self.automatic_optimization:
+        _rest(self)
+    inner_method(self, "on_after_backward", _on_after_backward)()
+
+
+def _rest(module: Any) -> None:
+    session = _session(module)
+    for layers in session.silent.values() if session is not None else ():
+        layers.rest()
 
 
 def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
@@ -445,6 +509,15 @@ def _on_loss(module: Any, method: str) -> list[LossHooks]:
 
 def _weighed(module: Any, *args: Any) -> Any:
     session: Session = module.__dict__["_lit_efficient_session"]
+    for layers in session.silent.values():
+        layers.listen()
+    output = _weighed_loss(module, session, *args)
+    if output is None or not module.automatic_optimization:
+        _rest(module)
+    return output
+
+
+def _weighed_loss(module: Any, session: Session, *args: Any) -> Any:
     techniques = _on_loss(module, "sample_weights")
     weighers = [(type(t).__name__, lambda out, t=t: t.sample_weights(out, module)) for t in techniques]
     contexts = (t.weigh_inside(module, lambda out: product(out, weighers)) for t in techniques)

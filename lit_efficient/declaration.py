@@ -108,8 +108,9 @@ class Declaration:
         return ()
 
     def adapters(self, module: nn.Module) -> Iterable[nn.Parameter]:
-        """Those of :meth:`trains` that must learn: modules none of whose ones have a gradient after the first step of
-        their optimizer are an error, unless others of the same name but for its numbers, such as experts, have one.
+        """Those of :meth:`trains` that must learn: a module none of whose ones get a gradient is an error where its
+        frozen weights are read all the same, and a warning where they are not, unless others of the same name but for
+        its numbers, such as experts, have one.
         """
         return ()
 

@@ -28,7 +28,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
-from lit_efficient.models.read_weights import read_layers
+from lit_efficient.models.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
 from lit_efficient.technique import Technique
 
@@ -38,8 +38,8 @@ class QuantizeBase(Technique):
 
     Quantises ``nn.Linear`` and GPT-2's ``Conv1D``. Names stay. Checkpoints of either kind load: quantised ones as they
     are, and those of the float base, which are quantised on the way. Layers that share their weight with another one
-    stay as they are, and those whose weight a model of transformers reads by itself (Mamba's ``dt_proj``). A model that
-    transformers has loaded in 4 or 8 bits already needs ``LoRA`` alone.
+    stay as they are, and those whose weight the modules around them read: to multiply by it (Mamba's ``dt_proj``) or to
+    cast to its type (T5's ``wo``). A model that transformers has loaded in 4 or 8 bits already needs ``LoRA`` alone.
 
     Args:
         format: ``nf4`` (4 bits, for normally distributed weights), ``fp4``, ``int8``, or ``int4`` (for
@@ -84,7 +84,8 @@ class QuantizeBase(Technique):
             )
 
     def transform(self, module: nn.Module) -> Report:
-        found = self._layers(module)
+        read = self._read_elsewhere(module)
+        found = self._layers(module, read)
         before = sum(linear.weight.nbytes for _, linear in found)
         elements = sum(linear.weight.numel() for _, linear in found)
         after = 0
@@ -96,6 +97,9 @@ class QuantizeBase(Technique):
         call_layers(module)
         left = sum(getattr(part, key).nbytes for _, part, keys in expert_stacks(module) for key in keys)
         aside = f"; the stacked weights of experts stay as they are, {left / 2**20:.1f} MiB" if left else ""
+        if read:
+            aside += f"; {len(read)} layers stay as they are, whose weight other code reads: {', '.join(read[:3])}"
+            aside += ", ..." if len(read) > 3 else ""
         return Report(
             f"{len(found)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
             f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved{aside}",
@@ -113,7 +117,12 @@ class QuantizeBase(Technique):
     def is_in(cls, module: nn.Module) -> bool:
         return any(is_quantized(part) for part in module.modules())
 
-    def _layers(self, module: nn.Module) -> list[tuple[str, Any]]:
+    def _read_elsewhere(self, module: nn.Module) -> list[str]:
+        read = {f"{prefix}{name}" for prefix, make in _recipes(module) for name in read_layers(make)}
+        read |= set(cast_to(module))
+        return [n for n, part in module.named_modules() if n in read and _is_linear(part) and not self._skips(n)]
+
+    def _layers(self, module: nn.Module, read: list[str]) -> list[tuple[str, Any]]:
         done = [name for name, part in module.named_modules() if is_quantized(part)]
         if done:
             raise ConfigurationError(
@@ -124,11 +133,10 @@ class QuantizeBase(Technique):
         for part in module.modules():
             for parameter in part.parameters(recurse=False):
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-        read = {f"{prefix}{name}" for prefix, make in _recipes(module) for name in read_layers(make)}
         found: list[tuple[str, Any]] = [
             (name, part)
             for name, part in module.named_modules()
-            if (type(part) is nn.Linear or is_conv1d(part))
+            if _is_linear(part)
             and name and uses[id(part.weight)] == 1 and not self._skips(name) and name not in read
         ]  # fmt: skip
         if not found:
@@ -149,6 +157,10 @@ class QuantizeBase(Technique):
 
     def _skips(self, name: str) -> bool:
         return any(name_pattern(pattern, "QuantizeBase: skip").fullmatch(name) for pattern in self.skip)
+
+
+def _is_linear(part: nn.Module) -> bool:
+    return type(part) is nn.Linear or is_conv1d(part)
 
 
 def _recipes(module: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:

@@ -3,19 +3,22 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import read, weights_alone, write
 from lit_efficient.mechanisms.averages.weights import position_weights, precise
+from lit_efficient.mechanisms.restore import Weights, weights_of
 
 _STATISTICS = ("running_mean", "running_var")
 
 
-def average_files(paths: Sequence[str | Path], weights: Sequence[float] | str = "uniform") -> dict[str, Any]:
+def average_files(
+    paths: Sequence[str | Path], weights: Sequence[float] | str = "uniform", of: Weights = "auto"
+) -> dict[str, Any]:
     """The weighted mean of the weights in files, in the memory of two of them, however many there are.
 
     Floating-point entries are added up in float32 at least and returned in their own format; others, such as counters,
@@ -25,21 +28,35 @@ def average_files(paths: Sequence[str | Path], weights: Sequence[float] | str = 
         paths: Checkpoints of Lightning or ``.safetensors`` files, oldest first, at least one.
         weights: One number a file, divided by their sum, or ``uniform``, ``linear`` or ``exponential`` as in
             :func:`lit_efficient.mechanisms.averages.weights.position_weights`.
+        of: Which weights of each file, as :func:`lit_efficient.restore` takes them: ``auto`` are those that its run
+            validated.
 
     Returns:
-        The last file's checkpoint with the mean in ``state_dict``, without optimizer states.
+        The last file's checkpoint with the mean in ``state_dict``, without optimizer states; ``weights`` says of what.
 
     Raises:
-        ConfigurationError: If the files' weights differ in names or shapes or are quantised, or if numbers and files
-            do not match.
+        ConfigurationError: If the files' weights differ in kind, names or shapes or are quantised, or if numbers and
+            files do not match.
+        CheckpointError: If a file is damaged or lacks the weights that are wanted.
     """
-    shares = _shares(len(paths), weights)
+    check_choice("average", "weights_of", of, get_args(Weights))
+    shares, kinds = _shares(len(paths), weights), list[str]()
     total: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     checkpoint: dict[str, Any] = {}
     for path, share in zip(paths, shares):
         checkpoint = read(path)
-        state = {name: tensor for name, tensor in checkpoint["state_dict"].items() if isinstance(tensor, Tensor)}
+        try:
+            chosen, kind = weights_of(checkpoint, of)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        kinds.append(kind)
+        if kind != kinds[0]:
+            raise ConfigurationError(
+                f"{path} would give its weights {kind!r}, and {paths[0]} {kinds[0]!r}: a mean of both is neither. "
+                "Leave one kind of files out, or take --weights-of raw of all"
+            )
+        state = {name: tensor for name, tensor in chosen.items() if isinstance(tensor, Tensor)}
         if not dtypes:
             dtypes = {name: tensor.dtype for name, tensor in state.items()}
         elif different := dtypes.keys() ^ state.keys():
@@ -47,7 +64,7 @@ def average_files(paths: Sequence[str | Path], weights: Sequence[float] | str = 
         for name, tensor in state.items():
             _add(total, name, tensor, share, str(path))
     mean = {name: tensor.to(dtypes[name]) for name, tensor in total.items()}
-    return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, "average")
+    return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, f"average of {kinds[0]}")
 
 
 def _shares(count: int, weights: Sequence[float] | str) -> list[float]:
@@ -83,10 +100,17 @@ def run(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="CKPT", help="checkpoints or .safetensors files, oldest first")
     parser.add_argument("--output", required=True, help="file to write: .ckpt, or .safetensors for weights alone")
     parser.add_argument("--weights", default="uniform", help="uniform, linear, exponential, or numbers: 0.2,0.3,0.5")
+    parser.add_argument(
+        "--weights-of",
+        choices=get_args(Weights),
+        default="auto",
+        help="which of each file's weights; auto: those that validation used, the average if its run kept one",
+    )
     options = parser.parse_args(argv)
-    checkpoint = average_files(options.files, _parse(options.weights))
+    checkpoint = average_files(options.files, _parse(options.weights), options.weights_of)
     write(options.output, checkpoint)
-    print(f"Wrote the {options.weights} mean of {len(options.files)} files to {options.output}.")
+    kind = checkpoint["lit_efficient"]["weights"].removeprefix("average of ")
+    print(f"Wrote the {options.weights} mean of {len(options.files)} files to {options.output} ({kind} weights).")
     if any(name.endswith(_STATISTICS) for name in checkpoint["state_dict"]):
         print("The network has BatchNorm: its statistics were averaged, too, which is not what the mean weights have.")
     return 0

@@ -1,11 +1,16 @@
 """Linear layers that a network does not call: it reads their weight, and would read codes where that is quantised.
 
 Mamba multiplies by ``dt_proj.weight`` itself, fused kernels take ``out_proj.weight``. A copy of the network on the meta
-device, which holds no numbers, is run once and tells.
+device, which holds no numbers, is run once and tells. Others cast the input to ``wo.weight.dtype`` (T5 and its kin),
+which is that of the codes then: the source of a module tells.
 """
 
+import ast
 import contextlib
-from collections.abc import Callable
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,3 +62,46 @@ def read_layers(make: Callable[[], nn.Module]) -> list[str]:
     owners = {name: (type(network.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in layers}
     read = {owners[name] for name, part in layers.items() if part.__dict__["_read"]}
     return [name for name, owner in owners.items() if owner in read]
+
+
+def cast_to(module: nn.Module) -> list[str]:
+    """Names of the parts of a module whose ``weight.dtype`` the code of the modules around them asks for."""
+    found = []
+    for name, owner in module.named_modules():
+        paths = {path for kind in type(owner).__mro__ for path in _asked_in(kind)}
+        found += [".".join(filter(None, (name, *end))) for path in sorted(paths) for end in _parts_at(owner, path)]
+    return found
+
+
+@functools.cache
+def _asked_in(kind: type) -> frozenset[tuple[str, ...]]:
+    """Of each ``self.a[0].b.weight.dtype`` in the source of a class ``a``, ``0`` and ``b``; ``*`` for any index."""
+    if kind.__module__.partition(".")[0] in ("builtins", "torch"):
+        return frozenset()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, SyntaxError, TypeError):
+        return frozenset()
+    asked = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "dtype"]
+    weights = [node.value for node in asked if isinstance(node, ast.Attribute) and node.attr == "weight"]
+    return frozenset(path for node in weights if (path := _path(node)))
+
+
+def _path(node: ast.expr) -> tuple[str, ...]:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+        else:
+            parts.append(str(node.slice.value) if isinstance(node.slice, ast.Constant) else "*")
+        node = node.value
+    return tuple(reversed(parts)) if isinstance(node, ast.Name) and node.id == "self" else ()
+
+
+def _parts_at(owner: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if not path:
+        yield ()
+        return
+    for key, child in owner.named_children():
+        if path[0] in (key, "*"):
+            yield from ((key, *rest) for rest in _parts_at(child, path[1:]))

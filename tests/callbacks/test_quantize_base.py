@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.application import apply, reports_of
 from lit_efficient.export.adapters import export_checkpoint, merge_state
-from lit_efficient.mechanisms.adapters.quantized import dequantize, quantize_linear, stored_bytes
+from lit_efficient.mechanisms.adapters.quantized import (
+    dequantize,
+    is_quantized,
+    plain_layer,
+    quantize_linear,
+    stored_bytes,
+)
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 MODEL = "model.safetensors"
@@ -116,6 +123,54 @@ def test_the_report_measures_and_skipped_and_tied_layers_stay() -> None:
     layers = [module.get_submodule(name) for name in report.modules]
     assert report.bytes_saved == 4 * report.parameters - sum(map(stored_bytes, layers))
     assert type(module.net.head) is nn.Linear
+
+
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize("name", ["T5Model", "UMT5EncoderModel", "T5ForTokenClassification", "SwitchTransformersModel"])
+def test_layers_to_whose_type_others_cast_stay_floats(name: str) -> None:
+    kind: Any = getattr(transformers, name)
+    torch.manual_seed(0)
+    net = kind(kind.config_class(**T5, decoder_start_token_id=0)).eval()
+    report = apply(net, [QuantizeBase("int4", skip=())])["QuantizeBase"]
+    hand = copy.deepcopy(net)
+    for path, part in list(hand.named_modules()):
+        if is_quantized(part):
+            owner, _, last = path.rpartition(".")
+            setattr(hand.get_submodule(owner), last, plain_layer(part, dequantize(part)))
+    ids = torch.arange(8)[None]
+    inputs = {"input_ids": ids} | ({} if "decoder" not in dict(net.named_children()) else {"decoder_input_ids": ids})
+    with torch.no_grad():
+        assert_equal(net(**inputs)[0], hand(**inputs)[0])
+    kept = [path for path, part in net.named_modules() if type(part) is nn.Linear]
+    assert kept
+    assert all(path.endswith("wo") for path in kept)
+    assert f"{len(kept)} layers stay as they are, whose weight other code reads: {kept[0]}" in report.summary
+
+
+class Casting(nn.Module):
+    """Casts to the type of a layer in a list, and of one by a name that no source shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.hidden, self.first = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(len(self.parts)):
+            x = self.parts[i](x.to(self.parts[i].weight.dtype))
+        layer = self.hidden
+        return layer(self.first(x).to(layer.weight.dtype))
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8", "int4"])
+def test_what_the_source_does_not_show_is_refused_with_the_way_out(format: str) -> None:
+    net = Casting()
+    report = apply(net, [QuantizeBase(format)])["QuantizeBase"]
+    assert report.modules == ("hidden", "first")
+    with pytest.raises(ConfigurationError, match=r"of 32 inputs and 32 outputs was given torch\.u?int8.*in skip"):
+        net(torch.randn(2, 32))
 
 
 def test_bad_arguments_and_nothing_to_do_are_errors() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lit_efficient import ConfigurationError, LitEfficientError
+from lit_efficient import EMA, CheckpointAverage, ConfigurationError, LitEfficientError, restore
 from lit_efficient.commands.average import average_files, run
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.checkpoints import write as write_file
@@ -36,7 +36,7 @@ def test_equals_the_mean_of_the_files(tmp_path: Path) -> None:
     torch.testing.assert_close(mean["state_dict"]["half"].float(), expected, rtol=2**-8, atol=1e-6)
     assert mean["state_dict"]["batches"] == 4
     assert mean["hyper_parameters"] == {"width": 3}
-    assert mean["lit_efficient"]["weights"] == "average"
+    assert mean["lit_efficient"]["weights"] == "average of raw"
     assert "optimizer_states" not in mean
     linear = average_files(files, [1, 2, 3, 4, 5])["state_dict"]["w"]
     torch.testing.assert_close(linear, sum((i + 1) / 15 * v for i, v in enumerate(values)))
@@ -52,7 +52,8 @@ def test_the_command_writes_what_the_trainer_validates(tmp_path: Path, capsys: p
         files.append(str(tmp_path / f"{epochs}.ckpt"))
         states.append(weights(run_.lightning_module))
     assert run([*files, "--output", str(tmp_path / "mean.ckpt"), "--weights", "0.25,0.75"]) == 0
-    assert "Wrote the 0.25,0.75 mean of 2 files" in capsys.readouterr().out
+    assert "Wrote the 0.25,0.75 mean of 2 files" in (out := capsys.readouterr().out)
+    assert "(raw weights)" in out
     module = Toy()
     trainer().validate(module, data(), ckpt_path=tmp_path / "mean.ckpt", verbose=False)
     expected = {name: 0.25 * states[0][name] + 0.75 * states[1][name] for name in states[0]}
@@ -60,6 +61,35 @@ def test_the_command_writes_what_the_trainer_validates(tmp_path: Path, capsys: p
     run([*files, "--output", str(tmp_path / "mean.safetensors")])
     run([str(tmp_path / "mean.safetensors"), "--output", str(tmp_path / "same.safetensors")])
     assert_equal(load_file(tmp_path / "mean.safetensors"), load_file(tmp_path / "same.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("technique", "kind"), [(EMA(0.5), "ema"), (CheckpointAverage(every_n_steps=1), "average")], ids=["EMA", "average"]
+)
+def test_of_runs_with_an_average_it_takes_what_they_validated(
+    technique: Any, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    raw, averages, module = [], [], Toy()
+    for steps in (3, 6):
+        run_ = trainer([technique], max_steps=steps)
+        run_.fit(module, data(), data())
+        run_.save_checkpoint(tmp_path / f"{steps}.ckpt", weights_only=False)
+        raw.append(weights(module))
+        averages.append(weights(restore(Toy(), tmp_path / f"{steps}.ckpt")))
+    files = [str(tmp_path / "3.ckpt"), str(tmp_path / "6.ckpt")]
+    for of, states in (("auto", averages), ("average", averages), ("raw", raw)):
+        name = "raw" if of == "raw" else kind
+        assert run([*files, "--output", str(tmp_path / "mean.ckpt"), "--weights-of", of]) == 0
+        assert f"({name} weights)" in capsys.readouterr().out
+        assert read(tmp_path / "mean.ckpt")["lit_efficient"]["weights"] == f"average of {name}"
+        expected = {name: (tensor + states[1][name]) / 2 for name, tensor in states[0].items()}
+        torch.testing.assert_close(weights(restore(Toy(), tmp_path / "mean.ckpt")), expected)
+    plain = write(tmp_path / "plain.ckpt", **module.state_dict())
+    with pytest.raises(ConfigurationError, match=rf"plain.ckpt would give its weights 'raw', and .* '{kind}'"):
+        average_files([files[0], plain])
+    with pytest.raises(LitEfficientError, match=r"plain.ckpt: the checkpoint holds no average of weights"):
+        average_files([plain], of="average")
+    average_files([files[0], plain], of="raw")
 
 
 def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:

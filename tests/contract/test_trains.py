@@ -10,11 +10,11 @@ import transformers
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lit_efficient import ConfigurationError, LoRA, ReplaceHead, Report, Technique
+from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, LoRA, ReplaceHead, Report, Technique
 from lit_efficient.declaration import overrides
 from tests.contract.table import CASES, network_of
 from tests.mechanisms.adapters.decoders import Language
-from tests.support import WIDTH, Net, Toy, data, trainer
+from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
 
 NAMES = sorted(name for name, case in CASES.items() if overrides(case.make(), "trains"))
 
@@ -138,12 +138,13 @@ class Bypassing(Net):
         return super().forward(self.experts[1](self.fused[1](self.fused[0](x))))
 
 
-def test_adapters_that_get_no_gradient_are_refused_but_not_experts_that_nothing_reaches() -> None:
+def test_adapters_that_are_bypassed_are_refused_but_not_experts_that_nothing_reaches() -> None:
     module = ByGradient(Bypassing)
-    message = r"LoRA: 2 of 14 adapters had no gradient in the first step, first 'net\.fused\.0\.proj'.*Leave it out of"
+    message = r"LoRA: 2 adapters cannot learn, first that of 'net\.fused\.0\.proj'.*Leave it out of targets"
     with pytest.raises(ConfigurationError, match=message):
         trainer([LoRA()], accumulate_grad_batches=2).fit(module, data(), data())
-    trainer([LoRA(targets=[r"experts\.\d", "up"])], max_steps=1).fit(ByGradient(Bypassing), data(), data())
+    assert not module.net.fused[0].proj.weight.requires_grad
+    trainer([LoRA(targets=[r"experts\.\d", "up"])], max_steps=2).fit(ByGradient(Bypassing), data(), data())
 
 
 class Tasks(Net):
@@ -159,16 +160,113 @@ class Tasks(Net):
         return super().forward(self.other(x) if self.calls % 2 else self.first(x))
 
 
-def test_tasks_that_alternate_need_a_first_step_that_sees_them_all() -> None:
-    with pytest.raises(ConfigurationError, match=r"first 'net\.first'.*\(accumulate_grad_batches\)"):
-        trainer([LoRA()]).fit(ByGradient(Tasks), data(), data())
-    trainer([LoRA()], accumulate_grad_batches=2).fit(ByGradient(Tasks), data(), data())
+class Unwatched(LoRA):
+    """Whose adapters nobody looks at."""
+
+    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
+        return []
+
+
+class Frugal(ListedEarly):
+    """Steps all that it has, frozen or not, and gives what it looks like while it is saved."""
+
+    def __init__(self, network: type[nn.Module] = Tasks) -> None:
+        super().__init__(network)
+        self.disturbed: list[list[str]] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.disturbed.append([n for n, p in self.named_parameters() if p.requires_grad and "lora" not in n])
+        self.disturbed.append([n for n, p in self.named_parameters() if p.grad is not None and "lora" not in n])
+
+
+@pytest.mark.parametrize("extra", [None, ActivationCheckpointing, lambda: Compile(backend="aot_eager")])
+def test_tasks_may_alternate_and_waiting_for_them_changes_nothing(extra: Any, recwarn: pytest.WarningsRecorder) -> None:
+    found = []
+    for technique in (LoRA(dropout=0.5), Unwatched(dropout=0.5)):
+        torch.manual_seed(0)
+        module = Frugal()
+        parts = [technique] if extra is None else [technique, extra()]
+        trainer(parts, max_steps=6, gradient_clip_val=1e-3).fit(module, data(), data())
+        assert all(layer.lora_B.any() for layer in (module.net.first, module.net.other))
+        assert not any(module.disturbed)
+        found.append((weights(module), torch.rand(4)))
+    assert_equal(found[0], found[1])
+    assert not [w for w in recwarn if "adapters" in str(w.message)]
+
+
+class Spare(Tasks):
+    """With a layer that no batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_layer_that_no_batch_uses_is_named_once(steps: int) -> None:
+    with pytest.warns(UserWarning, match=r"LoRA: \d adapters had no gradient up to step .*net\.spare") as caught:
+        trainer([LoRA()], max_steps=steps).fit(ByGradient(Spare), data(), data())
+    said = [str(w.message) for w in caught if "had no gradient" in str(w.message)]
+    assert len(said) == 1
+    assert ("net.first" in said[0] or "net.other" in said[0]) == (steps == 1)
+
+
+class Turns(Bypassing):
+    """Whose bypassed layers come in the fourth step only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + self.training
+        return super().forward(x) if self.calls > 3 else Net.forward(self, x)
+
+
+def test_a_layer_that_is_bypassed_later_is_refused_then() -> None:
+    module = ByGradient(Turns)
+    run = trainer([LoRA(targets=[r"fused\.\d\.proj", "up"])], max_steps=6)
+    with pytest.warns(UserWarning, match="2 adapters had"), pytest.raises(ConfigurationError, match="cannot learn"):
+        run.fit(module, data(), data())
+    assert module.net.calls == 4
+
+
+class TurnsOfOptimizers(Toy):
+    """One network as part of another one's loss: gradients pass through it when it is not its turn."""
+
+    def __init__(self) -> None:
+        super().__init__("init", network=Tasks)
+        self.judge = Net()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.judge)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        own, judge = self.optimizers()  # type: ignore[misc]
+        self.net.calls = batch_idx
+        made = self.net(batch)
+        for optimizer in (own, judge):
+            self.toggle_optimizer(optimizer)
+            loss = made.square().mean() if optimizer is own else self.judge(self.net(batch)).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    on_validation_start = on_train_epoch_end = lambda self: None
+    validation_step = None  # type: ignore[assignment]
+
+
+def test_optimizers_may_take_turns_through_each_others_layers() -> None:
+    module = TurnsOfOptimizers()
+    trainer([LoRA()], max_steps=8).fit(module, torch.utils.data.DataLoader(torch.randn(16, WIDTH), 4))
+    assert all(layer.lora_B.any() for layer in (module.net.first, module.net.other))
 
 
 def test_fused_kernels_of_state_space_models_are_such_a_case() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
-    with pytest.raises(ConfigurationError, match=r"first 'network\.backbone\.layers\.0\.mixer\.dt_proj'"):
-        trainer([LoRA()], max_steps=1).fit(Language(transformers.MambaForCausalLM(config)))
+    with pytest.raises(ConfigurationError, match=r"first that of 'network\.backbone\.layers\.0\.mixer\.dt_proj'"):
+        trainer([LoRA()], max_steps=2).fit(Language(transformers.MambaForCausalLM(config)))
     wanted = LoRA(targets=["in_proj", "x_proj", "out_proj"])
     trainer([wanted], max_steps=1).fit(Language(transformers.MambaForCausalLM(config)))
 

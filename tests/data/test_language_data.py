@@ -184,6 +184,16 @@ def test_setup_alone_opens_the_same_cache(tmp_path: Path) -> None:
     assert isinstance(alone.val_rows.documents._tokens, np.memmap)
 
 
+def test_what_the_template_drops_is_said_once_for_all_rows(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "named.jsonl")
+    rows = [json.loads(line) for line in source.read_text("utf-8").splitlines()]
+    for row in rows[:5]:
+        row["messages"][-1]["thinking"] = "It is plain."
+    source.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    with pytest.warns(UserWarning, match=r"does not write all that the rows hold: 'thinking' \(5 turns\)$"):
+        ready(language_data(tmp_path, train=str(source)))
+
+
 def test_malformed_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "bad.jsonl", 40)
     lines = source.read_text().splitlines()

@@ -9,6 +9,7 @@ it, of a pair its prompt. The two documents of a pair lie in files of their own,
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -142,6 +143,7 @@ def _build(recipe: Recipe, target: Path) -> None:
     encoder = ChatTokens(tokenizer, recipe.train_on, recipe.untrained_end)
     counts = {split: Rows() for split in SPLITS}
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
+    lacking: Counter[str] = Counter()
     with ExitStack() as stack:
         writers = {
             split: [stack.enter_context(DocumentWriter(target, f"{split}{part}")) for part in recipe.parts]
@@ -163,6 +165,7 @@ def _build(recipe: Recipe, target: Path) -> None:
                         continue
                     for one, writer in zip(found, writers[split]):
                         assert isinstance(one, Encoded)
+                        lacking.update(one.left_out)
                         counts[split].turns += one.turns
                         counts[split].ended += one.ended
                         writer.add(one)
@@ -173,6 +176,7 @@ def _build(recipe: Recipe, target: Path) -> None:
     tokenizer.save_pretrained(str(target / "tokenizer"))
     # Of a stream only the validation rows are read here, and they may hold no turn.
     chats = any(count.turns for count in counts.values()) or "train" not in recipe.sources or len(recipe.parts) > 1
+    about["left_out"] = dict(lacking)
     about["counts"] = {split: asdict(count) for split, count in counts.items()}
     about["end_of_turn"] = encoder.end_of_turn if chats and tokenizer.chat_template is not None else None
     seal(target, FORMAT, about)

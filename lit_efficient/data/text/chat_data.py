@@ -117,6 +117,9 @@ class ChatDataModule(LightningDataModule):
                 rank_zero_warn(f"{self.owner}: {bad}")
         if report["end_warning"]:
             rank_zero_warn(f"{self.owner}: {report['end_warning']}: a model trained on it may never stop")
+        if report["left_out"]:
+            parts = ", ".join(f"{part} ({count:,} turns)" for part, count in report["left_out"].items())
+            rank_zero_warn(f"{self.owner}: the chat template does not write all that the rows hold: {parts}")
         for split, counts in report["counts"].items():
             if counts["rows"]:
                 rank_zero_info(f"{self.owner}: {split}: {self.summary(counts)}")

@@ -6,7 +6,8 @@ The spans come from the template's own ``{% generation %}`` marks. Of a template
 (:mod:`~lit_efficient.data.text.turn_marks`): the assistant's turn is what its message writes, less the beginning that
 the generation prompt would write there. Where a twin does not show the turns, each prefix of the conversation is
 rendered: turn i is what the text of turns 0..i has more than that of turns 0..i-1 with the generation prompt. Both must
-be prefixes of the whole; where they are not, nothing is guessed and the template is refused.
+be prefixes of the whole; where they are not, nothing is guessed: the row is malformed, or the template is refused if
+that is so of a plain conversation.
 
 A turn ends with its own last token, if that is a special one, else with the special token that follows. GLM's templates
 write none after an answer: the token that begins the next turn ends it, and is put after the last one, too. A model
@@ -17,13 +18,14 @@ conversation is checked before any data is read.
 import bisect
 import functools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
+from lit_efficient.data.text.left_out import call_words, left_out, spoken, stands
 from lit_efficient.data.text.turn_marks import Placed, place
 from lit_efficient.errors import ConfigurationError
 
@@ -39,6 +41,10 @@ _ASKED, _PROBE = {"role": "user", "content": "Question"}, "Zebra-7"
 _ANSWERED = {"role": "assistant", "content": _PROBE}
 
 
+class _Inseparable(MalformedRow):
+    """Turns that the template writes differently when more follows."""
+
+
 @dataclass
 class Encoded:
     """A document as tokens.
@@ -50,6 +56,7 @@ class Encoded:
         cuttable: whether it may be cut into pieces (a text), because all of it is learned.
         turns: how many turns are learned.
         ended: how many of these have their end learned.
+        left_out: parts of its messages that the template does not write, with the number of turns.
     """
 
     ids: np.ndarray
@@ -58,6 +65,7 @@ class Encoded:
     cuttable: bool = False
     turns: int = 0
     ended: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 class ChatTokens:
@@ -174,7 +182,7 @@ class ChatTokens:
             except MalformedRow as reason:
                 found[index] = reason
         for (index, text, spans), tokens in zip(chats, self._tokens([text for _, text, _ in chats])):
-            found[index] = self._chat(text, spans, *tokens)
+            found[index] = replace(self._chat(text, spans, *tokens), left_out=left_out(documents[index], text))
         for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], plain=True)):
             found[index] = self._text(documents[index], *tokens)
         return found
@@ -188,9 +196,11 @@ class ChatTokens:
                 raise MalformedRow(f"the text of a turn spells the control token {spelled[0]!r}")
         try:
             text, marks = self._rendered_with_marks(document)
-            if self.train_on == "all":
-                return _encodable(text), [[(0, len(text))]]
             said = [index for index, message in enumerate(document.messages) if message["role"] == "assistant"]
+            if self.train_on == "all":
+                for index in said:
+                    _check_written(document.messages[index], index, text, [(0, len(text))])
+                return _encodable(text), [[(0, len(text))]]
             turns = [index for index in said if index >= document.given_turns]
             last_alone = self.train_on == "completion" and not document.given_turns
             turns = [i for i in turns[-1 if last_alone else 0 :] if document.messages[i].get("weight") != 0]
@@ -198,16 +208,32 @@ class ChatTokens:
                 spans = self._marked_turns(document, marks, said, turns)
             else:
                 spans = self._turns_by_twin(document, text, turns) or self._turns_by_prefixes(document, text, turns)
+        except _Inseparable as error:
+            if self._separates:
+                raise
+            raise ConfigurationError(
+                f"tokenizer: {error}. Give a chat_template with {{% generation %}} marks around what the assistant "
+                "writes."
+            ) from error
         except (TemplateError, TypeError) as error:  # as where arguments of a call are no text
             raise MalformedRow(f"the chat template refuses it: {error}") from error
         if not spans:
             raise MalformedRow("nothing of it is the assistant's and to be learned")
-        for index, turn in zip(turns, spans):
-            for call in document.messages[index].get("tool_calls") or ():
-                name = str((call.get("function") or call).get("name", ""))
-                if name not in "".join(text[start:stop] for start, stop in turn):
-                    raise MalformedRow(f"the chat template leaves the call of {name!r} in turn {index + 1} out")
+        for index, turn in zip(turns, spans if len(spans) == len(turns) else [[(0, len(text))]] * len(turns)):
+            _check_written(document.messages[index], index, text, turn)
         return _encodable(text), spans
+
+    @functools.cached_property
+    def _separates(self) -> bool:
+        """Whether the turns of a plain conversation can be told apart: where not, it is the template's fault."""
+        from jinja2 import TemplateError
+
+        plain = Document((_ASKED, _ANSWERED, _ASKED, _ANSWERED))
+        try:
+            text = self._rendered(plain.messages, ())
+            return bool(self._turns_by_twin(plain, text, [1, 3]) or self._turns_by_prefixes(plain, text, [1, 3]))
+        except (MalformedRow, TemplateError):
+            return False
 
     def _marked_turns(self, document: Document, marks: list[Span], said: list[int], turns: list[int]) -> list[Turn]:
         if len(marks) == len(said):
@@ -303,10 +329,9 @@ class ChatTokens:
             before = self._rendered(messages[:index], document.tools, prompt=True)
             until = self._rendered(messages[: index + 1], document.tools)
             if not (text.startswith(before) and text.startswith(until)):
-                raise ConfigurationError(
-                    "tokenizer: the chat template writes the beginning of a conversation differently when more follows "
-                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be separated. "
-                    "Give a chat_template with {% generation %} marks around what the assistant writes."
+                raise _Inseparable(
+                    "the chat template writes the beginning of a conversation differently when more follows "
+                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be separated"
                 )
             parts.append([(len(before), len(until.rstrip()))])
         return parts
@@ -376,6 +401,17 @@ class ChatTokens:
         until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(stops)]
         special = np.isin(ids, list(self.special_ids))
         return np.where(special, 0, np.diff(until, prepend=0))
+
+
+def _check_written(message: Mapping[str, Any], index: int, text: str, turn: Turn) -> None:
+    """Refuse a turn that is learned without what it says; its beginning may stand in what the prompt writes."""
+    own = "".join(text[start:stop] for start, stop in turn)
+    lacking = [f"the call of {words!r}" for words in call_words(message) if not stands(words, own)]
+    words = spoken(message["content"]).strip()
+    if not stands(words, text[max(turn[0][0] - len(words) + 1, 0) : turn[-1][1]]):
+        lacking.append("the text")
+    if lacking:
+        raise MalformedRow(f"the chat template leaves {lacking[0][:80]} in turn {index + 1} out")
 
 
 def _first_token(text: str, place: int, starts: np.ndarray, stops: np.ndarray) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.torch_modules import Loads
+from lit_efficient.mechanisms.adapters.int4 import check_input
 from lit_efficient.surgery import mix_in
 
 
@@ -100,6 +101,7 @@ class _Loads4bit(_Loads):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's own output; float64 goes through float32, since the kernel for CPUs misreads it in silence."""
+        check_input(self, x)  # type: ignore[arg-type]
         y: Tensor = super().forward(x.float() if x.dtype == torch.float64 else x)  # type: ignore[misc]
         return y.to(x.dtype) if x.dtype == torch.float64 else y
 
@@ -114,6 +116,12 @@ class _Loads4bit(_Loads):
 
 class _Loads8bit(_Loads):
     state: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's own output."""
+        check_input(self, x)  # type: ignore[arg-type]
+        y: Tensor = super().forward(x)  # type: ignore[misc]
+        return y
 
     def _scale(self) -> Tensor:
         return self.weight.SCB if self.weight.SCB is not None else self.state.SCB

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import Loads, StaysFloat32
 
 LEVELS = 15  # the largest code
@@ -73,6 +74,19 @@ class _Product(torch.autograd.Function):
         return gradient @ dequantize_groups(*ctx.saved_tensors).to(gradient.dtype), None, None, None
 
 
+def check_input(layer: nn.Linear, x: Tensor) -> None:
+    """Refuse an input that somebody has cast to the type of a layer's codes.
+
+    Raises:
+        ConfigurationError: Naming the layer's sizes; it does not know its name.
+    """
+    if not x.is_floating_point():
+        raise ConfigurationError(
+            f"a quantised layer of {layer.in_features} inputs and {layer.out_features} outputs was given {x.dtype}: "
+            "the code around it casts what it gives to weight.dtype, which is that of the codes. Name the layer in skip"
+        )
+
+
 class Int4Linear(Loads, StaysFloat32, nn.Linear):
     """A frozen linear layer in four bits; ``weight`` holds the codes, ``weight_scale`` and ``weight_zero`` the rest.
 
@@ -101,6 +115,7 @@ class Int4Linear(Loads, StaysFloat32, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with the dequantised weight, in the input's type, [..., in] -> [..., out]."""
+        check_input(self, x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y: Tensor = _Product.apply(x, self.weight, self.weight_scale, self.weight_zero)

@@ -1,3 +1,4 @@
+import json
 import re
 
 import numpy as np
@@ -12,6 +13,7 @@ from lit_efficient.data.text.chat_tokenizer import (
     train_chat_tokenizer,
 )
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
+from lit_efficient.data.text.left_out import stands
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.data.text.turn_marks import place
 from lit_efficient.errors import ConfigurationError
@@ -74,6 +76,7 @@ def test_marks_and_transformers_own_mask_agree() -> None:
 ASK, SURE = TURNS[1], TURNS[3]
 THOUGHT = {**TURNS[2], "thinking": "plus done"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "sum", "arguments": "{2}"}}]}
+TOOL = {"type": "function", "function": {"name": "sum", "parameters": {}}}
 RESULT = {"role": "tool", "content": "four"}
 THINK_NOT = "<think>\n\n</think>\n\n"
 TURNS_OF_TEMPLATES = {
@@ -164,6 +167,8 @@ def test_a_template_whose_turns_cannot_be_told_apart_is_refused() -> None:
     ("template", "messages", "reason"),
     [
         (PLAIN, [ASK, CALL], "leaves the call of 'sum' in turn 2 out"),
+        (CONTINUES, [ASK, {**CALL, "content": "I add."}, RESULT, SURE], "leaves the text in turn 2 out"),
+        (PLAIN.replace("m['content'] +", "m['content'][:2] +"), [ASK, TURNS[2]], "leaves the text in turn 2 out"),
         (
             PLAIN.replace("for m in messages", "for m in messages if m['role'] != 'tool'"),
             [ASK, TURNS[2], RESULT, TURNS[4]],
@@ -180,6 +185,38 @@ def test_what_a_template_would_lose_is_a_malformed_row(template: str, messages: 
     (found,) = ChatTokens(tokenizer(template)).encode([Document(messages=tuple(messages))])
     assert isinstance(found, MalformedRow)
     assert re.search(reason, str(found)), found
+
+
+def test_parts_that_a_template_drops_without_a_word_are_counted() -> None:
+    template = PLAIN.replace("for m in messages", "for m in messages if m['role'] != 'system'")
+    named = {**ASK, "name": "Bob", "id": "7", "weight": 1}
+    (found,) = ChatTokens(tokenizer(template)).encode([Document((TURNS[0], named, THOUGHT), tools=(TOOL,))])
+    assert isinstance(found, Encoded)
+    assert found.left_out == {"the system's text": 1, "'name'": 1, "'thinking'": 1, "the tools": 1}
+    inside = {**TURNS[2], "content": "<think>plus</think>\n\nFour."}
+    calls = [ASK, CALL, RESULT, inside, {**ASK, "content": "If\n  so?"}, TURNS[4]]
+    (found,) = ChatTokens(tokenizer(CONTINUES)).encode([Document(tuple(calls))])
+    assert found.left_out == {}
+    stripped = CONTINUES.replace(
+        "m['content'] + eos_token }}{% elif m.tool", "m['content'][-5:] + eos_token }}{% elif m.tool"
+    )
+    (found,) = ChatTokens(tokenizer(stripped)).encode([Document(tuple(calls))])
+    assert found.left_out == {"thoughts": 1}
+
+
+def test_words_are_found_however_they_are_written() -> None:
+    words = 'Two "é"\n  lines'
+    for text in (json.dumps([words]), json.dumps(json.dumps([words])), repr([words]), f"<{words.upper().title()}>"):
+        assert stands(words, text) == (text[0] != "<")
+    assert stands(words, 'Two "é"\nlines')
+
+
+def test_one_odd_conversation_is_a_malformed_row_where_others_can_be_told_apart() -> None:
+    template = "{% if messages|length == 5 and messages[3].role == messages[4].role %}!{% endif %}" + NUMBERED
+    good, odd = ChatTokens(tokenizer(template)).encode([CHAT, Document((*TURNS[1:], TURNS[2]))])
+    assert isinstance(good, Encoded)
+    assert isinstance(odd, MalformedRow)
+    assert "differently when more follows (seen at turn 2 of 5)" in str(odd)
 
 
 @pytest.mark.parametrize("content", ["m['content']['text']", "'' if m['content'] is string else m['content']"])
