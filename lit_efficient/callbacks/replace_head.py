@@ -50,7 +50,9 @@ def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: 
     shape = list(layer.weight.shape)
     shape[1 if _is_conv1d(layer) else 0] = num_outputs
     generator = torch.Generator().manual_seed(seed)
-    layer.weight = _parameter(torch.randn(shape, generator=generator) * std, layer.weight)
+    layer.weight = _parameter(
+        torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) * std, layer.weight
+    )
     if layer.bias is not None:
         layer.bias = _parameter(torch.zeros(num_outputs), layer.bias)
     setattr(layer, _size_attribute(layer), num_outputs)

@@ -40,6 +40,19 @@ class Loads:
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
 
+class Moves:
+    """Put in front of an ``nn.Module``: ``after_move`` takes along what lies beside its parameters."""
+
+    def after_move(self) -> None:
+        """Follow the parameters to where they are now, in whatever type they are now."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self.after_move()
+        return self
+
+
 class StaysFloat32:
     """Put in front of an ``nn.Module``: some of its parameters move with it, but are never cast to less."""
 

@@ -25,7 +25,7 @@ from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.losses.feature_matching import match_tokens, to_tokens
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
-from lit_efficient.surgery import count, mix_in
+from lit_efficient.surgery import count, mix_in, own_draws
 from lit_efficient.technique import Technique
 
 PROJECTIONS = ("none", "linear", "mlp")
@@ -201,8 +201,7 @@ class Alignment(LossHooks, Technique):
         names = self.names(module)
         for name in names:
             tap(module.get_submodule(name))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with own_draws(self.seed):
             made = self.build_heads(module)
         like = next((p for p in module.parameters() if p.is_floating_point()), None)
         heads = Heads({name: head for name, head in made.items() if any(True for _ in head.parameters())})
