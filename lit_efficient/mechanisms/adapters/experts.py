@@ -42,6 +42,7 @@ class ReadsAdapted(Switchable):
 class LowRankExperts(ReadsAdapted):
     """Stacked experts with an adapter each; mixed in front of the module's own class."""
 
+    float32 = ("lora_",)
     lora_names: tuple[str, ...]
     lora_scale: float
     lora_transposed: bool

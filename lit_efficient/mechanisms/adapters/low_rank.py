@@ -60,6 +60,7 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
 class LowRank(ReadsAdapted):
     """What the adapted layers of all kinds share; mixed in front of the layer's own class."""
 
+    float32 = ("lora_",)
     weight: Tensor
     bias: Tensor | None
     training: bool

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.mechanisms.adapters.base import FollowsBase
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, prefixed_call
@@ -44,7 +45,7 @@ def prefix_of(tensors: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
     return keys + change[0], values + change[1]
 
 
-class PrefixVectors(nn.Module):
+class PrefixVectors(StaysFloat32, nn.Module):
     """The prefix of all layers, trained directly or through a small network.
 
     Args:
@@ -54,6 +55,8 @@ class PrefixVectors(nn.Module):
         projection: For a projection: the width inside it.
         seed: Of the projection's first matrix.
     """
+
+    float32 = ("prefix_",)
 
     def __init__(
         self, keys: Tensor, values: Tensor, embedding: Tensor | None = None, projection: int = 0, seed: int = 0
