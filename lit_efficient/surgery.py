@@ -15,9 +15,11 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -471,3 +473,18 @@ def reshard(root: nn.Module) -> None:
 def count(parameters: Iterable[nn.Parameter]) -> int:
     """Number of elements, tied parameters once."""
     return sum({id(parameter): parameter.numel() for parameter in parameters}.values())
+
+
+@contextmanager
+def own_draws(seed: int | None = None) -> Iterator[None]:
+    """Draw on the CPU, from its global generator, which is as before afterwards; no other device's is touched.
+
+    Lightning calls ``configure_model`` with the run's device as the default: what is built in here must be moved there.
+
+    Args:
+        seed: What the generator is seeded with; ``None`` leaves it where it stands.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of all devices
+        yield

@@ -160,7 +160,8 @@ class Toy(ToyMethods, L.LightningModule):
 def data(rows: int = 8, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
     """Rows of WIDTH random numbers, the same each time."""
     generator = torch.Generator().manual_seed(0)
-    return DataLoader(TensorDataset(torch.randn(rows, WIDTH, generator=generator)), batch_size, shuffle=shuffle)
+    numbers = torch.randn(rows, WIDTH, generator=generator, device="cpu")
+    return DataLoader(TensorDataset(numbers), batch_size, shuffle=shuffle)
 
 
 QUIET: dict[str, Any] = {

@@ -18,7 +18,7 @@ from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
 from lit_efficient.mechanisms.adapters.base import has_frozen_base, is_added
-from lit_efficient.mechanisms.blocks.freezing import NewLayer, hold, release
+from lit_efficient.mechanisms.blocks.freezing import NewLayer, WideLayer, hold, release
 from lit_efficient.surgery import count, find_blocks, match_modules, mix_in
 from lit_efficient.technique import Technique
 
@@ -28,8 +28,9 @@ _NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, 
 def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: float = 0.02, seed: int = 0) -> str:
     """Give the last layer of ``module`` new weights for ``num_outputs`` outputs, in place; return its dotted name.
 
-    The layer stays the same object under the same name, with its device, its format, and a bias if it had one; a weight
-    that was tied to an embedding no longer is. ``num_labels`` and ``num_classes`` of the modules around it follow.
+    The layer stays the same object under the same name, with its device, its format, and a bias if it had one; in a run
+    in ``bf16-true`` it is float32, or it would hardly learn. A weight that was tied to an embedding no longer is.
+    ``num_labels`` and ``num_classes`` of the modules around it follow.
 
     Args:
         module: A network that holds its pretrained weights already.
@@ -50,11 +51,13 @@ def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: 
     shape = list(layer.weight.shape)
     shape[1 if _is_conv1d(layer) else 0] = num_outputs
     generator = torch.Generator().manual_seed(seed)
-    layer.weight = _parameter(torch.randn(shape, generator=generator) * std, layer.weight)
+    wide = torch.get_default_dtype().itemsize < torch.float32.itemsize  # of a run in bf16-true, which would cast it
+    values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) * std
+    layer.weight = _parameter(values, layer.weight, wide)
     if layer.bias is not None:
-        layer.bias = _parameter(torch.zeros(num_outputs), layer.bias)
+        layer.bias = _parameter(torch.zeros(num_outputs, dtype=torch.float32), layer.bias, wide)
     setattr(layer, _size_attribute(layer), num_outputs)
-    mix_in(layer, NewLayer)
+    mix_in(layer, WideLayer if wide else NewLayer)
     _tell(module, name, old, num_outputs)
     return name
 
@@ -201,7 +204,7 @@ def _check(num_outputs: int, std: float) -> None:
 
 def _is_layer(part: nn.Module) -> bool:
     """Exact classes: a subclass may do more with its weight than multiply by it."""
-    bases = [cls for cls in type(part).__mro__ if "mixed_from" not in vars(cls) and cls is not NewLayer]
+    bases = [cls for cls in type(part).__mro__ if "mixed_from" not in vars(cls) and cls not in WideLayer.__mro__]
     if bases[0] is nn.Conv2d:
         conv: Any = part
         return conv.kernel_size == (1, 1) and conv.groups == 1
@@ -218,8 +221,8 @@ def _size_attribute(layer: nn.Module) -> str:
     return "out_channels" if isinstance(layer, nn.Conv2d) else "out_features"
 
 
-def _parameter(values: Tensor, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(values.to(like.device, like.dtype))
+def _parameter(values: Tensor, like: Tensor, wide: bool) -> nn.Parameter:
+    return nn.Parameter(values.to(like.device, torch.promote_types(like.dtype, torch.float32) if wide else like.dtype))
 
 
 def _outside_blocks(module: nn.Module) -> dict[str, nn.Module]:

@@ -293,7 +293,7 @@ class StochasticDepth(Technique):
         rank = trainer.global_rank if self.skip == "sample" else 0
         for i, block in enumerate(_droppable(pl_module)):
             block._drop_seed = mix_seed(self.seed, number, i, rank)
-            drop = bool(torch.rand((), generator=_generator(block._drop_seed)) < block._drop_rate)
+            drop = bool(torch.rand((), generator=_generator(block._drop_seed), device="cpu") < block._drop_rate)
             block._drop_now = drop and not self.worst_case
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:

@@ -26,12 +26,12 @@ from lit_efficient.data.images.image_module import KeyedModule
 from lit_efficient.data.latents.encoded_dataset import EncodedRows
 from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, check_fields, open_encoded
-from lit_efficient.data.latents.stage_one import forked_rng
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.surgery import own_draws
 
 
 class EncodedData(KeyedModule):
@@ -142,7 +142,7 @@ class EncodedData(KeyedModule):
         rows.num_classes = self.num_classes
         autoencoder = None
         if self.autoencoder is not None:
-            with forked_rng(0):
+            with own_draws(0):
                 autoencoder = build_autoencoder(self.autoencoder)
         mean, std = self._statistics(rows, autoencoder)
         if autoencoder is not None:
@@ -167,7 +167,8 @@ class EncodedData(KeyedModule):
         if not 1 <= self.held_out < lengths[0]:
             allowed = f"at least 1 and below {lengths[0]}, the number of rows, unless there are val_files"
             raise refusal("EncodedData", "held_out", allowed, self.held_out)
-        order = torch.randperm(lengths[0], generator=torch.Generator().manual_seed(self.seed)).tolist()
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(lengths[0], generator=generator, device="cpu").tolist()
         return sorted(order[self.held_out :]), sorted(order[: self.held_out])
 
     def _statistics(self, rows: EncodedRows, autoencoder: Any) -> tuple[Tensor, Tensor]:

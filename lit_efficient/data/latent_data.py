@@ -28,7 +28,6 @@ from lit_efficient.data.images.image_source import ImageSource
 from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtype, normalize_item
 from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
-from lit_efficient.data.latents.stage_one import forked_rng
 from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.cache import cache_root
@@ -38,6 +37,7 @@ from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.surgery import own_draws
 
 MEASURED_IMAGES = 256
 IMAGES_AT_ONCE = 32
@@ -231,7 +231,7 @@ class LatentData(KeyedModule):
     def encoders(self) -> Encoders:
         """Autoencoder, text encoder and teacher, loaded once."""
         if self._encoders is None:
-            with forked_rng(0):
+            with own_draws(0):
                 autoencoder = build_autoencoder(self.autoencoder)
             channels = autoencoder.latent_channels
             self._encoders = Encoders(

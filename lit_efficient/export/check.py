@@ -40,10 +40,11 @@ def batch_for(network: Any) -> dict[str, Tensor] | None:
     name = getattr(network, "main_input_name", "input_ids")
     if name == "input_ids" and getattr(text, "vocab_size", None):
         longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_length", None) or 32
-        ids = torch.randint(0, text.vocab_size, (2, min(32, longest)), generator=draw)
+        ids = torch.randint(0, text.vocab_size, (2, min(32, longest)), generator=draw, device="cpu")
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
     if name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        return {name: torch.rand(2, getattr(config, "num_channels", 3), *[config.image_size] * 2, generator=draw)}
+        shape = (2, getattr(config, "num_channels", 3), *[config.image_size] * 2)
+        return {name: torch.rand(shape, generator=draw, device="cpu")}
     return None
 
 

@@ -27,7 +27,7 @@ from lit_efficient.files.sums import write_sums
 from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, write_diffusers_lora
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
-from lit_efficient.surgery import unmixed
+from lit_efficient.surgery import own_draws, unmixed
 
 Weights = Literal["auto", "average", "raw", "ema"]
 Lora = Literal["merged", "diffusers"]
@@ -108,7 +108,7 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     described = checkpoint.get("latent_diffusion", {}).get("backbone")
     if base is not None and described is not None:  # what the backbone names need not be there: base has its weights
         arguments = {**arguments, "backbone": described}
-    with torch.random.fork_rng(devices=[]):
+    with own_draws():
         module = LatentDiffusion(**arguments)
         module.configure_model()
     if base is not None:
@@ -149,7 +149,7 @@ def _network(module: Any, keep_adapters: bool) -> Any:
         with torch.device("meta"):
             wanted = DiT(network.config).state_dict().keys()
         return convert({name: tensor for name, tensor in own.items() if name in wanted}, network.config)
-    with torch.random.fork_rng(devices=[]):
+    with own_draws():
         fresh = unmixed(network).from_config(network.config)  # type: ignore[attr-defined]
     wanted = fresh.state_dict().keys()
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)

@@ -20,7 +20,7 @@ from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.restore import weights_of
-from lit_efficient.surgery import unmixed
+from lit_efficient.surgery import own_draws, unmixed
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple
         prefix = f"{where['root']}." if where["root"] else ""
         lost = [name for name in names if f"{prefix}{name}" not in state]
         if random or not lost:
-            with torch.random.fork_rng(devices=[]):
+            with own_draws():
                 return _built(entries, where), where["root"], None
         base = where.get("base")
         if base is None:

@@ -40,16 +40,36 @@ class Loads:
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
 
-class StaysFloat32:
-    """Put in front of an ``nn.Module``: some of its parameters move with it, but are never cast to less."""
+class Moves:
+    """Put in front of an ``nn.Module``: ``after_move`` takes along what lies beside its parameters."""
 
-    float32: ClassVar[tuple[str, ...]] = ()
+    def after_move(self) -> None:
+        """Follow the parameters to where they are now, in whatever type they are now."""
+        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        wide = {name: getattr(self, name).detach() for name in self.float32}
         super()._apply(fn, recurse)  # type: ignore[misc]
-        for name, kept in wide.items():
-            parameter = getattr(self, name)
-            if parameter.element_size() < torch.float32.itemsize:
-                parameter.data = kept.to(parameter.device)
+        self.after_move()
         return self
+
+
+class StaysFloat32:
+    """Put in front of an ``nn.Module``: some of its tensors move with it, but are never cast to less (``bf16-true``).
+
+    At usual rates a bfloat16 weight hardly moves: of steps of 1e-5, 3 in 100 are more than half its last digit.
+    """
+
+    float32: ClassVar[tuple[str, ...]] = ()  # how the names begin; those of all classes that a module is made of count
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        begin = tuple(start for cls in type(self).__mro__ for start in vars(cls).get("float32", ()))
+        kept = {name: tensor.detach() for name, tensor in self._named() if name.startswith(begin)}
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for name, tensor in self._named():
+            if name in kept and tensor.element_size() < torch.float32.itemsize:
+                tensor.data = kept[name].to(tensor.device)
+        return self
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        module: Any = self
+        return [*module.named_parameters(), *module.named_buffers()]

@@ -23,9 +23,9 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import Loads
 from lit_efficient.losses.feature_matching import match_tokens, to_tokens
-from lit_efficient.mechanisms.blocks.freezing import NewLayer
+from lit_efficient.mechanisms.blocks.freezing import WideLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
-from lit_efficient.surgery import count, mix_in
+from lit_efficient.surgery import count, mix_in, own_draws
 from lit_efficient.technique import Technique
 
 PROJECTIONS = ("none", "linear", "mlp")
@@ -92,7 +92,7 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
     else:
         sizes = (nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
         head = nn.Sequential(*sizes)
-    mix_in(head, NewLayer)  # it trains whole, whatever else is frozen
+    mix_in(head, WideLayer)  # it trains whole, whatever else is frozen
     return head
 
 
@@ -201,13 +201,13 @@ class Alignment(LossHooks, Technique):
         names = self.names(module)
         for name in names:
             tap(module.get_submodule(name))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with own_draws(self.seed):
             made = self.build_heads(module)
         like = next((p for p in module.parameters() if p.is_floating_point()), None)
         heads = Heads({name: head for name, head in made.items() if any(True for _ in head.parameters())})
         if heads:
-            setattr(module, self.heads_name, heads if like is None else heads.to(like.device))
+            wide = torch.promote_types(next(heads.parameters()).dtype, torch.float32)
+            setattr(module, self.heads_name, heads.to(wide) if like is None else heads.to(like.device, wide))
         size = count(heads.parameters())
         until = "" if self.stop_at is None else f" until step {self.stop_at}"
         return Report(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.dit import DiT, DiTConfig
+from lit_efficient.surgery import own_draws
 
 if TYPE_CHECKING:
     from diffusers import DiTTransformer2DModel
@@ -55,7 +56,7 @@ def convert(state: Mapping[str, Tensor], config: DiTConfig) -> "DiTTransformer2D
         )
     from diffusers import DiTTransformer2DModel
 
-    with torch.random.fork_rng(devices=[]):  # its weights are drawn, and replaced
+    with own_draws():  # its weights are drawn, and replaced
         model: Any = DiTTransformer2DModel(**fields)
     # Copies: the blocks' embeddings would be one tensor, which can neither be saved nor trained as several.
     copies = {name: tensor.detach().clone().contiguous() for name, tensor in converted_state(state, config).items()}

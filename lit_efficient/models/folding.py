@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.surgery import own_draws
 
 
 def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
@@ -63,7 +64,7 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
 def _like(model: Any, **changed: Any) -> Any:
     """Another model with some fields changed; ``from_config`` would take defaults for those that had been defaults."""
     fields = {name: value for name, value in model.config.items() if not name.startswith("_")}
-    with torch.random.fork_rng(devices=[]):
+    with own_draws():
         return type(model)(**{**fields, **changed})
 
 

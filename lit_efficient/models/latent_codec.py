@@ -29,6 +29,7 @@ from lit_efficient.models.autoencoders import (
 )
 from lit_efficient.models.channel_statistics import ChannelStatistics
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
+from lit_efficient.surgery import own_draws
 
 EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each checkpoint, larger ones named
 
@@ -187,7 +188,7 @@ class LatentCodec:
 def _from_source(cls: type[LatentCodec], state: dict[str, Any]) -> LatentCodec:
     source = state["source"]
     spec = source if isinstance(source, str) else DiffusersModelConfig(**source)
-    with torch.random.fork_rng(devices=[]):  # building may draw weights that are then replaced
+    with own_draws():  # building may draw weights that are then replaced
         codec = cls(build_autoencoder(spec), state["mean"], state["std"])
     if codec.fingerprint() != state["fingerprint"]:
         described = spec if isinstance(spec, str) else spec.described

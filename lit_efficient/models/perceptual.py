@@ -71,8 +71,8 @@ class RandomFeatures(nn.Module):
         for index, (inputs, outputs) in enumerate(pairwise(widths)):
             with torch.device("meta"):
                 convolution = nn.Conv2d(inputs, outputs, 3, stride=1 if index == 0 else 2, padding=1, bias=False)
-            filters = torch.randn(convolution.weight.shape, generator=generator) * (2 / (9 * inputs)) ** 0.5
-            convolution.weight = nn.Parameter(filters)
+            filters = torch.randn(convolution.weight.shape, generator=generator, device="cpu", dtype=torch.float32)
+            convolution.weight = nn.Parameter(filters * (2 / (9 * inputs)) ** 0.5)
             self.stages.append(nn.Sequential(convolution, nn.ReLU()))
 
     def forward(self, images: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.models.autoencoders import DiffusersAutoencoder, build_autoencoder, check_kind, declared_statistics
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.surgery import own_draws
 
 
 class PreviewDecoder:
@@ -33,7 +34,7 @@ class PreviewDecoder:
     def __init__(self, codec: LatentCodec, preview: DiffusersModelConfig) -> None:
         if (kind := check_kind(preview)) != "AutoencoderTiny":
             raise refusal("preview", f"the _class_name of {preview.described!r}", "AutoencoderTiny", kind)
-        with torch.random.fork_rng(devices=[]):  # previews leave the run's random numbers alone
+        with own_draws():  # previews leave the run's random numbers alone
             tiny = build_autoencoder(preview)
         assert isinstance(tiny, DiffusersAutoencoder)
         for name in ("image_channels", "latent_channels", "factor"):

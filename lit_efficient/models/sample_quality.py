@@ -14,6 +14,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.surgery import own_draws
+
 _KERNEL_SEED = 0
 
 
@@ -42,8 +44,7 @@ def feature_distances(features: nn.Module, real: Tensor, images: Tensor) -> dict
     for metric in (frechet, kernel):
         metric.update(real, real=True)
         metric.update(images, real=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_KERNEL_SEED)
+    with own_draws(_KERNEL_SEED):
         kernel_distance = kernel.compute()[0]
     return {"frechet_distance": float(frechet.compute()), "kernel_distance": float(kernel_distance)}
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lit_efficient.errors import check_number
 
+_UNIT = 2**40  # what a probability of 1 counts
+
 
 def check_sampling(owner: str, temperature: float, top_p: float) -> None:
     """Refuse sampling arguments that mean nothing, in the name of ``owner``."""
@@ -30,7 +32,9 @@ def sample_token(logits: Tensor, temperature: float, top_p: float, generator: to
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     probability, token = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    before = probability.cumsum(-1) - probability  # of all likelier tokens
+    # Of all likelier tokens, as integers: CUDA has no deterministic sum of floats along a row.
+    parts = (probability.double() * _UNIT).long()
+    before = parts.cumsum(-1) - parts
     # multinomial normalises what is left
-    choice = torch.multinomial(probability.masked_fill(before >= top_p, 0.0), 1, generator=generator)
+    choice = torch.multinomial(probability.masked_fill(before >= top_p * _UNIT, 0.0), 1, generator=generator)
     return token.gather(-1, choice)

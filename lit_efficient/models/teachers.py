@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.torch_trees import tree_map
-from lit_efficient.surgery import match_modules
+from lit_efficient.surgery import match_modules, own_draws
 
 _IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
 _DATA = "data."
@@ -175,8 +175,7 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
         if not spec.endswith(".json"):
             check_sums(spec)
             return AutoModel.from_pretrained(spec)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with own_draws(0):
             return AutoModel.from_config(AutoConfig.from_pretrained(spec))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -340,13 +339,24 @@ def _side(value: Any) -> int | None:
     return int(value[0]) if isinstance(value, list | tuple) else value
 
 
+def _resized(images: Tensor, size: int) -> Tensor:
+    if not (images.requires_grad and torch.are_deterministic_algorithms_enabled()):
+        return F.interpolate(images, (size, size), mode="bicubic", align_corners=False, antialias=True)
+    # The same as products with two matrices: on CUDA the gradient of F.interpolate is not deterministic, and refused.
+    for _ in range(2):
+        side = torch.eye(images.shape[-1], dtype=images.dtype, device=images.device)[None, None]
+        rows = F.interpolate(side, (side.shape[-1], size), mode="bicubic", align_corners=False, antialias=True)[0, 0]
+        images = (images @ rows).mT
+    return images
+
+
 def _prepared(
     images: Tensor, size: int | None, channels: int | None, statistics: tuple[list[float], list[float]] | None
 ) -> Tensor:
     if channels and images.shape[1] != channels:
         images = images.mean(1, keepdim=True).expand(-1, channels, -1, -1)
     if size and tuple(images.shape[-2:]) != (size, size):
-        images = F.interpolate(images, (size, size), mode="bicubic", align_corners=False, antialias=True)
+        images = _resized(images, size)
     if statistics is None:
         return images
     mean, std = (torch.tensor(s, device=images.device).view(1, -1, 1, 1) for s in statistics)

@@ -13,6 +13,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive
+from lit_efficient.surgery import own_draws
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -289,8 +290,7 @@ def _drawn(config: "PretrainedConfig", dtype: str) -> nn.Module:
     """Random weights, always the same ones."""
     architecture = _architecture(config)
     config.use_cache = False
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    with own_draws(0):
         return _reader(architecture, from_config(architecture, config, dtype=getattr(torch, dtype)))
 
 

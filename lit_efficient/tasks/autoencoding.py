@@ -34,6 +34,7 @@ from lit_efficient.models.autoencoders import (
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, from_fields
 from lit_efficient.models.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
 from lit_efficient.models.teachers import Teacher, name_of
+from lit_efficient.surgery import own_draws
 
 Reconstruction = Literal["l1", "l2", "smooth"]
 _VALIDATION_SEED = 1_000_003
@@ -168,7 +169,7 @@ class Autoencoding(LightningModule):
         if stored is None:
             return
         if self.autoencoder is None and "_class_name" in stored:
-            with torch.random.fork_rng(devices=[]):  # the weights that this draws are replaced
+            with own_draws():  # the weights that this draws are replaced
                 network: Any = from_fields(stored)
             dtype = getattr(torch, self.config.dtype) if isinstance(self.config, DiffusersModelConfig) else None
             # diffusers' own method warns of formats, whatever the format.

@@ -22,6 +22,7 @@ from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
 
@@ -80,7 +81,7 @@ class TeacherSource:
     def load(self) -> FrozenNetwork:
         """The network on the CPU; the global random state stays as it is."""
         self.check()
-        with torch.random.fork_rng(devices=[]):
+        with own_draws():
             if self.checkpoint is not None:
                 return FrozenNetwork(load_language_model(self.checkpoint)[0].network)
             return FrozenNetwork(causal_lm.build(self.config))

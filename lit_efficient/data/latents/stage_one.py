@@ -6,8 +6,7 @@ state.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -16,17 +15,10 @@ from torch import Tensor, nn
 
 from lit_efficient.models.autoencoder import Autoencoder, AutoencoderConfig, autoencoder_loss
 from lit_efficient.models.conv_features import ConvFeatures
+from lit_efficient.surgery import own_draws
 
 KL_WEIGHT = 1e-4
 _Judge = TypeVar("_Judge", bound=ConvFeatures)
-
-
-@contextmanager
-def forked_rng(seed: int) -> Iterator[None]:
-    """The CPU generator of torch: seeded inside, and as it was outside."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 def fit_autoencoder(images: Tensor, config: AutoencoderConfig, steps: int, seed: int = 0) -> Autoencoder:
@@ -38,7 +30,7 @@ def fit_autoencoder(images: Tensor, config: AutoencoderConfig, steps: int, seed:
         steps: Optimizer steps of 64 images each.
         seed: Seed of the initial weights and of every draw.
     """
-    with forked_rng(seed):
+    with own_draws(seed):
         model = Autoencoder(config).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 1.5x on a CPU
         _optimise(model, len(images), steps, lambda rows: autoencoder_loss(model, images[rows], KL_WEIGHT)[0])
     return model.eval().requires_grad_(False)
@@ -54,7 +46,7 @@ def fit_classifier(build: Callable[[], _Judge], images: Tensor, labels: Tensor, 
         steps: Optimizer steps of 64 images each.
         seed: Seed of the initial weights and of every draw.
     """
-    with forked_rng(seed):
+    with own_draws(seed):
         judge = build()
         _optimise(judge, len(images), steps, lambda rows: F.cross_entropy(judge.classify(images[rows]), labels[rows]))
     return judge.eval().requires_grad_(False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
-from lit_efficient.internals.torch_modules import Loads
+from lit_efficient.internals.torch_modules import Loads, Moves
 from lit_efficient.mechanisms.adapters.int4 import check_input
 from lit_efficient.surgery import mix_in
 
@@ -56,17 +56,17 @@ def adopt(layer: Any) -> None:
 def _quantized_weight(weight: Tensor, format: str, double_quant: bool) -> Any:
     import bitsandbytes as bnb
 
-    if format == "int8":
-        codes: Any = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
-        return codes.to(weight.device)
+    if format == "int8":  # its own ``to`` quantises what comes from the CPU alone
+        codes, scales, _ = bnb.functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
+        return bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
     parameter: Any = bnb.nn.Params4bit(
         weight.clone(), requires_grad=False, compress_statistics=double_quant, quant_type=format
     )
     return parameter.to(weight.device)
 
 
-class _Loads(Loads):
-    """Loading: bitsandbytes' layers cannot read back the constants that they write."""
+class _Loads(Loads, Moves):
+    """Loading and moving: bitsandbytes' layers neither read back the constants that they write nor take all along."""
 
     weight: Any
     quant_format: str
@@ -105,6 +105,13 @@ class _Loads4bit(_Loads):
         y: Tensor = super().forward(x.float() if x.dtype == torch.float64 else x)  # type: ignore[misc]
         return y.to(x.dtype) if x.dtype == torch.float64 else y
 
+    def after_move(self) -> None:
+        """The weight has moved its constants, or is one of FSDP2's, which has none."""
+        if getattr(self.weight, "quant_state", None) is not None:
+            self.quant_state = self.weight.quant_state
+        else:
+            self.quant_state.to(self.weight.device)
+
     def _take(self, data: Tensor, fresh: Any) -> None:
         self.weight.data = data
         self.weight.quant_state = self.quant_state = fresh.quant_state
@@ -122,6 +129,16 @@ class _Loads8bit(_Loads):
         check_input(self, x)  # type: ignore[arg-type]
         y: Tensor = super().forward(x)  # type: ignore[misc]
         return y
+
+    def after_move(self) -> None:
+        """The codes are the weight's own, the scales go where it is; a forward has put both on ``state``."""
+        for holder in (self.weight, self.state):
+            if holder.CB is not None:
+                holder.CB, holder.SCB = self.weight.data, holder.SCB.to(self.weight.device)
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        self.after_move()  # a deep copy has codes twice, and only the weight's are loaded
+        super().before_load(state_dict, prefix)
 
     def _scale(self) -> Tensor:
         return self.weight.SCB if self.weight.SCB is not None else self.state.SCB

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from lit_efficient.internals.torch_modules import StaysFloat32
 
-class Switchable:
-    """Mix-in of a module with an adapter that can be passed over."""
+
+class Switchable(StaysFloat32):
+    """Mix-in of a module with an adapter that can be passed over, and that is not cast with its base."""
 
     adapter_off: bool = False
 

@@ -19,6 +19,7 @@ from lit_efficient.surgery import mix_in, mix_out
 class IA3Scaled(Switchable):
     """A layer whose output, or input, is multiplied by learned factors; mixed in front of the layer's own class."""
 
+    float32 = ("ia3",)
     ia3: nn.Parameter
     ia3_side: str
     ia3_first: int  # the first output that is scaled: those before it are queries, where one layer makes all three

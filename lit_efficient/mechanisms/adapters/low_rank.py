@@ -60,6 +60,7 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
 class LowRank(ReadsAdapted):
     """What the adapted layers of all kinds share; mixed in front of the layer's own class."""
 
+    float32 = ("lora_",)
     weight: Tensor
     bias: Tensor | None
     training: bool
@@ -284,7 +285,7 @@ def reset_low_rank(module: Any) -> None:
     a, b = module.lora_A, module.lora_B
     if isinstance(module, _LowRankEmbedding):  # a row of A is met once a token: start with zeros there, as peft does
         a.zero_()
-        b.copy_(torch.randn(b.shape, generator=generator))
+        b.copy_(torch.randn(b.shape, generator=generator, device="cpu", dtype=torch.float32))
     elif module.lora_variant == "pissa":
         rank = a.shape[0]
         u, s, vh = torch.linalg.svd(base_matrix(module).to(a.dtype), full_matrices=False)
@@ -297,7 +298,7 @@ def reset_low_rank(module: Any) -> None:
         # Kaiming with a = sqrt(5), as the paper's code does; a column of QA-LoRA's A stands for a group of inputs.
         inputs = a[0].numel() * (module.group_size if module.lora_variant == "qalora" else 1)
         bound = 1 / math.sqrt(inputs)
-        a.copy_((torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
+        a.copy_((torch.rand(a.shape, generator=generator, device="cpu", dtype=torch.float32) * 2 - 1) * bound)
         b.zero_()
     if module.lora_variant == "dora":
         refresh_squared(module)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.mechanisms.adapters.base import FollowsBase
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, prefixed_call
@@ -44,7 +45,7 @@ def prefix_of(tensors: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
     return keys + change[0], values + change[1]
 
 
-class PrefixVectors(nn.Module):
+class PrefixVectors(StaysFloat32, nn.Module):
     """The prefix of all layers, trained directly or through a small network.
 
     Args:
@@ -54,6 +55,8 @@ class PrefixVectors(nn.Module):
         projection: For a projection: the width inside it.
         seed: Of the projection's first matrix.
     """
+
+    float32 = ("prefix_",)
 
     def __init__(
         self, keys: Tensor, values: Tensor, embedding: Tensor | None = None, projection: int = 0, seed: int = 0
@@ -70,7 +73,7 @@ class PrefixVectors(nn.Module):
         self.register_buffer("prefix_keys", keys)
         self.register_buffer("prefix_values", values)
         inner, outer = embedding.shape[1], 2 * keys.shape[0] * keys.shape[1] * keys.shape[3]
-        up = torch.randn(projection, inner, generator=_generator(seed, 3)) / inner**0.5
+        up = _drawn((projection, inner), seed, 3) / inner**0.5
         self.prefix_embedding = nn.Parameter(embedding.detach().to(wide).clone())
         self.prefix_up = nn.Parameter(up.to(keys))
         self.prefix_up_bias = nn.Parameter(keys.new_zeros(projection))
@@ -230,12 +233,9 @@ def add_prefix(
         allowed = f"at least 0 and below the vocabulary's {len(table)}"
         raise refusal("PrefixTuning", "init_tokens", allowed, (min(tokens), max(tokens)))
     keys, values = computed(decoder, tokens or _spread(length, len(table)))
-    embedding = table[list(tokens)] if tokens else torch.randn(length, table.shape[1], generator=_generator(seed, 2))
+    embedding = table[list(tokens)] if tokens else _drawn((length, table.shape[1]), seed, 2)
     if not tokens:
-        keys, values = (
-            (torch.randn(t.shape, generator=_generator(seed, i)) * t.float().std().cpu()).to(t)
-            for i, t in enumerate((keys, values))
-        )
+        keys, values = ((_drawn(t.shape, seed, i) * t.float().std().cpu()).to(t) for i, t in enumerate((keys, values)))
     vectors = PrefixVectors(keys, values, embedding.to(keys) if projection else None, projection, seed)
     setattr(decoder, CHILD, vectors)
     attributes: dict[str, Any] = {"prefix_tokens": tuple(tokens), "prefix_length": length}
@@ -253,5 +253,6 @@ def _spread(length: int, vocabulary: int) -> list[int]:
     return [(i + 1) * vocabulary // (length + 1) for i in range(length)]
 
 
-def _generator(seed: int, stream: int) -> torch.Generator:
-    return torch.Generator().manual_seed(4 * seed + stream)
+def _drawn(shape: Sequence[int], seed: int, stream: int) -> Tensor:
+    generator = torch.Generator().manual_seed(4 * seed + stream)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)

@@ -9,11 +9,13 @@ to the first group that holds it.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lit_efficient.declaration import HELD
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.surgery import find_blocks, match_parameters, name_pattern, reshard
 
 Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
@@ -22,6 +24,20 @@ Rule = Callable[[str], int | None]  # dotted name of a tensor -> number of its g
 
 class NewLayer(nn.Module):
     """Mix-in of a layer whose weights are new: it is trained whole, and neither quantised nor adapted."""
+
+
+class WideLayer(StaysFloat32, NewLayer):
+    """Mix-in of a new layer that computes in float32 beside a narrower network."""
+
+    float32 = ("",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's own output, in the format of its input."""
+        own = next(self.parameters()).dtype
+        if x.dtype == own or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)  # type: ignore[misc]
+        y: Tensor = super().forward(x.to(own))  # type: ignore[misc]
+        return y.to(x.dtype)
 
 
 def hold(root: nn.Module, names: Iterable[str]) -> None:
