@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -69,6 +70,14 @@ def unmixed(module: nn.Module) -> type:
     while "mixed_from" in vars(cls):
         _, cls = cls.mixed_from
     return cls
+
+
+def moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor`` on ``device``, in ``dtype``. The host waits only for what comes to itself, which it is going to read.
+
+    A copy to a GPU that is not asked to be ``non_blocking`` waits until the GPU has done all that it was given before.
+    """
+    return tensor.to(device, dtype, non_blocking=device is not None and torch.device(device).type != "cpu")
 
 
 def memory_of(tensor: object) -> object:
