@@ -73,6 +73,14 @@ def unmixed(module: nn.Module) -> type:
     return cls
 
 
+def moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor`` on ``device``, in ``dtype``. The host waits only for what comes to itself, which it is going to read.
+
+    A copy to a GPU that is not asked to be ``non_blocking`` waits until the GPU has done all that it was given before.
+    """
+    return tensor.to(device, dtype, non_blocking=device is not None and torch.device(device).type != "cpu")
+
+
 def memory_of(tensor: object) -> object:
     """What two tensors of a ``state_dict`` or a file have in common that are one, as a tied weight's are."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:

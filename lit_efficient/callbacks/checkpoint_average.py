@@ -18,6 +18,7 @@ from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import (
     averageable,
+    on_host,
     placed_like,
     position_weights,
     precise,
@@ -135,7 +136,9 @@ class CheckpointAverage(ShadowWeights):
         dtypes = {n: precise(p.dtype) if self.last_k is None else p.dtype for n, p in tracked.items()}
         # Shards stay with their mesh, all else goes to the CPU.
         devices = {n: None if is_sharded(p) else "cpu" for n, p in tracked.items()}
-        self._snapshots.append({n: placed_like(p, p, dtypes[n], devices[n]) for n, p in tracked.items()})
+        names = [n for n, device in devices.items() if device]
+        host = dict(zip(names, on_host([tracked[n].detach() for n in names])))
+        self._snapshots.append({n: placed_like(host.get(n, p), p, dtypes[n], devices[n]) for n, p in tracked.items()})
         del self._snapshots[: -(self.last_k or 1)]
 
     @outside_autograd

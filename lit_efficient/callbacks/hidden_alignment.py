@@ -28,7 +28,7 @@ from lit_efficient.mechanisms.alignment import (
     unknown_width,
 )
 from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
-from lit_efficient.surgery import find_blocks
+from lit_efficient.surgery import find_blocks, moved
 
 
 class HiddenAlignment(Alignment):
@@ -150,7 +150,7 @@ class HiddenAlignment(Alignment):
         if source == "auto":
             source = next((key for key in ("features", "images") if key in keys), "auto")
         if source == "features" or self._teacher is None:
-            return member(batch, "features" if source == "auto" else source, "HiddenAlignment").to(module.device)
+            return moved(member(batch, "features" if source == "auto" else source, "HiddenAlignment"), module.device)
         images = member(batch, source, "HiddenAlignment") if source != "auto" else self._decoded(module, keys)
         return self._teacher.of_images(images)[self.teacher_layer]
 

@@ -18,6 +18,7 @@ from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.losses.mse_adapter import find_scheduler, noise_method, weigh_mse_loss
 from lit_efficient.losses.snr import GAMMAS, PREDICTIONS, check_snr_arguments, snr_weight
+from lit_efficient.surgery import moved
 from lit_efficient.technique import Technique
 
 # How diffusers' schedulers call the targets.
@@ -136,5 +137,6 @@ def _log_snr(output: Mapping[str, Any], module: nn.Module) -> Tensor:
             f"SNRWeighting: {type(module).__name__}.training_step must return log_snr [B], or timesteps [B] with "
             f"alphas_cumprod on the module or its noise_scheduler; it returned {sorted(output)}"
         )
-    signal = torch.as_tensor(alphas_cumprod, device=output["timesteps"].device)[output["timesteps"].long()]
+    times = output["timesteps"].long()
+    signal = moved(torch.as_tensor(alphas_cumprod), times.device)[times]
     return torch.logit(signal.double()).float()

@@ -26,7 +26,7 @@ from lit_efficient.mechanisms.blocks.residual import (
     without_cache,
 )
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.surgery import find_blocks, mix_in
+from lit_efficient.surgery import find_blocks, mix_in, moved
 from lit_efficient.technique import Technique
 
 Stream = TypeVar("Stream", Tensor, tuple[Tensor, ...])  # one residual stream, or several of them
@@ -93,7 +93,7 @@ def drop_rows(
     """
     first = x if isinstance(x, Tensor) else x[0]
     batch = len(first)
-    rows = draw_rows(batch, rate, device=first.device) if rows is None else rows.to(first.device)
+    rows = draw_rows(batch, rate, device=first.device) if rows is None else moved(rows, first.device)
     if len(rows) == batch:
         y = block(x, *args, **kwargs)
         _check_shapes(x, y)

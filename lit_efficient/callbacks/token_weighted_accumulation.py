@@ -4,8 +4,8 @@
 
 Saves: nothing; it makes accumulation and data parallelism equal the big batch they stand for (plain Lightning averages
     the means, and divides a short last window by too many micro-batches)
-Costs: two sums of one number over the ranks and a pass over the gradients an optimizer step; the count of a batch is
-    read from the device
+Costs: two sums of one number over the ranks and a pass over the gradients an optimizer step; batches are counted on the
+    host, or, where a hook changes them behind their transfer, read from the device
 Source: the analysis of transformers' and Unsloth's accumulation bug, https://huggingface.co/blog/gradient_accumulation
 
 Each loss is scaled by n_rk / n, where n is the mean over the ranks of the window's first counts, and the gradients'
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -94,6 +95,7 @@ class TokenWeightedAccumulation(Technique):
         self.mask = mask
         self.shift = shift
         self._window: dict[int, int] = {}  # tokens by micro-batch, of those that were differentiated
+        self._counted: int | None = None  # tokens of the batch under way, from before its transfer
         self._batch = (0, 0)  # number of the micro-batch under way, its tokens
         self._reference: float | None = None  # of the window; None before the first one
         self._complete = False
@@ -135,10 +137,14 @@ class TokenWeightedAccumulation(Technique):
         self._window, self._reference = {}, None
         self._alone = trainer.world_size == 1
         wrap_method(pl_module, "backward", _backward)
+        owners = (pl_module, trainer.datamodule)
+        if not any(is_overridden("on_after_batch_transfer", owner) for owner in owners if owner is not None):
+            wrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count the tokens; at a window's start agree on a reference with the other ranks."""
-        tokens = self._count(pl_module, batch)
+        counted, self._counted = self._counted, None
+        tokens = self._count(pl_module, batch) if counted is None else counted
         resumed, self._resumed = self._resumed, {}
         if resumed and any(parameter.grad is not None for parameter in pl_module.parameters()):
             self._window, self._reference = resumed["window"], resumed["reference"]
@@ -153,6 +159,7 @@ class TokenWeightedAccumulation(Technique):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap_method(pl_module, "backward", _backward)
+        unwrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,6 +235,15 @@ def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     technique._complete = False  # an optimizer may run its closure more than once
     if not accumulates(self.trainer):
         technique._finish(self.trainer)
+
+
+def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The strategy's; a batch of training is counted before, as a count on a GPU has to be waited for."""
+    trainer = self.lightning_module.trainer
+    if trainer.training:
+        technique = next(c for c in trainer.callbacks if isinstance(c, TokenWeightedAccumulation))
+        technique._counted = technique._count(self.lightning_module, batch)
+    return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
 
 
 def _sum_over_ranks(trainer: Any, number: int) -> float:

@@ -6,12 +6,13 @@
 
 The gradients of hidden states and head are made in the forward pass, chunk by chunk, while the chunk's logits exist;
 the backward pass only scales them. What is left is these gradients themselves, (V + N) H numbers, and one chunk.
-Ignored tokens are left out before the matrix product: they cost nothing.
+On a CPU ignored tokens are left out before the matrix product and cost nothing. A GPU computes them, too, and counts
+them as 0: to leave them out, the host would have to wait in each step for how many there are.
 Sources: https://arxiv.org/abs/2411.09009 (why logits dominate), https://github.com/mgmalek/efficient_cross_entropy
 (gradients in the forward pass); z-loss https://arxiv.org/abs/2204.02311; softcap https://arxiv.org/abs/2408.00118.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,8 @@ def chunked_cross_entropy(
         token_weights: [...], constants, each multiplied with its token's loss.
         reduction: ``mean`` divides by the number of tokens that are not ignored, or by the sum of their weights (0 for
             none); ``sum``; ``none`` gives [...]. With ``none``, an upstream gradient that is not the same for all
-            tokens costs a second pass over the head in the backward pass: put weights into ``token_weights`` instead.
+            tokens costs a second pass over the head in the backward pass, and on a GPU also one that does not come
+            from a plain sum or mean: put weights into ``token_weights`` instead.
 
     Returns:
         [], or [...] for ``none``.
@@ -193,15 +195,26 @@ def _reduced(
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters))
-    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none")
+    whole = computes_ignored(hidden.device)
+    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", whole)
     losses = _ChunkedLoss.apply(sweep, hidden.reshape(-1, hidden.shape[-1]), *parameters)
     if reduction == "none":
         return losses.view(labels.shape)
     if reduction == "sum":
         return losses
     valid = flat != terms.ignore_index
-    total = valid.sum() if weights is None else weights[valid].sum()
+    total = valid.sum() if weights is None else (weights.where(valid, 0) if sweep.whole else weights[valid]).sum()
     return losses / torch.where(total == 0, 1, total)
+
+
+def computes_ignored(device: torch.device) -> bool:
+    """Whether tokens that count for nothing go through the head, too: a GPU does not tell how many they are."""
+    return device.type != "cpu"
+
+
+def is_expanded(gradient: Tensor) -> bool:
+    """Whether all its numbers are one number in memory, as those that come from a sum or a mean: nothing is read."""
+    return gradient.numel() <= 1 or not any(gradient.stride())
 
 
 @dataclass(frozen=True)
@@ -216,6 +229,7 @@ class _Sweep:
     autocast: torch.dtype | None
     trains: bool
     per_token: bool
+    whole: bool  # ignored tokens, too
 
     def valid(self) -> Tensor:
         return self.labels != self.terms.ignore_index
@@ -228,13 +242,22 @@ class _Sweep:
         losses = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         gradient = torch.zeros_like(hidden) if scale is not None and needed[0] else None
         head = self.head(hidden, parameters, needed, self.autocast)
-        for rows in self.valid().nonzero().squeeze(1).split(self.chunk_size):
-            logits = head.logits(hidden[rows], keep=scale is not None)
-            losses[rows] = self.terms.consume(logits, self.labels[rows], None if scale is None else scale[rows])
+        valid, labels, starts = self.valid(), self.labels, range(0, len(hidden), self.chunk_size)
+        chunks: Iterable[Any] = (slice(start, start + self.chunk_size) for start in starts)
+        if self.whole:
+            labels = labels.where(valid, 0)
+            scale = None if scale is None else scale.where(valid, 0)
+        else:
+            chunks = valid.nonzero().squeeze(1).split(self.chunk_size)
+        for rows in chunks:
+            x = hidden[rows]  # of ignored tokens 0: they may hold what is not finite
+            logits = head.logits(x.where(valid[rows, None], 0) if self.whole else x, keep=scale is not None)
+            losses[rows] = self.terms.consume(logits, labels[rows], None if scale is None else scale[rows])
             if scale is not None:
                 part = head.backward(logits)
                 if gradient is not None and part is not None:
                     gradient[rows] = part.to(gradient.dtype)
+        losses = losses.where(valid, 0) if self.whole else losses
         losses = losses if self.weights is None else losses * self.weights
         return losses, [gradient, *head.gradients()]
 
@@ -262,8 +285,10 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         sweep: _Sweep = ctx.sweep
         gradients, ctx.gradients = ctx.gradients, None  # handed out, not copied: autograd may take them as they are
-        among = upstream[sweep.valid()] if sweep.per_token else upstream[None]
-        alike = len(among) <= 1 or bool((among == among[0]).all())
+        among, alike = upstream.reshape(-1)[:1], is_expanded(upstream)
+        if not alike and not sweep.whole:
+            among = upstream[sweep.valid()]
+            alike = len(among) <= 1 or bool((among == among[0]).all())
         if gradients is None or not alike:  # a second backward pass, or tokens whose gradients were mixed too early
             hidden, *parameters = ctx.saved_tensors
             scale = upstream.expand(len(hidden)) if sweep.weights is None else upstream * sweep.weights

@@ -7,8 +7,8 @@ backward pass scales them. What stays are those gradients, N H + V H numbers, in
 
 Saves: memory of 4 tokens x vocabulary tensors and more; a few chunks are left. For 2,048 tokens, 32,768 ids and float32
     on a CPU the forward KL and its gradients took 270 MiB at their peak, whole logits 2,064, in the same CPU time.
-Costs: nothing to compute twice, unless tokens are weighted differently afterwards and the head trains: then a second
-    pass over the heads in the backward pass. One more gradient of the head's size while it is summed.
+Costs: nothing to compute twice, unless tokens are weighted differently afterwards (on a GPU: by other means than a
+    plain sum or mean) and the head trains: then a second pass over the heads in the backward pass. One more gradient of the head's size while it is summed.
 Source: gradients in the forward pass as in https://github.com/mgmalek/efficient_cross_entropy; divergences as in
     `lit_efficient.losses.distillation`.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lit_efficient.errors import check_number, refusal
+from lit_efficient.losses.chunked_cross_entropy import computes_ignored, is_expanded
 from lit_efficient.losses.distillation import Divergence, coarse, log_probabilities, shared_vocabulary
 from lit_efficient.losses.head_chunks import ModuleHead, drawing_again, random_states
 
@@ -148,6 +149,7 @@ def chunked_losses(
     divergence: Divergence | None = None,
     weight: float = 1.0,
     chunk_size: int = CHUNK_SIZE,
+    counted: Tensor | None = None,
 ) -> TokenLosses:
     """As `chunked_distillation`, through any head (quantised, under LoRA, softcapped) and of any teacher.
 
@@ -160,6 +162,7 @@ def chunked_losses(
         divergence: as there.
         weight: as there.
         chunk_size: as there.
+        counted: ``[N]``, which tokens count: the losses of others are 0, and their labels any number. None: all.
     """
     check_number("distillation", "chunk_size", chunk_size, least=1, whole=True)
     check_number("distillation", "weight", weight, least=0, most=1)
@@ -171,7 +174,11 @@ def chunked_losses(
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     trains = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
-    sweep = _Sweep(head, trained, teacher, labels, divergence or Divergence(), weight, chunk_size, autocast, trains)
+    if counted is not None:
+        hidden = hidden.where(counted[:, None], 0)  # where it may be anything, and not finite
+        labels = None if labels is None else labels.where(counted, 0)
+    how = divergence or Divergence()
+    sweep = _Sweep(head, trained, teacher, labels, how, weight, chunk_size, autocast, trains, counted)
     return TokenLosses(*_ChunkedLosses.apply(sweep, hidden, *trained))
 
 
@@ -188,6 +195,7 @@ class _Sweep:
     chunk_size: int
     autocast: torch.dtype | None
     trains: bool
+    counted: Tensor | None
 
     def __call__(self, hidden: Tensor, scale: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """Losses ``[3, N]``, and the gradients of the losses' sum, or of their sum weighted with ``scale`` ``[N]``."""
@@ -200,6 +208,9 @@ class _Sweep:
             logits = head.logits(hidden[rows], keep=self.trains)
             with torch.no_grad():
                 slope = self._chunk(rows, logits, losses[:, rows])
+                if self.counted is not None:
+                    losses[:, rows] = losses[:, rows].where(self.counted[rows], 0)
+                    slope = slope.where(self.counted[rows, None], 0)
             if self.trains:
                 gradient[rows] = head.backward(slope if scale is None else slope.mul_(scale[rows, None]))
         return losses, [gradient, *head.gradients()]
@@ -242,7 +253,9 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # handed out, not copied
         hidden, *parameters = ctx.saved_tensors
-        alike = len(upstream) == 0 or not parameters or bool((upstream == upstream[0]).all())
+        alike = not parameters or is_expanded(upstream)
+        if not alike and not computes_ignored(upstream.device):
+            alike = bool((upstream == upstream[0]).all())
         if gradients is None or not alike:  # a second backward pass, or tokens whose gradients were mixed too early
             with drawing_again(hidden.device, ctx.random, ctx.sweep.autocast):
                 _, gradients = ctx.sweep(hidden, upstream)

@@ -23,7 +23,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.chunked_cross_entropy import TokenLoss, chunked_cross_entropy, chunked_head_cross_entropy
 from lit_efficient.losses.liger_cross_entropy import installed, liger_cross_entropy
 from lit_efficient.losses.next_token import token_losses
-from lit_efficient.surgery import mix_in
+from lit_efficient.surgery import mix_in, moved
 
 BACKENDS = ("auto", "torch", "liger")
 
@@ -260,7 +260,8 @@ class _DeferringNetwork:
         total = head(logits.hidden, request=_Request(flat, terms, how, "sum"))
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum().clamp(min=1)
-        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+        counted = num_items_in_batch
+        return total / (moved(counted, total.device) if isinstance(counted, Tensor) else counted)
 
 
 def _deferred(value: object) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lit_efficient.errors import check_choice, refusal
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_process
+from lit_efficient.surgery import moved
 
 Prediction = Literal["flow", "eps", "v", "x0", "edm"]
 
@@ -57,7 +58,7 @@ def draw_noise(
 
     def normal(*shape: int) -> Tensor:
         device = x0.device if generator is None else generator.device
-        return torch.randn(shape, generator=generator, device=device, dtype=x0.dtype).to(x0.device)
+        return moved(torch.randn(shape, generator=generator, device=device, dtype=x0.dtype), x0.device)
 
     eps = normal(*x0.shape)
     if process.offset_noise:

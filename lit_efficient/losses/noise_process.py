@@ -210,4 +210,4 @@ def _angles(process: DiffusionProcess, device: torch.device, dtype: torch.dtype)
     with torch.inference_mode(False):  # kept and used in training later
         alpha_squared = alphas_cumprod(process)
         angle = torch.atan2((1.0 - alpha_squared).sqrt(), alpha_squared.sqrt())
-        return torch.cat([torch.zeros(1, dtype=torch.float64), angle]).to(dtype).to(device)
+        return torch.cat([torch.zeros(1, dtype=torch.float64), angle]).to(dtype).to(device, non_blocking=True)

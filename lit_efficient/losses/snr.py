@@ -96,7 +96,7 @@ def _log_weight_of_x0(log_snr: Tensor, rule: str, gamma: float) -> Tensor:
         return log_snr / 2
     if rule == "truncated":
         return log_snr.clamp(min=0.0)
-    log_gamma = torch.tensor(gamma, dtype=log_snr.dtype, device=log_snr.device).log()
+    log_gamma = log_snr.new_full((), gamma).log()
     if rule == "soft_min_snr":
         return log_gamma + logsigmoid(log_snr - log_gamma)
     return torch.minimum(log_snr, log_gamma)

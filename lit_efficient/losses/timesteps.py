@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lit_efficient.errors import check_choice, check_number, refusal
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_process, karras_time
+from lit_efficient.surgery import moved
 
 Distribution = Literal["uniform", "logit_normal", "mode", "log_normal"]
 
@@ -114,7 +115,7 @@ def sample_timesteps(
         case _:
             normal = location + scale * torch.randn(count, **drawn)
             t = karras_time(normal.exp()) if sampling.distribution == "log_normal" else normal.sigmoid()
-    return process.on_grid(shift_times(t.clamp(0.0, 1.0), sampling.shift).clamp(*process.t_range)).to(device)
+    return moved(process.on_grid(shift_times(t.clamp(0.0, 1.0), sampling.shift).clamp(*process.t_range)), device)
 
 
 def check_sampling(owner: str, sampling: TimestepSampling, process: DiffusionProcess) -> None:

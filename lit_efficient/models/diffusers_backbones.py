@@ -19,6 +19,7 @@ from lit_efficient.errors import check_choice, refusal
 from lit_efficient.models.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, model_class, resolve
+from lit_efficient.surgery import moved
 
 _PIXELS = 8  # of an image for each position of a latent, where the condition has no sizes
 
@@ -136,9 +137,10 @@ def _unet_condition(network: Any, x: Tensor, timestep: Tensor, condition: Condit
 def _sizes(x: Tensor, condition: Condition) -> Tensor:
     """Those of the condition, [B, 6], or of images that were neither scaled nor cropped."""
     if condition.sizes is not None:
-        return condition.sizes.to(x)
+        return moved(condition.sizes, x.device, x.dtype)
     height, width = (_PIXELS * side for side in x.shape[2:])
-    return torch.tensor([height, width, 0, 0, height, width], dtype=x.dtype, device=x.device).expand(len(x), -1)
+    sizes = torch.tensor([height, width, 0, 0, height, width], dtype=x.dtype)
+    return moved(sizes, x.device).expand(len(x), -1)
 
 
 def _patches(fields: Fields, **limits: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lit_efficient.models.autoencoders import (
 )
 from lit_efficient.models.channel_statistics import ChannelStatistics
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from lit_efficient.surgery import own_draws
+from lit_efficient.surgery import moved, own_draws
 
 EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each checkpoint, larger ones named
 
@@ -182,7 +182,8 @@ class LatentCodec:
         return cls(autoencoder, state["mean"], state["std"])
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mean.view(1, -1, 1, 1).to(like), self.std.view(1, -1, 1, 1).to(like)
+        mean, std = (moved(part.view(1, -1, 1, 1), like.device, like.dtype) for part in (self.mean, self.std))
+        return mean, std
 
 
 def _from_source(cls: type[LatentCodec], state: dict[str, Any]) -> LatentCodec:

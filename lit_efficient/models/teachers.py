@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.torch_trees import tree_map
-from lit_efficient.surgery import match_modules, own_draws
+from lit_efficient.surgery import match_modules, moved, own_draws
 
 _IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
 _DATA = "data."
@@ -330,7 +330,7 @@ def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None, detac
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return (value.detach() if detach else value).to(device, dtype if value.is_floating_point() else None)
+        return moved(value.detach() if detach else value, device, dtype if value.is_floating_point() else None)
 
     return tree_map(move, tree)
 
@@ -359,7 +359,7 @@ def _prepared(
         images = _resized(images, size)
     if statistics is None:
         return images
-    mean, std = (torch.tensor(s, device=images.device).view(1, -1, 1, 1) for s in statistics)
+    mean, std = (moved(torch.tensor(s).view(1, -1, 1, 1), images.device) for s in statistics)
     if images.shape[1] == 1:  # a network of one channel that has the statistics of three
         mean, std = mean.mean(1, keepdim=True), std.mean(1, keepdim=True)
     return ((images + 1.0) / 2.0 - mean) / std

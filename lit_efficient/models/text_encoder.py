@@ -34,7 +34,7 @@ from lit_efficient.models.text_network import CaptionReading, TextEmbedding, Tex
 
 __all__ = ["CaptionReading", "TextEmbedding", "TextEncoder", "TextEncoderConfig"]
 
-_REMEMBERED_BYTES = 2**30
+_REMEMBERED_BYTES = (2**28, 2**30)  # on a GPU, and on the CPU
 
 
 class TextEncoder:
@@ -51,7 +51,7 @@ class TextEncoder:
     def __init__(self, spec: TextEncoderConfig, parts: list[TextNetwork]) -> None:
         self.spec = spec
         self.parts = parts
-        self._memory = _Memory(_REMEMBERED_BYTES)
+        self._memories: dict[torch.device, _Memory] = {}
         self._fingerprint: str | None = None
 
     @classmethod
@@ -73,14 +73,27 @@ class TextEncoder:
         """The first tokenizer."""
         return self.parts[0].tokens
 
+    @torch.inference_mode(False)  # what a validation embeds is remembered, and trained with later
+    @torch.no_grad()
     def encode(self, captions: Sequence[str], device: torch.device | str = "cpu") -> TextEmbedding:
-        """Embeddings of captions on ``device``; each caption is encoded once, whatever else the batch has."""
-        found = {caption: self._embedding(caption, torch.device(device)) for caption in dict.fromkeys(captions)}
+        """Embeddings of captions on ``device``, where the latest ones stay: one of them is not encoded again.
+
+        On the CPU each caption is encoded by itself and has the same numbers in any batch, as in a cache of latents; a
+        GPU takes all new ones at once, and the last bits of one are those of its batch.
+        """
+        device = torch.device(device)
+        memory = self._memories.setdefault(device, _Memory(_REMEMBERED_BYTES[device.type == "cpu"]))
+        found = {caption: memory.get(caption) for caption in dict.fromkeys(captions)}
+        new = [caption for caption, embedding in found.items() if embedding is None]
+        for group in [[caption] for caption in new] if device.type == "cpu" else [new] if new else []:
+            joined = join(self.spec.pipeline, [part.embed(group, device) for part in self.parts])
+            for number, caption in enumerate(group):  # copies: a row would hold on to its batch
+                found[caption] = TextEmbedding(*(None if t is None else t[number].clone() for t in joined))
+                memory.put(caption, found[caption])
         rows = [found[caption] for caption in captions]
-        hidden = torch.stack([row.hidden for row in rows]).to(device)
-        mask = torch.stack([row.mask for row in rows]).to(device)
+        hidden, mask = (torch.stack(parts) for parts in zip(*((row.hidden, row.mask) for row in rows)))
         pooled = [row.pooled for row in rows if row.pooled is not None]
-        return TextEmbedding(hidden, mask, torch.stack(pooled).to(device) if pooled else None)
+        return TextEmbedding(hidden, mask, torch.stack(pooled) if pooled else None)
 
     @property
     def width(self) -> int:
@@ -144,16 +157,9 @@ class TextEncoder:
         """Itself: it never changes, and may be larger than what holds it."""
         return self
 
-    def _embedding(self, caption: str, device: torch.device) -> TextEmbedding:
-        found = self._memory.get(caption)
-        if found is None:
-            found = join(self.spec.pipeline, [part.embed(caption, device) for part in self.parts])
-            self._memory.put(caption, found)
-        return found
-
 
 class _Memory:
-    """The latest embeddings by caption, on the CPU, in so many bytes."""
+    """The latest embeddings by caption, on one device, in so many bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

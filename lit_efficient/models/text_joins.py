@@ -42,7 +42,7 @@ def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
 
 
 def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
-    """The embedding of one caption from those of the members: hidden [L, D], mask [L], pooled [P]."""
+    """The embeddings of captions from those of the members: hidden [..., L, D], mask [..., L], pooled [..., P]."""
     if pipeline is None:
         return parts[0]
     if pipeline == "flux":
@@ -54,4 +54,4 @@ def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
     t5 = parts[2]
     padded: Tensor = F.pad(clips, (0, t5.hidden.shape[-1] - clips.shape[-1]))
     pooled = [part.pooled for part in parts[:2] if part.pooled is not None]
-    return TextEmbedding(torch.cat([padded, t5.hidden]), torch.cat([parts[0].mask, t5.mask]), torch.cat(pooled))
+    return TextEmbedding(torch.cat([padded, t5.hidden], -2), torch.cat([parts[0].mask, t5.mask], -1), torch.cat(pooled, -1))

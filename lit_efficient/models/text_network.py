@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive
-from lit_efficient.surgery import own_draws
+from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,18 +151,16 @@ class TextNetwork:
         loaded._check()
         return loaded
 
-    @torch.inference_mode(False)  # what a validation embeds is remembered, and trained with later
-    @torch.no_grad()
-    def embed(self, caption: str, device: torch.device) -> TextEmbedding:
-        """The embedding of one caption, computed on ``device`` and left on the CPU."""
-        ids, mask = self.tokens.encode(caption)
+    def embed(self, captions: Sequence[str], device: torch.device) -> TextEmbedding:
+        """Embeddings of captions, [n, ...], on ``device``."""
+        ids, mask = (moved(torch.stack(rows), device) for rows in zip(*map(self.tokens.encode, captions)))
         if not self.hides_padding:
             mask = torch.ones_like(mask)
-        options: dict[str, Any] = {"attention_mask": mask[None].to(device)} if self.hides_padding else {}
+        options: dict[str, Any] = {"attention_mask": mask} if self.hides_padding else {}
         if self.spec.layer != -1:
             options["output_hidden_states"] = True
         with torch.autocast(device.type, enabled=False):  # the same numbers in a training step as in a cache
-            output = self.network.to(device)(input_ids=ids[None].to(device), return_dict=True, **options)
+            output = self.network.to(device)(input_ids=ids, return_dict=True, **options)
         if self.spec.layer == -1:
             hidden = output.last_hidden_state
         else:
@@ -169,7 +168,7 @@ class TextNetwork:
             hidden = self._final_norm()(hidden) if self.spec.final_norm else hidden
         pooled = getattr(output, "text_embeds", None)
         pooled = getattr(output, "pooler_output", None) if pooled is None else pooled
-        return TextEmbedding(hidden[0].cpu(), mask, None if pooled is None else pooled[0].cpu())
+        return TextEmbedding(hidden, mask, pooled)
 
     @property
     def hides_padding(self) -> bool:

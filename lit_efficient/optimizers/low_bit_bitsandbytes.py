@@ -7,7 +7,7 @@ every step, so that schedulers which change them go on working. What bitsandbyte
 Import this module inside functions only: bitsandbytes takes seconds.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +40,24 @@ class _Twin(Optimizer8bit):
         self.no_decay = no_decay
         self.min_size = min_size
         self.initialized = True  # the first step must not read the process-wide overrides
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """All kernels one behind the other on the device's stream: bitsandbytes' loop waits for it after each tensor."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            for index, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.init_state(group, p, number, index)
+                    self.prefetch_state(p)
+                    self.update_step(group, p, number, index)
+        if self.is_paged:  # the driver moves pages beside the stream
+            torch.accelerator.synchronize()
+        return loss
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         """The kernel's two coefficients; of one moment the smoothing constant or momentum, if it has one."""

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, write_top_k
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.losses.chunked_cross_entropy import computes_ignored
 from lit_efficient.losses.chunked_distillation import (
     CHUNK_SIZE,
     LiveTeacher,
@@ -33,12 +35,14 @@ from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
 from lit_efficient.models.output_head import check_head, hidden_states, output_head
+from lit_efficient.surgery import moved
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource, tokens_in_common
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _DEFAULT_STUDENT = GPTConfig()
 _RATIONALE = "rationale_"
+_TOLD = ("teacher_ids", "teacher_log_probs")  # of a batch whose teacher is a cache
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,10 @@ class Distillation(LanguageModeling):
     def on_train_start(self) -> None:
         if self.cache_top_k is not None:
             self._cache = self._cached(self.cache_top_k)
+            wrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
+
+    def on_train_end(self) -> None:
+        unwrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The mixed loss over all tokens of the batch, and over those of each sequence for who reweights them."""
@@ -188,20 +196,26 @@ class Distillation(LanguageModeling):
         """Losses ``[B, T]`` (0 where nothing is learned), targets, and the balancing loss of a mixture of experts."""
         network, targets = self._built(), targets_of(batch)
         learned, head = targets != IGNORE, output_head(network)
-        teacher = self._teacher_of(batch, learned, self._vocabulary(head.rows)) if weight else None
+        whole = computes_ignored(targets.device)
+        chosen = slice(None) if whole else learned.flatten()
+        teacher = self._teacher_of(batch, chosen, self._vocabulary(head.rows)) if weight else None
         hidden, output = self._hidden_states(network, batch)
         flat = chunked_losses(
             head,
-            hidden[learned],
+            hidden.flatten(0, 1)[chosen],
             list(head.module.parameters()),
             teacher,
-            targets[learned],
+            targets.flatten()[chosen],
             divergence=self.objective.divergence,
             weight=weight,
             chunk_size=self.objective.chunk_size,
+            counted=learned.flatten() if whole else None,
         )
-        empty = torch.zeros_like(targets, dtype=flat.loss.dtype)
-        losses = TokenLosses(*(empty.masked_scatter(learned, part) for part in flat))
+        if whole:
+            losses = TokenLosses(*(part.view_as(targets) for part in flat))
+        else:
+            empty = torch.zeros_like(targets, dtype=flat.loss.dtype)
+            losses = TokenLosses(*(empty.masked_scatter(learned, part) for part in flat))
         router_loss = getattr(output, "aux_loss", None)
         if router_loss is not None:
             router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef  # type: ignore[operator, union-attr]
@@ -217,19 +231,32 @@ class Distillation(LanguageModeling):
         hidden, output = hidden_states(network, inputs)
         return hidden.view(*batch["input_ids"].shape, -1), output
 
-    def _teacher_of(self, batch: Mapping[str, Tensor], learned: Tensor, vocab_size: int) -> Teacher:
-        if self._cache is not None:
-            ids, log_probs = self._cache.find({name: batch[name].cpu() for name in ROW if name in batch})
-            return TopKTeacher(ids.to(self.device), log_probs.to(self.device), vocab_size)
-        return self._asked(batch, learned, vocab_size)
+    def _told(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of a batch on the CPU: what the cache holds, ``[B, T, ...]``, zeros for tokens that are not learned."""
+        assert self._cache is not None
+        learned, told = targets_of(batch) != IGNORE, {}
+        for name, found in zip(_TOLD, self._cache.find({name: batch[name] for name in ROW if name in batch})):
+            told[name] = found.new_zeros(*learned.shape, found.shape[1])
+            told[name][learned] = found
+        return told
+
+    def _teacher_of(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> Teacher:
+        """What is known of the tokens ``chosen``, of all."""
+        if self._cache is None:
+            return self._asked(batch, chosen, vocab_size)
+        told: Mapping[str, Tensor] = batch
+        if _TOLD[0] not in batch:  # not by the trainer's loop
+            told = self._told({name: batch[name].cpu() for name in ROW if name in batch})
+        ids, log_probs = (moved(told[name].flatten(0, 1), self.device)[chosen] for name in _TOLD)
+        return TopKTeacher(ids, log_probs, vocab_size)
 
     @torch.no_grad()
-    def _asked(self, batch: Mapping[str, Tensor], learned: Tensor, vocab_size: int) -> LiveTeacher:
-        """What the live teacher has to say of a batch."""
+    def _asked(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> LiveTeacher:
+        """What the live teacher has to say of the tokens ``chosen`` of a batch."""
         assert self._live is not None
         network = self._live.on(self.device)
         hidden, _ = self._hidden_states(network, batch)
-        return LiveTeacher(hidden[learned], output_head(network), vocab_size)
+        return LiveTeacher(hidden.flatten(0, 1)[chosen], output_head(network), vocab_size)
 
     def _vocabulary(self, rows: int) -> int:
         """Tokens to compare, for a student's head with so many rows."""
@@ -261,7 +288,7 @@ class Distillation(LanguageModeling):
                 self._live = self._source.load()
                 self._vocabulary(size)
             with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-                asked = self._asked(batch, learned, size)
+                asked = self._asked(batch, learned.flatten(), size)
                 chunks = asked.hidden.split(self.objective.chunk_size)
                 kept = [top_k_of(asked.head(chunk)[:, :size], k, temperature) for chunk in chunks]
             return torch.cat([ids for ids, _ in kept]), torch.cat([log_probs for _, log_probs in kept])
@@ -275,6 +302,13 @@ class Distillation(LanguageModeling):
         super()._log_epoch(prefix)
         if self._live is not None:
             self.log(f"{prefix}/divergence", self.epoch_divergence.compute()["loss"], sync_dist=True)
+
+
+def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The strategy's; what the teacher has said of a batch of training is looked up while that is still on the host."""
+    if self.lightning_module.trainer.training:
+        batch = {**batch, **self.lightning_module._told(batch)}
+    return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
 
 
 def _in_order(loader: Any) -> Any:

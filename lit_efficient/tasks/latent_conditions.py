@@ -11,6 +11,7 @@ from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.models.backbone_shape import BackboneShape
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.surgery import moved
 
 _PROMPTS = 64
 
@@ -57,8 +58,8 @@ class Conditioning:
 
     def of_batch(self, batch: dict[str, Any], device: torch.device) -> Condition:
         """Conditions of a batch's samples."""
-        labels = self._member(batch, "labels").to(device) if self.shape.num_classes else None
-        sizes = batch["sizes"].float().to(device) if "sizes" in batch else None
+        labels = moved(self._member(batch, "labels"), device) if self.shape.num_classes else None
+        sizes = moved(batch["sizes"].float(), device) if "sizes" in batch else None
         if not self.shape.takes_text:
             return Condition(labels, sizes=sizes)
         text, mask, pooled = self._text(batch, device)
@@ -97,8 +98,8 @@ class Conditioning:
             )
         if self.shape.pooled_width and pooled is None:
             raise ConfigurationError(f"LatentDiffusion: {self.shape.name} takes a pooled text, and there is none.")
-        moved = [None if part is None else part.to(device) for part in (text, mask, pooled)]
-        return moved[0], moved[1], moved[2]
+        text, mask, pooled = (None if part is None else moved(part, device) for part in (text, mask, pooled))
+        return text, mask, pooled
 
     def _member(self, batch: dict[str, Any], name: str) -> Any:
         if name not in batch:

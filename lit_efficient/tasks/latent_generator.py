@@ -34,6 +34,7 @@ from lit_efficient.models.dit import DiTConfig
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.preview_decoder import PreviewDecoder
 from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
 from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
@@ -183,7 +184,7 @@ class LatentGenerator(LightningModule):
             known.sizes is None and self.shape.takes_text and self.codec is not None
         ):  # whole images, as large as the latents stand for
             height, width = (self.codec.factor * side for side in x.shape[2:])
-            sizes = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32, device=x.device)
+            sizes = moved(torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32), x.device)
             known = replace(known, sizes=sizes.expand(len(x), -1))
         scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
         return backbones.call_backbone(self.network, scaled, t, known, self.process).float()

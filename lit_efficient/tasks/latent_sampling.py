@@ -10,6 +10,7 @@ from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.models.condition import Condition
+from lit_efficient.surgery import moved
 
 Network = Callable[[Tensor, Tensor, Condition], Tensor]
 
@@ -41,7 +42,7 @@ def guided(
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Standard normal, float32; a CPU generator serves every device, and None is torch's global one."""
     source = "cpu" if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=source, dtype=torch.float32).to(device)
+    return moved(torch.randn(shape, generator=generator, device=source, dtype=torch.float32), device)
 
 
 def sample_latents(

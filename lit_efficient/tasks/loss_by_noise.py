@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lit_efficient.surgery import moved
+
 EDGES = (-3.0, 0.0, 3.0)
 NAMES = ("snr_lowest", "snr_low", "snr_high", "snr_highest")
 
@@ -29,11 +31,11 @@ class LossByNoise:
 
     def add(self, sample_loss: Tensor, log_snr: Tensor) -> None:
         """Losses [B] at log SNRs [B]."""
-        bucket = torch.bucketize(log_snr, torch.tensor(EDGES, device=log_snr.device), right=True)
+        bucket = torch.bucketize(log_snr, moved(torch.tensor(EDGES), log_snr.device), right=True)
         totals = torch.zeros(2, len(NAMES), dtype=torch.float32, device=log_snr.device)
         totals[0].index_add_(0, bucket, sample_loss.detach().float())
         totals[1].index_add_(0, bucket, torch.ones_like(log_snr, dtype=torch.float32))
-        self._totals = self._totals.to(totals.device) + totals
+        self._totals = moved(self._totals, totals.device) + totals
 
     def averages(self, summed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Mean loss by the name of the range, without ranges that no sample fell into.

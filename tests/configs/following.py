@@ -29,15 +29,15 @@ def small(path: Path, **init_args: dict[str, Any]) -> str:
     for entry in trainer["callbacks"]:
         entry.setdefault("init_args", {}).update(sizes.get(entry["class_path"], {}))
     for key, arguments in init_args.items():
-        _merge(written[key].setdefault("init_args", {}), arguments)
+        merge(written[key].setdefault("init_args", {}), arguments)
     Path(path.name).write_text(yaml.safe_dump(written))
     return path.name
 
 
-def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+def merge(into: dict[str, Any], other: dict[str, Any]) -> None:
     for key, value in other.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
+            merge(into[key], value)
         else:
             into[key] = value
 

@@ -60,6 +60,17 @@ def position_weights(count: int, kind: str = "uniform") -> list[float]:
     return [raw(i) / total for i in range(count)]
 
 
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the CPU: those there as they are, copies of a GPU's after one wait for all of its own.
+
+    The copies lie in pinned memory, which torch keeps for the next ones.
+    """
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
+    return copies
+
+
 @torch.no_grad()
 def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float) -> None:
     """Move ``averages`` towards ``weights`` by 1 - decay, in place and in one pass over memory.
@@ -71,16 +82,17 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
     """
     averages, weights = [local(t) for t in averages], [local(t.detach()) for t in weights]
     if decay == 0:
-        foreach_copy_(averages, weights)
+        onto_host = all(average.device.type == "cpu" for average in averages)
+        foreach_copy_(averages, on_host(weights) if onto_host else weights)
         return
     alike = [(a, w) for a, w in zip(averages, weights) if a.dtype == w.dtype and a.device == w.device]
     if alike:
         foreach_lerp_([a for a, _ in alike], [w for _, w in alike], 1 - decay)
     if len(alike) < len(averages):
         others = [(a, w) for a, w in zip(averages, weights) if a.dtype != w.dtype or a.device != w.device]
-        for a, w in others:
-            if a.device.type == "cpu":  # one at a time: the converted tensor is in the cache when it is used
-                a.lerp_(w.to(a.device, a.dtype), 1 - decay)
+        held = [(a, w) for a, w in others if a.device.type == "cpu"]
+        for (a, _), w in zip(held, on_host([w for _, w in held])):  # one at a time: what is converted is in the cache
+            a.lerp_(w.to(a.dtype), 1 - decay)
         for chunk in _chunks(pair for pair in others if pair[0].device.type != "cpu"):
             converted = [w.to(a.device, a.dtype) for a, w in chunk]
             foreach_lerp_([a for a, _ in chunk], converted, 1 - decay)
