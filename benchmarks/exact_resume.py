@@ -1,12 +1,13 @@
 """How many interruption points resume bit-exactly: stock Lightning against ``ExactResume``.
 
-    python benchmarks/exact_resume.py
+    python benchmarks/exact_resume.py [--device cpu] [--settings 8]
 
 A small network with dropout, shuffling, random augmentation, accumulation over two batches, momentum and a schedule is
 trained once whole, with a checkpoint after every batch; then once from each checkpoint, in new objects.
 A point counts if weights, optimizer and scheduler states at the end are equal in every bit. Takes about a minute.
 """
 
+import argparse
 import contextlib
 import io
 import logging
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lit_efficient import ExactResume
 
+DEVICE = "cpu"
 SETTINGS = {
     "3 epochs": {},
     "validation every 3 batches": {"val_check_interval": 3},
@@ -52,12 +54,12 @@ class Network(pl.LightningModule):
         self.config = {"interval": interval, "monitor": monitor, "strict": False}
 
     def training_step(self, batch, batch_idx):
-        loss = (self.net(batch) - torch.randn(())).pow(2).mean()
+        loss = (self.net(batch) - torch.randn((), device=self.device)).pow(2).mean()
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0] + torch.randn(4)).pow(2).mean())
+        self.log("val", self.net(batch[0] + torch.randn(4, device=self.device)).pow(2).mean())
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
@@ -93,8 +95,8 @@ def final_bits(
     pl.seed_everything(seed, verbose=False)
     interval = interval or ("step" if schedule == "cosine" else "epoch")
     trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=max_epochs, accumulate_grad_batches=2, callbacks=callbacks, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **arguments,
+        accelerator=DEVICE, devices=1, max_epochs=max_epochs, accumulate_grad_batches=2, callbacks=callbacks,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **arguments,
     )  # fmt: skip
     trainer.fit(Network(ask, num_workers, schedule, interval, monitor), ckpt_path=ckpt_path, weights_only=True)
     saved = io.BytesIO()
@@ -115,12 +117,18 @@ def exact_points(with_callback, arguments):
 
 
 def main():
+    global DEVICE  # noqa: PLW0603
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only the first so many")
+    options = parser.parse_args()
+    DEVICE = options.device
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     print(f"{'interruption points that resume exactly':<42}{'stock Lightning':>18}{'ExactResume':>14}")
     failed = False
-    for name, arguments in SETTINGS.items():
+    for name, arguments in list(SETTINGS.items())[: options.settings]:
         with contextlib.redirect_stderr(io.StringIO()):
             (stock, points), (ours, _) = exact_points(False, arguments), exact_points(True, arguments)
         print(f"{name:<42}{f'{stock} of {points}':>18}{f'{ours} of {points}':>14}", flush=True)

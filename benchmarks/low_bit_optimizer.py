@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from clock import machine, now
 from torch import nn
 
 from lit_efficient import (
+    ConfigurationError,
     FusedAdamW,
     GroupedAdafactor,
     Lion,
@@ -58,19 +59,13 @@ def measure(make: Make, arguments: argparse.Namespace) -> tuple[float, float]:
     layers = [nn.Linear(arguments.width, arguments.width) for _ in range(arguments.layers)]
     module = nn.Sequential(*layers).to(arguments.device)
     optimizer = make(module)
-    cuda = arguments.device.startswith("cuda")
-    clock = time.perf_counter if cuda else time.process_time
     seconds = []
     for _ in range(arguments.steps + 2):
         for p in module.parameters():
             p.grad = torch.randn_like(p)
-        if cuda:
-            torch.cuda.synchronize()
-        start = clock()
+        start = now(arguments.device)
         optimizer.step()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(clock() - start)
+        seconds.append(now(arguments.device) - start)
     return measure_state_bytes(optimizer) / sum(p.numel() for p in module.parameters()), statistics.median(seconds[2:])
 
 
@@ -84,6 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: dict[str, Make] = {
         "torch.optim.AdamW": lambda m: torch.optim.AdamW(m.parameters()),
+        "torch.optim.AdamW, fused": lambda m: torch.optim.AdamW(m.parameters(), fused=True),
         "FusedAdamW": lambda m: FusedAdamW(m.parameters()),
         "LowBitOptimizer, AdamW, 8 bits, bitsandbytes": low(torch.optim.AdamW),
         "LowBitOptimizer, SGD, 8 bits, bitsandbytes": low(torch.optim.SGD),
@@ -98,10 +94,15 @@ def main() -> None:
     if arguments.torchao:
         for bits in (8, 4, "fp8"):
             rows[f"LowBitOptimizer, AdamW, {bits}, torchao"] = low(torch.optim.AdamW, bits, "torchao")
+    print(machine(arguments.device))
     print(f"{'optimizer':46} {'bytes/parameter':>15} {'ratio':>6} {'step time, ratio':>17}")
     reference: tuple[float, float] | None = None
     for name, make in rows.items():
-        size, seconds = measure(make, arguments)
+        try:
+            size, seconds = measure(make, arguments)
+        except (ImportError, ConfigurationError) as error:  # a package that is missing
+            print(f"{name:46} skipped: {str(error).splitlines()[0][:100]}")
+            continue
         reference = reference or (size, seconds)
         print(f"{name:46} {size:15.3f} {size / reference[0]:6.2f} {seconds / reference[1]:17.2f}")
 

@@ -1,11 +1,13 @@
 """What the command line and its callbacks cost: steps a second beside the same model in a plain PyTorch loop.
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 100] [--threads 1]
+    python benchmarks/overhead.py [--rounds 5] [--steps 100] [--threads 1] [--device cpu]
 
 Both sides train the network of the language-modelling task on its own batches with the same optimizer and clipping,
 each in a process of its own, alternating; the clock runs from step 20 to the last. The command line runs the shipped
 configuration with all of its callbacks; validation is left out on both sides. One thread is the default because more
 threads than idle cores measure the neighbours, not the program. The promise is a median of at least 0.95.
+With ``--device cuda`` both sides train on the GPU, in the configuration's precision, and the clock waits for it at its
+two ends only; so small a network keeps a GPU waiting for Python, so this is the worst case and no promise.
 """
 
 import argparse
@@ -22,20 +24,23 @@ CONFIG = Path(__file__).parent.parent / "configs" / "tasks" / "language_model.ya
 WARM_UP = 20
 
 
-def command_line(steps: int) -> float:
+def command_line(steps: int, device: str) -> float:
+    import step_clock
     from step_clock import MARKS
 
     from lit_efficient.__main__ import main
 
+    step_clock.WAITS = {WARM_UP, steps - 1} if device == "cuda" else set()
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["fit", "--config", str(CONFIG), f"--trainer.max_steps={steps}", "--trainer.limit_val_batches=0"]
+        arguments += [f"--trainer.accelerator={'gpu' if device == 'cuda' else device}", "--trainer.devices=1"]
         arguments += [f"--trainer.default_root_dir={folder}", "--trainer.callbacks+=step_clock.StepClock"]
         code = main([*arguments, "--allow-import", "step_clock"])
     assert code == 0, code
     return (len(MARKS) - 1 - WARM_UP) / (MARKS[-1] - MARKS[WARM_UP])
 
 
-def plain_loop(steps: int) -> float:
+def plain_loop(steps: int, device: str) -> float:
     from dataclasses import replace
     from itertools import chain, repeat
 
@@ -51,7 +56,7 @@ def plain_loop(steps: int) -> float:
     data = PythonCorpus(**config["data"]["init_args"])
     data.prepare_data()
     data.setup("fit")
-    network = GPT(replace(GPTConfig(**arguments["model"]), vocab_size=data.vocab_size))
+    network = GPT(replace(GPTConfig(**arguments["model"]), vocab_size=data.vocab_size)).to(device)
     groups = [
         {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": arguments["weight_decay"]},
         {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -60,19 +65,22 @@ def plain_loop(steps: int) -> float:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
     batches = chain.from_iterable(repeat(data.train_dataloader()))
     marks = []
-    for _, batch in zip(range(steps), batches):
-        loss, _ = sample_means(token_losses(network(batch["input_ids"]), batch["shift_labels"]), batch["shift_labels"])
+    for step, batch in zip(range(steps), batches):
+        ids, labels = (batch[key].to(device) for key in ("input_ids", "shift_labels"))
+        loss, _ = sample_means(token_losses(network(ids), labels), labels)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), config["trainer"]["gradient_clip_val"])
         optimizer.step()
         scheduler.step()
+        if device == "cuda" and step in {WARM_UP, steps - 1}:
+            torch.cuda.synchronize()
         marks.append(time.perf_counter())
     return (len(marks) - 1 - WARM_UP) / (marks[-1] - marks[WARM_UP])
 
 
-def in_a_process(side: str, steps: int, threads: int) -> float:
-    command = [sys.executable, __file__, "--side", side, "--steps", str(steps)]
+def in_a_process(side: str, steps: int, threads: int, device: str) -> float:
+    command = [sys.executable, __file__, "--side", side, "--steps", str(steps), "--device", device]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -85,20 +93,24 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--side", choices=["command_line", "plain_loop"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        rate = {"command_line": command_line, "plain_loop": plain_loop}[options.side](options.steps)
+        rate = {"command_line": command_line, "plain_loop": plain_loop}[options.side](options.steps, options.device)
         print(json.dumps(rate))
         return 0
     ratios = []
     for number in range(options.rounds):
-        ours, plain = (in_a_process(side, options.steps, options.threads) for side in ("command_line", "plain_loop"))
+        ours, plain = (
+            in_a_process(side, options.steps, options.threads, options.device)
+            for side in ("command_line", "plain_loop")
+        )
         ratios.append(ours / plain)
         print(f"round {number}: {ours:.2f} steps/s by the command line, {plain:.2f} plain, ratio {ratios[-1]:.3f}")
     median = statistics.median(ratios)
     print(f"median ratio {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}); at least 0.95 is the promise")
-    return 0 if median >= 0.95 else 1
+    return 0 if median >= 0.95 or options.device == "cuda" else 1
 
 
 if __name__ == "__main__":

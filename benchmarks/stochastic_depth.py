@@ -1,11 +1,13 @@
 """A training step with stochastic depth: ours against DropPath masks and against the plain network.
 
     python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 24]
+                                          [--device cpu]
 
 A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L to rate. The steps
-of all contenders are interleaved, and their times are this process's own on one thread, so that a busy machine slows
-all alike; read the ratios. The seeds are such that skip='batch' drops the share that the rates promise: few steps would
-say more about their luck than about the cost. timm's DropPath is used if timm is installed, otherwise the same mask.
+of all contenders are interleaved, and their times are this process's own on one thread (elapsed on a GPU), so that a
+busy machine slows all alike; read the ratios. The seeds are such that skip='batch' drops the share that the rates
+promise: few steps would say more about their luck than about the cost. timm's DropPath is used if timm is installed,
+otherwise the same mask.
 
 Seen with `--steps 16` on two vCPUs of a Xeon at 2.5 GHz that were busy with other work, torch 2.13.0:
 
@@ -25,7 +27,6 @@ import argparse
 import importlib.util
 import os
 import runpy
-import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,6 +34,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from clock import machine, now
 from torch import nn
 from torch.nn import functional as F
 
@@ -95,16 +97,16 @@ class Step:
     """One contender: a network, its optimizer, and the seconds of its steps."""
 
     def __init__(self, net: nn.Module, x: torch.Tensor) -> None:
-        self.net, self.x, self.seconds = net.train(), x, []
+        self.net, self.x, self.seconds, self.device = net.train(), x, [], x.device.type
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, foreach=True)
 
     def run(self, seed: int) -> None:
         torch.manual_seed(seed)
-        start = time.process_time()
+        start = now(self.device)
         self.net(self.x).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.seconds.append(time.process_time() - start)
+        self.seconds.append(now(self.device) - start)
 
 
 class Counts:
@@ -126,9 +128,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=32, help="rows of 64 tokens; the optimizer's time stays")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    x = torch.randn(options.batch, 64, options.width)
+    x = torch.randn(options.batch, 64, options.width, device=options.device)
     mask, name = drop_path()
     rates = linear_rates(options.rate, options.blocks)
     nets = {"plain": network(options.blocks, options.width)}
@@ -136,6 +139,8 @@ def main() -> None:
     for skip in ("batch", "sample"):
         net = nets[f"StochasticDepth(skip={skip!r})"] = network(options.blocks, options.width)
         apply(net, [StochasticDepth(options.rate, skip=skip)])
+    for net in nets.values():
+        net.to(options.device)
     counts = Counts(nets["StochasticDepth(skip='batch')"], options.blocks * options.steps)
     steps = {label: Step(net, x) for label, net in nets.items()}
     first = fair_seed(rates, options.steps)
@@ -145,7 +150,7 @@ def main() -> None:
             step.run(first + max(number, 0))
     means = {label: mean(step.seconds[2:]) for label, step in steps.items()}  # the draws differ from step to step
     size = f"{options.blocks} blocks of width {options.width}, {options.batch} rows of 64 tokens"
-    print(f"{size}, linear rates to {options.rate}: {options.steps} steps")
+    print(f"{size}, linear rates to {options.rate}: {options.steps} steps, {machine(options.device)}")
     print(f"blocks dropped: {mean(rates):.1%} expected, {1 - counts.ran / counts.all:.1%} drawn for skip='batch'")
     for label, seconds in means.items():
         print(f"{label:32} {seconds * 1e3:8.1f} ms a step   {seconds / means['plain']:6.1%} of plain")

@@ -1,8 +1,8 @@
 """Optimizer states in CPU memory: each step brings them to the GPU a piece at a time and takes them back.
 
-    for each piece of the parameters:  states -> GPU,  step,  states -> CPU
+    for each piece of the parameters:  states -> GPU,  step,  states -> CPU;  the copies run beside the steps
 
-Saves: the optimizer's states on the GPU: 8 bytes a parameter with AdamW, all but those of one piece
+Saves: the optimizer's states on the GPU: 8 bytes a parameter with AdamW, all but those of three pieces
 Costs: twice the states' bytes over the bus in each step: 0.3 s a billion parameters at 50 GB/s; as much CPU memory
 Source: Rajbhandari et al. (2021), https://arxiv.org/abs/2104.07857; here states are streamed, not gradients
 
@@ -11,21 +11,19 @@ user made and forbids clipping. Streaming keeps torch's own step on the GPU: any
 numbers, groups, schedulers, clipping and checkpoints as without it.
 """
 
-import functools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
+from lit_efficient.optimizers.host_states import HostStates, Streamed, stream_states
 from lit_efficient.surgery import is_sharded
 from lit_efficient.technique import Technique
-
-_STREAMED = "_lit_efficient_streamed"
 
 
 class OffloadOptimizer(Technique):
@@ -51,6 +49,7 @@ class OffloadOptimizer(Technique):
         super().__init__()
         check_number("OffloadOptimizer", "piece_mb", piece_mb, least=1, whole=True)
         self.piece_mb = piece_mb
+        self._said = False
 
     def check(self, trainer: Any, module: Any) -> None:
         device = trainer.strategy.root_device.type
@@ -77,94 +76,20 @@ class OffloadOptimizer(Technique):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning moves restored states to the device; take them back before the first activations."""
-        for optimizer in trainer.optimizers:
-            if hasattr(type(optimizer), _STREAMED):
-                for group in optimizer.param_groups:
-                    move_states(optimizer, group["params"], to_device=False)
+        for store in self._stores(trainer):
+            for piece in store.pieces():
+                store.put_back(piece)
+            store.finish()
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Say once how much memory the states take: only the first step makes them."""
+        stores = list(self._stores(trainer))
+        if not self._said and all(store.held for store in stores):
+            self._said = True
+            held, states = (sum(sizes) for sizes in zip(*((store.held, store.state_bytes) for store in stores)))
+            rank_zero_info(
+                f"OffloadOptimizer: {states / 2**20:.1f} MiB of states in {held / 2**20:.1f} MiB of pinned CPU memory"
+            )
 
-def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
-    """Change ``optimizer``'s class, in place, to one that keeps its states in CPU memory between steps.
-
-    Args:
-        optimizer: Any optimizer whose step treats each parameter on its own.
-        piece_bytes: Bytes of the parameters that are stepped at a time.
-    """
-    kind: Any = type(optimizer)
-    optimizer.__class__ = _streamed(kind)
-    optimizer.piece_bytes = piece_bytes  # type: ignore[attr-defined]
-    # A scheduler may have set a counted step on the instance, which calls the old class's: put ours inside.
-    step = optimizer.__dict__.get("step")
-    if step is not None:
-        optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
-        mark_counted(optimizer.__dict__["step"])
-
-
-def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    mark_stepped(optimizer)
-    return type(optimizer).step(optimizer, *args, **kwargs)
-
-
-@functools.cache
-def _streamed(base: type[Optimizer]) -> type[Optimizer]:
-    """``base`` with a step in pieces; the class keeps its name."""
-    inner: Any = base.step
-    # The hooks of a step are in the function that torch puts around each class's: run them once, not for each piece.
-    inner = inner.__wrapped__ if getattr(inner, "hooked", False) else inner
-
-    @torch.no_grad()
-    def step(self: Any, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = self.param_groups
-        try:
-            for group in groups:
-                for piece in _pieces(group["params"], self.piece_bytes):
-                    self.param_groups = [group | {"params": piece}]
-                    move_states(self, piece, to_device=True)
-                    inner(self)
-                    move_states(self, piece, to_device=False)
-        finally:
-            self.param_groups = groups
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the copies to the host may be read from now on
-        return loss
-
-    hooked: Any = Optimizer.profile_hook_step(step)
-    hooked.hooked = True
-    namespace = {"step": hooked, _STREAMED: True, "__module__": base.__module__}
-    return type(base.__name__, (base,), namespace)
-
-
-def _pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    piece: list[Tensor] = []
-    size = 0
-    for p in parameters:
-        if p.grad is None:
-            continue
-        if piece and size + p.nbytes > piece_bytes:
-            yield piece
-            piece, size = [], 0
-        piece.append(p)
-        size += p.nbytes
-    if piece:
-        yield piece
-
-
-def move_states(optimizer: Optimizer, parameters: list[Tensor], to_device: bool) -> None:
-    """Move the states of ``parameters`` to their device, or to pinned CPU memory; step counters stay where they are."""
-    for p in parameters:
-        state = optimizer.state.get(p)
-        if isinstance(state, MutableMapping):
-            for key, value in state.items():
-                if isinstance(value, Tensor) and key != "step":
-                    state[key] = value.to(p.device, non_blocking=True) if to_device else _to_host(value)
-
-
-def _to_host(value: Tensor) -> Tensor:
-    if value.device.type == "cpu":
-        return value
-    host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
-    return host.copy_(value, non_blocking=True)
+    def _stores(self, trainer: Any) -> Iterator[HostStates]:
+        yield from (o.host_states for o in trainer.optimizers if isinstance(o, Streamed))

@@ -15,6 +15,7 @@ from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optim
 from torch import Tensor
 
 _PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller tensor
+_MOMENTS = ("state1", "state2")
 
 
 class _Twin(Optimizer8bit):
@@ -39,6 +40,7 @@ class _Twin(Optimizer8bit):
         self.keep_32bit = keep_32bit
         self.no_decay = no_decay
         self.min_size = min_size
+        self._pages: dict[tuple[Tensor, str], Tensor] = {}  # of each parameter and moment, for good
         self.initialized = True  # the first step must not read the process-wide overrides
 
     @torch.no_grad()
@@ -94,15 +96,29 @@ class _Twin(Optimizer8bit):
         super().update_step(group, p, gindex, pindex)
         p.grad = gradient
 
+    def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        super().init_state(group, p, gindex, pindex)
+        self._pages |= {(p, name): self.state[p][name] for name in _MOMENTS if name in self.state[p]}
+
     def prefetch_state(self, p: Tensor) -> None:
-        """Page what a resumed run has loaded into plain memory, then fetch it."""
+        """Put what lies elsewhere, as loaded and copied states do, into the parameter's own pages, then fetch them."""
         if self.is_paged and p.numel() >= _PAGED_FROM:
             state = self.state[p]
-            for name in ("state1", "state2"):
-                if name in state and not getattr(state[name], "is_paged", False):
-                    buffer = self.get_state_buffer(p, dtype=state[name].dtype)
-                    state[name] = buffer.copy_(state[name])
+            for name in _MOMENTS:
+                page = self._pages.get((p, name))
+                if name in state and state[name] is not page:
+                    if page is None or page.dtype != state[name].dtype:
+                        page = self._pages[p, name] = self.get_state_buffer(p, dtype=state[name].dtype)
+                    state[name] = page.copy_(state[name])
         super().prefetch_state(p)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state without bitsandbytes' mark of pages, which copies would keep in ordinary memory."""
+        return _unmarked(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load what :meth:`state_dict` gave, or gave with marks in an earlier version."""
+        super().load_state_dict(_unmarked(state_dict), *args, **kwargs)
 
 
 class AdamW8bit(_Twin, Optimizer2State):
@@ -144,6 +160,13 @@ class Adagrad8bit(_Twin, Optimizer1State):
 
     kernel = "adagrad"
     options = ("lr", "lr_decay", "weight_decay", "eps")
+
+
+def _unmarked(value: Any) -> Any:
+    """The same, with tensors that are marked as paged by others of the same memory."""
+    if isinstance(value, dict):
+        return {key: _unmarked(item) for key, item in value.items()}
+    return value.detach() if isinstance(value, Tensor) and hasattr(value, "is_paged") else value
 
 
 def state_bytes(p: Tensor, moments: int, low: bool) -> int:

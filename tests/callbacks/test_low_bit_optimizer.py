@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -367,18 +368,82 @@ def test_one_file_for_sharded_states_is_refused() -> None:
         LowBitOptimizer().check(trainer(strategy=strategy), Toy())
 
 
+class Pages:
+    """Stands in for the driver: only what was taken from it may be fetched, whatever a tensor says of itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import bitsandbytes.functional
+
+        self.taken: list[torch.Tensor] = []
+        monkeypatch.setattr(bitsandbytes.functional, "prefetch_tensor", self.fetch)
+
+    def take(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        page: Any = torch.zeros_like(p, dtype=dtype)
+        page.is_paged = True
+        self.taken.append(page)
+        return page
+
+    def fetch(self, page: Any) -> None:
+        assert page.is_paged
+        if all(page is not own for own in self.taken):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def under(self, layer: nn.Module) -> Any:
+        optimizer: Any = rewritten(layer, LowBitOptimizer())[0]
+        optimizer.is_paged, optimizer.get_state_buffer = True, self.take
+        return optimizer
+
+
+def test_copies_of_paged_states_are_no_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pages = Pages(monkeypatch)
+    torch.manual_seed(0)
+    layer = nn.Linear(400, 256, bias=False)
+    optimizer = pages.under(layer)
+    layer.weight.grad = torch.randn_like(layer.weight)
+    optimizer.step()
+    own = optimizer.state[layer.weight]
+    once, after = copy.deepcopy(own), layer.weight.detach().clone()
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    torch.save({**optimizer.state_dict(), "state": {0: own}}, tmp_path / "marked.pt")  # as an earlier version did
+    optimizer.step()
+    expected = layer.weight.detach().clone()
+    first, second = pages.taken
+
+    def repeat(other: Any) -> None:
+        layer.weight.data.copy_(after)
+        other.step()
+        assert torch.equal(layer.weight, expected)
+
+    assert once["state1"].is_paged  # a copy that a trial puts back says so of ordinary memory
+    own |= once
+    repeat(optimizer)
+    assert own["state1"] is first
+    assert own["state2"] is second
+    assert len(pages.taken) == 2  # the same pages again, no more of them
+    for name in ("state.pt", "marked.pt"):
+        for other in (pages.under(layer), rewritten(layer, LowBitOptimizer())[0]):
+            other.load_state_dict(torch.load(tmp_path / name, weights_only=True))
+            assert not hasattr(other.state[layer.weight]["state1"], "is_paged")
+            repeat(other)
+            assert hasattr(other.state[layer.weight]["state1"], "is_paged") == other.is_paged
+
+
 @pytest.mark.gpu
 def test_paged_states_stay_paged_after_a_resume() -> None:
     layer = nn.Linear(1024, 1024, bias=False).cuda()
     optimizer, _ = rewritten(layer, LowBitOptimizer(paged=True))
-    layer.weight.grad = torch.ones_like(layer.weight)
+    layer.weight.grad = torch.randn_like(layer.weight)
     optimizer.step()
-    assert optimizer.state[layer.weight]["state1"].is_paged
-    state = optimizer.state_dict()
+    state, after = copy.deepcopy(optimizer.state_dict()), layer.weight.detach().clone()
+    optimizer.step()
+    expected = layer.weight.detach().clone()
     other, _ = rewritten(layer, LowBitOptimizer(paged=True))
+    layer.weight.data.copy_(after)
     other.load_state_dict(state)
     other.step()
-    assert other.state[layer.weight]["state1"].is_paged
+    assert torch.equal(layer.weight, expected)
+    page = other.state[layer.weight]["state1"]
+    assert any(page is taken for taken in other.page_mng.paged_tensors)
 
 
 @pytest.mark.parametrize(

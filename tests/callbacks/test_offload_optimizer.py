@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, MuonAdamW, OffloadOptimizer
-from lit_efficient.callbacks.offload_optimizer import stream_states
+from lit_efficient.optimizers import host_states
+from lit_efficient.optimizers.host_states import Streamed, stream_states
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 OPTIMIZERS: list[tuple[type, dict[str, Any]]] = [
@@ -66,7 +68,7 @@ def test_steps_in_pieces_equal_whole_ones_bit_for_bit(kind: type, arguments: dic
     assert isinstance(optimizer, kind)
     again = kind(ours.parameters(), **arguments)  # the class itself is as it was
     assert type(again) is kind
-    assert not hasattr(kind, "_lit_efficient_streamed")
+    assert not isinstance(again, Streamed)
 
 
 def test_the_cpu_has_nothing_to_save_and_says_so_before_anything_is_built() -> None:
@@ -84,6 +86,73 @@ def test_what_cannot_be_streamed_is_refused() -> None:
         OffloadOptimizer(piece_mb=0)
 
 
+def test_memory_is_taken_once_and_is_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    take = host_states.pinned
+    monkeypatch.setattr(host_states, "_CHUNK", 2**14)
+    monkeypatch.setattr(host_states, "pinned", lambda size, pin: taken.append(size) or take(size, pin))
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    stream_states(optimizer, piece_bytes=1)
+    train(module, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    store = optimizer.host_states
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    where = [moment.data_ptr() for moment in moments]
+    chunks = {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in moments}
+    assert sum(taken) == store.held == sum(chunks.values())
+    assert store.state_bytes == sum(moment.nbytes for moment in moments)
+    assert store.state_bytes == 8 * sum(p.numel() for p in module.parameters())
+    assert store.held < 1.2 * store.state_bytes + 2**14
+    assert len({*where}) == len(where)
+    taken.clear()
+    train(module, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    assert not taken
+    assert [value.data_ptr() for s in optimizer.state.values() for key, value in s.items() if key != "step"] == where
+
+
+def test_the_next_piece_comes_and_the_last_one_goes_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = network()
+    done: list[str] = []
+    names = {id(p): str(number) for number, p in enumerate(module.parameters())}
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            done.append("step " + "".join(names[id(p)] for group in self.param_groups for p in group["params"]))
+            return torch.optim.SGD.step.__wrapped__(self)
+
+    for word in ("fetch", "put_back"):
+        method = getattr(host_states.HostStates, word)
+
+        def noted(self: Any, piece: Any, word: str = word, method: Any = method) -> Any:
+            done.append(f"{word} " + "".join(names[id(p)] for p in piece))
+            return method(self, piece)
+
+        monkeypatch.setattr(host_states.HostStates, word, noted)
+    optimizer = Noted(list(module.parameters())[:3], lr=0.1, momentum=0.9)
+    stream_states(optimizer, piece_bytes=1)
+    module(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    assert done == [
+        *("fetch 0", "fetch 1", "step 0", "put_back 0", "fetch 2", "step 1", "put_back 1", "step 2", "put_back 2"),
+    ]
+
+
+def test_restored_states_go_where_the_others_were() -> None:
+    (_, _, _), (ours, optimizer, schedule) = both(torch.optim.AdamW, {})
+    train(ours, optimizer, schedule)
+    before = optimizer.host_states.held
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    train(ours, optimizer, schedule)
+    assert optimizer.host_states.held == before
+    assert all(
+        value is optimizer.host_states._hosts[p, key]
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+        if key != "step"
+    )
+
+
 @pytest.mark.gpu
 def test_no_state_stays_on_the_device() -> None:
     (plain, reference, schedule), (ours, optimizer, our_schedule) = both(torch.optim.AdamW, {}, "cuda")
@@ -93,3 +162,8 @@ def test_no_state_stays_on_the_device() -> None:
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     assert {moment.device.type for moment in moments} == {"cpu"}
     assert all(moment.is_pinned() for moment in moments)
+    requests = torch.cuda.host_memory_stats()["num_host_alloc"]
+    train(ours, optimizer, our_schedule)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == requests
+    train(plain, reference, schedule)
+    assert_equal(weights(plain), weights(ours))

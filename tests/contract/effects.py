@@ -22,6 +22,7 @@ from lit_efficient.losses.snr import snr_weight
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots
 from lit_efficient.mechanisms.averages.weights import decay_at, gamma_of, power_decay
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.optimizers.host_states import Streamed
 from lit_efficient.testing import Run, Step, data
 
 SNAPSHOTS = Path(tempfile.gettempdir()) / f"lit_efficient_snapshots_{os.getpid()}"
@@ -198,7 +199,7 @@ def states_are_streamed(run: Run) -> None:
     """The optimizer steps in pieces, its states wait in CPU memory, and the checkpoint has them all."""
     (optimizer,) = run.trainer.optimizers
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
-    assert getattr(type(optimizer), "_lit_efficient_streamed", False)
+    assert isinstance(optimizer, Streamed)
     assert {t.device.type for state in optimizer.state.values() for t in state.values()} == {"cpu"}
     assert len(run.checkpoint["optimizer_states"][0]["state"]) == len(stepped) > 0
 

@@ -1,0 +1,103 @@
+"""The cases of the smoke test. Nothing heavy is imported before one runs, so that the driver may read the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from tempfile import mkdtemp
+from typing import Any
+
+import lit_efficient as le
+
+
+def teacher() -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained with what.
+
+    Args:
+        callbacks: Makes the techniques.
+        module: Which LightningModule, of ``smoke.MODULES``.
+        rows: Which data, of ``smoke.ROWS``; a batch takes four rows.
+        optimizer: Makes an optimizer of parameters, in the place of the module's.
+        needs: Packages without which the case is skipped.
+        trainer: Further arguments of the trainer.
+        precision: Those that it is run with.
+        cuda_only: Why it does not run on a CPU; empty: it does.
+    """
+
+    callbacks: Callable[[], list[Any]] = list
+    module: str = "gpt"
+    rows: str = "tokens"
+    optimizer: Callable[[Any], Any] | None = None
+    needs: tuple[str, ...] = ()
+    trainer: dict[str, Any] = field(default_factory=dict)
+    precision: tuple[str, ...] = ("32-true", "bf16-mixed")
+    cuda_only: str = ""
+
+
+BNB, AO = ("bitsandbytes",), ("torchao",)
+VALIDATES = {"limit_val_batches": 2, "val_check_interval": 3}
+CASES: dict[str, Case] = {
+    "plain GPT": Case(precision=("32-true", "bf16-mixed", "16-mixed", "bf16-true")),
+    "packed rows, grouped heads": Case(rows="packed", precision=("bf16-mixed",)),
+    "plain DiT": Case(module="dit", rows="latents"),
+    "Llama of transformers": Case(module="llama", needs=("transformers",)),
+    "Preference": Case(module="preference", rows="pairs"),
+    "LoRA": Case(lambda: [le.LoRA(rank=4)], precision=("32-true", "bf16-mixed", "bf16-true")),
+    "LoRA dora": Case(lambda: [le.LoRA(rank=4, variant="dora")]),
+    "LoRA pissa": Case(lambda: [le.LoRA(rank=4, variant="pissa")]),
+    "LoRA embedding": Case(lambda: [le.LoRA(rank=4, targets=["embedding"])]),
+    "LoRA+": Case(lambda: [le.LoRA(rank=4, lr_ratio=16.0)]),
+    "LoRA on a DiT": Case(lambda: [le.LoRA(rank=4)], "dit", "latents"),
+    "IA3": Case(lambda: [le.IA3()]),
+    "PrefixTuning": Case(lambda: [le.PrefixTuning(num_virtual_tokens=4, init="random")]),
+    "QuantizeBase nf4 + LoRA": Case(lambda: [le.QuantizeBase(skip=("head",)), le.LoRA(rank=4)], needs=BNB),
+    "QuantizeBase fp4 + LoRA": Case(lambda: [le.QuantizeBase("fp4", skip=("head",)), le.LoRA(rank=4)], needs=BNB),
+    "QuantizeBase int8 + LoRA": Case(lambda: [le.QuantizeBase("int8", skip=("head",)), le.LoRA(rank=4)], needs=BNB),
+    "QuantizeBase int4 + QA-LoRA": Case(
+        lambda: [le.QuantizeBase("int4", skip=("head",)), le.LoRA(rank=4, variant="qalora", targets=["query"])]
+    ),
+    "QuantizeBase nf4 of a user's network": Case(
+        lambda: [le.QuantizeBase(skip=("4",)), le.LoRA(rank=4, variant="pissa", targets=["net.4"])], "user", needs=BNB
+    ),
+    "QuantizeBase int8 of a user's network": Case(
+        lambda: [le.QuantizeBase("int8", skip=("4",)), le.LoRA(rank=4, variant="pissa", targets=["net.4"])],
+        "user",
+        needs=BNB,
+    ),
+    "ReplaceHead": Case(lambda: [le.ReplaceHead(num_outputs=3)], "user"),
+    "FeatureMatching": Case(lambda: [le.FeatureMatching("net", teacher(), {"0": "0"})], "user"),
+    "GradualUnfreezing": Case(lambda: [le.GradualUnfreezing(every_n_steps=2)], "user"),
+    "ChannelsLast": Case(lambda: [le.ChannelsLast()], "convolutions"),
+    "EMA": Case(lambda: [le.EMA()], trainer=VALIDATES),
+    "EMA on the CPU": Case(lambda: [le.EMA(device="cpu")], trainer=VALIDATES),
+    "PowerEMA": Case(lambda: [le.PowerEMA(dirpath=mkdtemp())], trainer=VALIDATES),
+    "CheckpointAverage": Case(lambda: [le.CheckpointAverage(every_n_steps=1)], trainer=VALIDATES),
+    "ExactResume": Case(lambda: [le.ExactResume()]),
+    "ChunkedCrossEntropy": Case(lambda: [le.ChunkedCrossEntropy(chunk_size=64)]),
+    "TokenWeightedAccumulation": Case(lambda: [le.TokenWeightedAccumulation()], trainer={"accumulate_grad_batches": 2}),
+    "NonFiniteGuard": Case(lambda: [le.NonFiniteGuard()]),
+    "SNRWeighting": Case(lambda: [le.SNRWeighting()], "dit", "latents"),
+    "StochasticDepth batch": Case(lambda: [le.StochasticDepth()]),
+    "StochasticDepth sample": Case(lambda: [le.StochasticDepth(skip="sample")]),
+    "ActivationCheckpointing": Case(lambda: [le.ActivationCheckpointing()]),
+    "ActivationCheckpointing save": Case(lambda: [le.ActivationCheckpointing(save=["attention"])]),
+    "Compile": Case(lambda: [le.Compile()], precision=("bf16-mixed",)),
+    "LowBitOptimizer 8": Case(lambda: [le.LowBitOptimizer(min_size=64)], needs=BNB),
+    "LowBitOptimizer 4": Case(lambda: [le.LowBitOptimizer(bits=4, min_size=64)], needs=AO, precision=("32-true",)),
+    "OffloadOptimizer": Case(lambda: [le.OffloadOptimizer(piece_mb=1)], cuda_only="the CPU refuses it"),
+    "ScheduleFree": Case(lambda: [le.ScheduleFree()], trainer=VALIDATES),
+    "FusedAdamW": Case(optimizer=lambda p: le.FusedAdamW(list(p))),
+    "Lion": Case(optimizer=lambda p: le.Lion(list(p))),
+    "MuonAdamW": Case(optimizer=lambda p: le.MuonAdamW(list(p))),
+    "GroupedAdafactor": Case(optimizer=lambda p: le.GroupedAdafactor(list(p))),
+    "MaxBatchSize": Case(lambda: [le.MaxBatchSize(max_size=16)], precision=("32-true",)),
+    "LRFinder": Case(lambda: [le.LRFinder(num_steps=8)], precision=("32-true",)),
+}
+QUICK = ("plain GPT", "LoRA", "EMA")

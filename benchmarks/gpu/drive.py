@@ -1,0 +1,222 @@
+"""The first minutes on a GPU, in pieces that each write their row at once: smoke test, tests, benchmarks, ladder.
+
+    python benchmarks/gpu/drive.py [--out runs/gpu] [--minutes 25] [--wheels FOLDER ...] [--only smoke tests ...]
+    python benchmarks/gpu/drive.py --device cpu --quick          three cases, to see that the driver itself works
+
+Each piece is a process of its own (an error of CUDA poisons its process), with a limit of time; one that crashes, hangs
+or lacks a package is a row, not the end. Rows are lines of ``results.jsonl`` in the folder ``--out``, and ``report.md``
+beside it is written anew after each. A second call skips what is done and tries what was skipped or cut off; with
+``--again`` what has failed, too. Needs torch 2.10 or newer and Python 3.11 or newer; other packages that are missing
+are named, or come from ``--wheels``: folders of wheels, installed beside the rest for this call alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pieces import GROUPS, ROOT, Piece, pieces
+from report import report
+
+PACKAGES = (
+    *("torch", "lightning", "triton", "transformers", "peft", "diffusers", "bitsandbytes", "torchao", "liger-kernel"),
+    *("jsonargparse", "tensorboard", "wandb", "timm", "ema-pytorch", "datasets", "scikit-learn", "pytest"),
+)
+FINAL = {"ok", "failed", "crashed", "out of time"}  # a second call leaves these alone
+LEAST_SECONDS = 8  # with less time left no piece is begun
+Launch = Callable[[list[str], Path, float, dict[str, str]], int | None]
+
+
+def launch(words: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
+    """Run ``python WORDS`` in a session of its own; its exit code, or None if it was killed after ``limit`` seconds."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+@dataclass
+class Driver:
+    """What all pieces share.
+
+    Args:
+        out: The folder of rows and report.
+        header: Command, versions and device.
+        minutes: Of this call.
+        again: Whether what has failed is run again.
+        environment: Of the pieces.
+        start: Starts one.
+    """
+
+    out: Path
+    header: dict[str, Any]
+    minutes: float
+    again: bool
+    environment: dict[str, str]
+    start: Launch = launch
+
+    def __post_init__(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.file, self.lock = self.out / "results.jsonl", threading.Lock()
+        self.deadline = time.monotonic() + 60 * self.minutes
+        self.rows: dict[str, dict[str, Any]] = {}
+        if self.file.exists():
+            for line in self.file.read_text("utf-8").splitlines():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:  # cut off while it was written
+                    continue
+                self.rows[row["name"]] = row
+
+    def run(self, plan: list[Piece], jobs: int) -> None:
+        """Run what is not done: of a group that may, ``jobs`` at a time."""
+        for group in dict.fromkeys(piece.group for piece in plan):
+            todo = [piece for piece in plan if piece.group == group and not self.done(piece)]
+            with ThreadPoolExecutor(jobs if GROUPS[group].together else 1) as pool:
+                list(pool.map(lambda piece: self.one(piece, plan), todo))
+        self.write_report(plan)
+
+    def done(self, piece: Piece) -> bool:
+        row = self.rows.get(piece.name, {})
+        finished = row.get("status") == "ok" or (not self.again and row.get("status") in FINAL)
+        return finished and row["command"] == piece.command
+
+    def one(self, piece: Piece, plan: list[Piece]) -> None:
+        """Run one piece and write its row."""
+        missing = [name for name in piece.needs if not self.has(name)]
+        left = self.deadline - time.monotonic()
+        if piece.skip or missing:
+            self.note(piece, plan, status="skipped", why=piece.skip or f"needs {', '.join(missing)}")
+        elif left < LEAST_SECONDS:
+            self.note(piece, plan, status="not reached", why=f"the {self.minutes:g} minutes of the call were over")
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                log = Path(folder) / "log"
+                begin = time.monotonic()
+                code = self.start(piece.words, log, min(piece.limit, left), {**self.environment, "TMPDIR": folder})
+                seconds = round(time.monotonic() - begin, 1)
+                text = log.read_text("utf-8", errors="replace") if log.exists() else ""
+            status = {0: "ok", None: "out of time" if left > piece.limit else "cut off"}.get(code, "failed")
+            if code is not None and code < 0:
+                status = "crashed"
+            self.note(piece, plan, status=status, code=code, seconds=seconds, **read(text, piece.keep, status))
+
+    def has(self, package: str) -> bool:
+        path = self.environment.get("PYTHONPATH", "").split(os.pathsep)
+        return find_spec(package) is not None or any((Path(p) / package).is_dir() for p in path if p)
+
+    def note(self, piece: Piece, plan: list[Piece], **found: Any) -> None:
+        row = {"name": piece.name, "group": piece.group, "command": piece.command, **found}
+        with self.lock:
+            self.rows[piece.name] = row
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            print(f"{row['status']:12} {row.get('seconds', 0):6} s  {piece.name}  {row.get('why', '')}", flush=True)
+            self.write_report(plan)
+
+    def write_report(self, plan: list[Piece]) -> None:
+        (self.out / "report.md").write_text(report(self.header, plan, self.rows), "utf-8")
+
+
+def read(text: str, keep: int, status: str) -> dict[str, Any]:
+    """What a piece printed: its ``RESULT`` lines as one dictionary, and the end of the rest."""
+    result: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith("RESULT "):
+            try:
+                result |= json.loads(line.removeprefix("RESULT "))
+            except json.JSONDecodeError:
+                continue
+    others = [line for line in text.splitlines() if not line.startswith("RESULT ")]
+    end = "\n".join(others)[-(keep if status == "ok" else max(keep, 3000)) :] if keep or status != "ok" else ""
+    return {"result": result, "output": end}
+
+
+def installed(folders: list[Path]) -> tuple[str, list[str]]:
+    """A folder with what the wheels hold, and the wheels that could not be installed."""
+    target, refused = tempfile.mkdtemp(prefix="gpu_wheels_"), []
+    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
+    for wheel in sorted(wheel for folder in folders for wheel in folder.glob("*.whl")):
+        words = [sys.executable, "-m", "pip", "install", *options, target, str(wheel)]
+        if subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode:
+            refused.append(wheel.name)
+    return target, refused
+
+
+def header(device: str, path: str, refused: list[str]) -> dict[str, Any]:
+    """Command, versions and device, none of which starts CUDA here."""
+    sys.path[:0] = [path] if path else []
+    found, missing = {"python": platform.python_version()}, []
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    if device == "cuda":
+        words = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        try:
+            machine = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+        except (OSError, subprocess.SubprocessError) as error:
+            machine = f"a CUDA device that nvidia-smi does not name ({type(error).__name__})"
+    command = " ".join(["python", "benchmarks/gpu/drive.py", *sys.argv[1:]])
+    return {"command": command, "device": machine, "versions": found, "missing": missing, "refused": refused}
+
+
+def main(arguments: list[str] | None = None, start: Launch = launch) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--quick", action="store_true", help="three cases of the smoke test")
+    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--wheels", nargs="+", type=Path, default=[], metavar="FOLDER")
+    parser.add_argument("--jobs", type=int, default=4, help="cases of the smoke test, or tests, at a time")
+    parser.add_argument("--again", action="store_true", help="run again what has failed")
+    options = parser.parse_args(arguments)
+    path, refused = installed(options.wheels) if options.wheels else ("", [])
+    places = [path, str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTHONUNBUFFERED": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "2" if options.jobs > 1 else "4"}
+    environment["LIT_EFFICIENT_CACHE"] = str(options.out.resolve() / "cache")
+    driver = Driver(
+        options.out,
+        header(options.device, path, refused),
+        options.minutes,
+        options.again,
+        environment,
+        start,
+    )
+    plan = [piece for piece in pieces(options.device, quick=options.quick) if piece.group in options.only]
+    driver.run(plan, options.jobs)
+    print(f"\n{options.out / 'report.md'}")
+    return int(any(driver.rows[piece.name]["status"] in FINAL - {"ok"} for piece in plan if piece.name in driver.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

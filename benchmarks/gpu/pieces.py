@@ -1,0 +1,208 @@
+"""What the driver runs, in order of worth, with what is expected and where that comes from."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = "benchmarks/gpu"
+sys.path[:0] = [str(ROOT), str(ROOT / HERE), str(ROOT / "benchmarks")]
+
+from cases import CASES, QUICK  # noqa: E402
+from ladder_gpu import RUNGS  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Group:
+    """A chapter of the report.
+
+    Args:
+        title: Its heading.
+        about: What its table says.
+        together: Whether several of its pieces may run at a time.
+    """
+
+    title: str
+    about: str
+    together: bool = False
+
+
+GROUPS = {
+    "smoke": Group(
+        "Smoke test",
+        "Six steps each on a small network. Waits are CUDA's own warnings of a synchronisation, a step, by the place "
+        "that asked: at most one is meant to be left in an optimizer step.",
+        together=True,
+    ),
+    "tests": Group("Tests marked gpu", "Each test function in a process of its own.", together=True),
+    "benchmarks": Group("Benchmarks", "Ours beside a peer on the same device in the same run: read the ratios."),
+    "ladder": Group(
+        "Ladder", "One network in the shape of Llama-3.2-3B, one technique more a rung, until it does not fit."
+    ),
+    "paging": Group("Paging", "Last and alone: managed memory can hang a device."),
+    "not run": Group("Not run", "What no machine with one GPU can show."),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One process, one row.
+
+    Args:
+        name: Of the row.
+        group: One of `GROUPS`.
+        words: What follows ``python``.
+        limit: Most seconds.
+        needs: Packages without which it is skipped.
+        skip: Why it is not run at all.
+        keep: Characters of its output that stay in the row.
+        expected: The numbers that are expected, and where they come from.
+    """
+
+    name: str
+    group: str
+    words: list[str]
+    limit: float = 90
+    needs: tuple[str, ...] = ()
+    skip: str = ""
+    keep: int = 0
+    expected: str = ""
+
+    @property
+    def command(self) -> str:
+        return " ".join(f"'{word}'" if " " in word else word for word in ["python", *self.words])
+
+
+# Name, arguments, most seconds, packages, and the numbers that are expected.
+BENCHMARKS: list[tuple[str, str, float, tuple[str, ...], str]] = [
+    (
+        "cross_entropy",
+        "--tokens 8192 --width 4096 --vocabularies 128256 --chunks 256 4096 --dtype bfloat16 --rounds 2",
+        150,
+        (),
+        "memory at most 0.2 of F.cross_entropy (the promise for a CPU). Time by counting 12 V H bytes a chunk and "
+        "6 N V H operations: dense 40 ms, chunks of 256 91 ms, of 4,096 47 ms",
+    ),
+    (
+        "ema",
+        "--parameters 5e8 --layers 48 --rounds 9",
+        60,
+        (),
+        "at most 1.3 of the copy (the promise; 1.2 on a CPU): the copy moves 8 bytes a parameter, the update 12",
+    ),
+    ("ema", "--parameters 5e8 --layers 48 --rounds 9 --dtype bfloat16", 60, (), "1.2 to 1.5: one cast more"),
+    (
+        "low_bit_optimizer",
+        "--width 8192 --layers 4",
+        90,
+        (),
+        "8-bit AdamW 2.03 bytes a parameter, 16 bytes moved instead of 28: 0.6 of the time of fused AdamW or more; "
+        "OffloadOptimizer 16 bytes a parameter over the bus: 0.3 s a billion at 50 GB/s",
+    ),
+    (
+        "activation_checkpointing",
+        "--layers 16 --width 2048 --batch 4 --length 2048 --steps 4",
+        90,
+        ("transformers",),
+        "kept about 0.07, time about 1.33 (a forward more); equal to transformers' own and torch's; saving attention "
+        "must cost less than 1.33 of the time, unlike on a CPU (1.87)",
+    ),
+    ("dora", "", 60, ("peft",), "0.38 to 0.83 of peft's time on a CPU; below 1 wherever the layer is wide"),
+    (
+        "stochastic_depth",
+        "--blocks 12 --width 1024 --batch 64",
+        60,
+        (),
+        "blocks 0.73, rows 0.71 of the plain step, as on a CPU, where the GPU is busy; DropPath 1.00",
+    ),
+    (
+        "overhead",
+        "--rounds 2 --steps 200",
+        150,
+        ("jsonargparse", "tokenizers"),
+        "no figure: 0.95 is the promise for a CPU, and here Python's time is what both wait for",
+    ),
+    ("exact_resume", "--settings 2", 120, (), "all points with ExactResume, 0 without, as on a CPU"),
+    (
+        "diffusion_quality",
+        "--seeds 1",
+        200,
+        ("sklearn",),
+        "within two spreads of the CPU's table (raw: flow 1.25 ± 0.11, v 1.02 ± 0.14, x0 0.51 ± 0.02)",
+    ),
+]
+NO_DEVICE = ("packing", "startup")
+
+
+def pieces(device: str, *, quick: bool = False) -> list[Piece]:
+    """All of them; with ``quick`` three cases of the smoke test."""
+    smoke = _smoke(device, quick)
+    if quick:
+        return smoke
+    reasons = {f"benchmarks/{name}": "no part of it runs on a device" for name in NO_DEVICE}
+    reasons["nccl on several GPUs"] = "untested: this is for one device, and DDP and FSDP2 over nccl have run on none"
+    tests = _tests(device)
+    return [
+        *smoke,
+        *(test for test in tests if test.group == "tests"),
+        *_benchmarks(device),
+        *_ladder(device),
+        *(test for test in tests if test.group == "paging"),
+        *(Piece(name, "not run", [], skip=why) for name, why in reasons.items()),
+    ]
+
+
+def _smoke(device: str, quick: bool) -> list[Piece]:
+    return [
+        Piece(
+            f"smoke/{name}",
+            "smoke",
+            [f"{HERE}/smoke.py", name, "--device", device, *(["--precision", "32-true"] if quick else [])],
+            120,
+            case.needs,
+            case.cuda_only if device == "cpu" else "",
+        )
+        for name, case in CASES.items()
+        if not quick or name in QUICK
+    ]
+
+
+def _tests(device: str) -> list[Piece]:
+    """One a function with the mark; those about paging come last."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text("utf-8")
+        if "mark.gpu" not in text:
+            continue
+        file = path.relative_to(ROOT).as_posix()
+        whole = "pytestmark = pytest.mark.gpu" in text
+        for node in ast.parse(text).body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            if whole or any(ast.unparse(mark) == "pytest.mark.gpu" for mark in node.decorator_list):
+                group = "paging" if "paged" in node.name else "tests"
+                words = ["-m", "pytest", "-q", "-n", "0", "-W", "default", "-m", "gpu", f"{file}::{node.name}"]
+                skip = "" if device == "cuda" else "needs a CUDA device"
+                found.append(Piece(f"{file}::{node.name}", group, words, 180, ("pytest", "xdist"), skip, keep=300))
+    return found
+
+
+def _benchmarks(device: str) -> list[Piece]:
+    return [
+        Piece(" ".join([f"benchmarks/{name}", *words.split()]), "benchmarks",
+              [f"benchmarks/{name}.py", *words.split(), "--device", device],
+              limit, needs, keep=3500, expected=expected)
+        for name, words, limit, needs, expected in BENCHMARKS
+    ]  # fmt: skip
+
+
+def _ladder(device: str) -> list[Piece]:
+    skip = "" if device == "cuda" else "needs a CUDA device"
+    return [
+        Piece(f"ladder/{name}", "ladder", ["benchmarks/ladder_gpu.py", name], 75, rung.needs, skip,
+              expected=rung.expected)
+        for name, rung in RUNGS.items()
+    ]  # fmt: skip

@@ -1,0 +1,213 @@
+"""One network in the shape of Llama-3.2-3B on one GPU, one technique more a rung; then 8B, and the longest context.
+
+    python benchmarks/ladder_gpu.py base            one rung in this process; benchmarks/gpu.sh runs them all
+    python benchmarks/ladder_gpu.py --list
+    python benchmarks/ladder_gpu.py base --device cpu --tiny       does it run at all?
+
+Random weights in bfloat16, AdamW, rows of 4,096 tokens. Printed are the peak of the allocator, tokens a second (two
+steps warm up, four are timed) and the share of the matrix units' dense peak for bfloat16 by 6 N T, as far as it is
+known. A rung that does not fit says so and ends well. A limit in GiB is the allocator's: it stands for a smaller card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lit_efficient as le
+
+SHAPES = {
+    "3B": {"dim": 3072, "depth": 28, "num_heads": 24, "num_kv_heads": 8, "hidden_dim": 8192, "tie_embeddings": True},
+    "8B": {"dim": 4096, "depth": 32, "num_heads": 32, "num_kv_heads": 8, "hidden_dim": 14336, "tie_embeddings": False},
+    "tiny": {"dim": 64, "depth": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 128, "tie_embeddings": True},
+}
+VOCABULARY = 128_256
+DENSE_PEAK = {"H200": 9.9e14, "H100": 9.9e14, "A100": 3.12e14}  # FLOP/s in bfloat16 without sparsity, by the vendor
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What is trained, and how.
+
+    Args:
+        techniques: Makes them.
+        expected: Peak and speed, and where that comes from.
+        shape: One of `SHAPES`.
+        batch: Rows.
+        length: Tokens in a row.
+        packed: Documents in a row.
+        limit_gib: What the allocator may take.
+        longest: Double the length until it does not fit, and then halve the step.
+        needs: Packages.
+    """
+
+    techniques: Callable[[], list[Any]] = list
+    expected: str = ""
+    shape: str = "3B"
+    batch: int = 2
+    length: int = 4096
+    packed: int = 1
+    limit_gib: float | None = None
+    longest: bool = False
+    needs: tuple[str, ...] = ()
+
+
+def small() -> list[Any]:
+    """Least activations: no logits, blocks recomputed."""
+    return [le.ChunkedCrossEntropy(), le.ActivationCheckpointing()]
+
+
+def qlora() -> list[Any]:
+    return [*small(), le.QuantizeBase(skip=("head",)), le.LoRA(rank=16)]
+
+
+BNB = ("bitsandbytes",)
+RUNGS = {
+    "base": Rung(expected="3.21 B x 8 bytes = 24 GiB of weights, gradients, moments; 3.9 GiB a copy of float32 logits"),
+    "packed": Rung(packed=8, expected="base, plus a mask of 2 x 4096 x 4096; not the memory of float scores"),
+    "chunked loss": Rung(lambda: [le.ChunkedCrossEntropy()], "base less 2 to 3 copies of the logits (8 to 12 GiB)"),
+    "checkpointing": Rung(small, "24 GiB, 28 inputs of blocks (1.3 GiB) and one block; a third more time"),
+    "compile": Rung(lambda: [*small(), le.Compile()], "checkpointing's memory or less, faster"),
+    "8-bit AdamW": Rung(
+        lambda: [*small(), le.LowBitOptimizer()], "checkpointing less 2 x 0.98 bytes x 3.21 B = 5.9 GiB", needs=BNB
+    ),
+    "offload": Rung(
+        lambda: [*small(), le.OffloadOptimizer()],
+        "checkpointing less 12 GiB, plus two pieces of 256 MB; 26 GB over the bus: about 0.5 s a step at 50 GB/s",
+    ),
+    "LoRA": Rung(lambda: [*small(), le.LoRA(rank=16)], "6.0 GiB of weights, activations; torchtune on an A100 8.5 GiB"),
+    "QLoRA": Rung(qlora, "2.0 GiB of weights, activations; torchtune on an A100 4.6 GiB", needs=BNB),
+    "8B QLoRA, 2k": Rung(qlora, "torchtune 7.4 GiB", shape="8B", batch=1, length=2048, needs=BNB),
+    "8B full": Rung(small, "8.03 B x 8 bytes = 60 GiB: fits 80 GiB by little", shape="8B"),
+    "8B QLoRA, 24 GiB": Rung(
+        qlora, "longest context; unsloth 78k", shape="8B", batch=1, limit_gib=24, longest=True, needs=BNB
+    ),
+    "8B QLoRA, 80 GiB": Rung(
+        qlora, "longest context; unsloth 343k", shape="8B", batch=1, limit_gib=80, longest=True, needs=BNB
+    ),
+}
+
+
+class Climb:
+    """A network with its techniques and optimizer, on the device."""
+
+    def __init__(self, rung: Rung, device: str) -> None:
+        import torch
+        from torch import nn
+
+        from lit_efficient.application import apply
+        from lit_efficient.models.gpt import GPT, GPTConfig
+
+        self.rung, self.device = rung, device
+        vocabulary = VOCABULARY if rung.shape != "tiny" else 512
+        config = GPTConfig(vocab_size=vocabulary, max_length=2**21, **SHAPES[rung.shape])
+        with torch.device("meta"):
+            net = GPT(config).to(torch.bfloat16)
+        net = net.to_empty(device=device)
+        if config.tie_embeddings:
+            net.head.weight = net.embedding.weight
+        for p in net.parameters():
+            nn.init.ones_(p) if p.ndim == 1 else nn.init.normal_(p, std=0.02)
+        techniques = rung.techniques()
+        self.parameters = sum(p.numel() for p in net.parameters())
+        apply(net, techniques)
+        self.net = net.to(device).train()
+        trained = [p for p in net.parameters() if p.requires_grad]
+        self.full = sum(p.numel() for p in trained) == self.parameters
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, foreach=True)
+        for technique in techniques:
+            if isinstance(technique, le.LowBitOptimizer | le.OffloadOptimizer):
+                technique.rewrite_optimizer(self.optimizer, net)
+
+    def step(self, length: int) -> None:
+        import torch
+
+        generator = torch.Generator(self.device).manual_seed(0)
+        vocabulary = self.net.config.vocab_size
+        ids = torch.randint(vocabulary, (self.rung.batch, length), generator=generator, device=self.device)
+        extra = {}
+        if self.rung.packed > 1:
+            positions = torch.arange(length, device=self.device) % (length // self.rung.packed)
+            extra["position_ids"] = positions.expand(self.rung.batch, -1)
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = self.net(ids, labels=ids.roll(-1, 1), **extra).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def measure(self, length: int, steps: int = 4) -> dict[str, Any]:
+        import torch
+        from clock import now
+
+        cuda = self.device == "cuda"
+        for _ in range(2):
+            self.step(length)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        start = now(self.device)
+        for _ in range(steps):
+            self.step(length)
+        seconds = (now(self.device) - start) / steps
+        tokens = self.rung.batch * length / seconds
+        found = {"length": length, "tokens_a_second": round(tokens), "seconds_a_step": round(seconds, 3)}
+        if cuda:
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            name = torch.cuda.get_device_name()
+            peak = next((value for key, value in DENSE_PEAK.items() if key in name), None)
+            if peak and self.full:
+                found["share_of_peak"] = round(6 * self.parameters * tokens / peak, 3)
+        return found
+
+
+def climb(rung: Rung, device: str) -> dict[str, Any]:
+    """What a rung takes; of ``longest`` the last length that fits."""
+    import torch
+
+    if device == "cuda" and rung.limit_gib is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, rung.limit_gib * 2**30 / total))
+    found: dict[str, Any] = {}
+    try:
+        top = Climb(rung, device)
+        found = top.measure(rung.length)
+        length, step, full = rung.length, rung.length, False
+        while rung.longest and step >= 1024 and device == "cuda":
+            print("RESULT " + json.dumps(found), flush=True)  # a limit of time may end this
+            torch.cuda.empty_cache()
+            try:
+                found = top.measure(length + step, steps=1)
+                length += step
+            except torch.OutOfMemoryError:
+                top.optimizer.zero_grad()
+                full = True
+            step = step // 2 if full else 2 * step
+    except torch.OutOfMemoryError as error:
+        found["does not fit"] = str(error).splitlines()[0][:200]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rung", nargs="?", choices=list(RUNGS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    if options.list or options.rung is None:
+        print("\n".join(f"{name:20} {rung.expected}" for name, rung in RUNGS.items()))
+        return 0
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    rung = RUNGS[options.rung]
+    if options.tiny:
+        rung = replace(rung, shape="tiny", length=64, longest=False)
+    print("RESULT " + json.dumps(climb(rung, options.device)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""States of an optimizer in CPU memory: fetched, stepped and put back a piece at a time, copied beside the steps."""
+
+import functools
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
+
+_CHUNK = 2**24  # bytes of CPU memory that are taken at a time, at least
+_ALIGNED = 64  # bytes
+
+
+class HostStates:
+    """The states of an optimizer in CPU memory that is taken once, and their way to the device and back.
+
+    Copies run on a stream of their own: while a piece is stepped, the next one comes and the last one goes. What is
+    fetched is freed on that stream, too, so that three pieces at most are on the device however far the CPU is ahead.
+
+    Args:
+        optimizer: Any optimizer whose step treats each parameter on its own.
+        piece_bytes: Bytes of the parameters that are stepped at a time.
+    """
+
+    def __init__(self, optimizer: Optimizer, piece_bytes: int) -> None:
+        self.optimizer, self.piece_bytes = optimizer, piece_bytes
+        self._hosts: dict[tuple[Tensor, str], Tensor] = {}
+        self._fetched: dict[tuple[Tensor, str], Tensor] = {}
+        self._chunks: list[list[Any]] = []  # storages, and how much of each is taken
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Of the copies; None on a CPU, where they are done at once."""
+        device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
+        return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Run inside on the stream of the copies."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    @property
+    def held(self) -> int:
+        """Bytes of CPU memory that are taken."""
+        return sum(storage.nbytes() for storage, _ in self._chunks)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states in it."""
+        return sum(host.nbytes for host in self._hosts.values())
+
+    def pieces(self) -> Iterator[list[Tensor]]:
+        """All parameters, a piece at a time."""
+        for group in self.optimizer.param_groups:
+            yield from _pieces(group["params"], self.piece_bytes)
+
+    def begin(self) -> None:
+        """Copies start after all that was asked of the device until now."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def fetch(self, piece: list[Tensor]) -> Any:
+        """Bring the states of a piece to its device; what `wait` takes."""
+        with self.beside():
+            for p, key, value in self._states(piece):
+                if value is self._hosts.get((p, key)) or value.device != p.device:
+                    moved = value.to(p.device, non_blocking=True, copy=True)
+                    self.optimizer.state[p][key] = self._fetched[p, key] = moved
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait(self, fetched: Any) -> None:
+        """Let the step wait for a fetch, not the CPU."""
+        if fetched is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(fetched)  # type: ignore[union-attr]
+
+    def put_back(self, piece: list[Tensor]) -> None:
+        """Copy the states of a piece to CPU memory once its step is done."""
+        self.begin()
+        fresh = False
+        with self.beside():
+            for p, key, value in self._states(piece):
+                host = self._hosts.get((p, key))
+                if value is host:
+                    continue
+                if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):
+                    host = self._hosts[p, key] = self._take(value)
+                fresh |= self._fetched.pop((p, key), None) is not value
+                self.optimizer.state[p][key] = host.copy_(value, non_blocking=True)
+        if fresh:  # made by the step, as in the first one: its memory is not this stream's to free
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the copies: what is in CPU memory may be read from now on."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def _states(self, piece: list[Tensor]) -> list[tuple[Tensor, str, Tensor]]:
+        """Without step counters, which stay where they are."""
+        held = ((p, self.optimizer.state.get(p)) for p in piece)
+        return [
+            (p, key, value)
+            for p, state in held
+            if isinstance(state, MutableMapping)
+            for key, value in state.items()
+            if isinstance(value, Tensor) and key != "step"
+        ]
+
+    def _take(self, value: Tensor) -> Tensor:
+        """CPU memory for a state: of the first chunk with room. Each by itself would be rounded to a power of two."""
+        size = -(-value.nbytes // _ALIGNED) * _ALIGNED
+        chunk = next((chunk for chunk in self._chunks if chunk[1] + size <= chunk[0].nbytes()), None)
+        if chunk is None:
+            chunk = [pinned(max(_CHUNK, 1 << (size - 1).bit_length()), pin=self.stream is not None), 0]
+            self._chunks.append(chunk)
+        storage, offset = chunk
+        chunk[1] += size
+        shape = torch.empty_like(value, device="meta")
+        empty = torch.empty(0, dtype=value.dtype, device="cpu")
+        return empty.set_(storage, offset // value.itemsize, shape.shape, shape.stride())
+
+
+def pinned(size: int, pin: bool) -> torch.UntypedStorage:
+    """CPU memory that a device copies from and to by itself, if it is pinned."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin).untyped_storage()
+
+
+class Streamed(Optimizer):
+    """What marks an optimizer that keeps its states in CPU memory."""
+
+    host_states: HostStates
+
+
+def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
+    """Change ``optimizer``'s class, in place, to one that keeps its states in CPU memory between steps.
+
+    Args:
+        optimizer: Any optimizer whose step treats each parameter on its own.
+        piece_bytes: Bytes of the parameters that are stepped at a time.
+    """
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _streamed(kind)
+    optimizer.host_states = HostStates(optimizer, piece_bytes)  # type: ignore[attr-defined]
+    # A scheduler may have set a counted step on the instance, which calls the old class's: put ours inside.
+    step = optimizer.__dict__.get("step")
+    if step is not None:
+        optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
+        mark_counted(optimizer.__dict__["step"])
+
+
+def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    mark_stepped(optimizer)
+    return type(optimizer).step(optimizer, *args, **kwargs)
+
+
+@functools.cache
+def _streamed(base: type[Optimizer]) -> type[Optimizer]:
+    """``base`` with a step in pieces; the class keeps its name."""
+    inner: Any = base.step
+    # The hooks of a step are in the function that torch puts around each class's: run them once, not for each piece.
+    inner = inner.__wrapped__ if getattr(inner, "hooked", False) else inner
+
+    @torch.no_grad()
+    def step(self: Any, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, store = self.param_groups, self.host_states
+        pieces = [(group, piece) for group in groups for piece in _pieces(group["params"], store.piece_bytes)]
+        stepped = [(group, moved) for group, piece in pieces if (moved := [p for p in piece if p.grad is not None])]
+        store.begin()
+        fetched = store.fetch(stepped[0][1]) if stepped else None
+        try:
+            for number, (group, piece) in enumerate(stepped, 1):
+                store.wait(fetched)
+                fetched = store.fetch(stepped[number][1]) if number < len(stepped) else None
+                self.param_groups = [group | {"params": piece}]
+                inner(self)
+                store.put_back(piece)
+        finally:
+            self.param_groups = groups
+            store.finish()
+        return loss
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return type(base.__name__, (base, Streamed), {"step": hooked, "__module__": base.__module__})
+
+
+def _pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
+    piece: list[Tensor] = []
+    size = 0
+    for p in parameters:
+        if piece and size + p.nbytes > piece_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.append(p)
+        size += p.nbytes
+    if piece:
+        yield piece

@@ -1,0 +1,104 @@
+"""The driver of the first minutes on a GPU works, on the CPU: rows, a table, a second call, and cases that go wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_efficient.catalog import read_cards
+from tests import processes
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def drive() -> Any:
+    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+    return importlib.import_module("drive")
+
+
+def _script(words: list[str]) -> None:
+    sys.argv = [str(ROOT / words[0]), *words[1:]]
+    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def forked(words: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
+    return processes.run(_script, words, log=log, env=environment)
+
+
+def test_three_cases_a_table_and_a_second_call_that_runs_nothing(drive: Any, tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--jobs", "1"]
+    assert drive.main(arguments, start=forked) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in rows] == ["smoke/plain GPT", "smoke/LoRA", "smoke/EMA"]
+    for row in rows:
+        first, last = row["result"]["32-true"]["loss"]
+        assert row["status"] == "ok"
+        assert 5 < first < 7  # about log(512)
+        assert last != first
+    page = (tmp_path / "report.md").read_text()
+    assert "Pieces: 3 ok." in page
+    assert f"| LoRA | 32-true | ok | {rows[1]['result']['32-true']['loss'][0]} to" in page
+
+    def nothing(*_: object) -> int:
+        raise AssertionError("what is done is run again")
+
+    cut = tmp_path / "results.jsonl"
+    cut.write_text(cut.read_text() + '{"name": "smoke/EMA", "sta')  # the call was killed while it wrote
+    assert drive.main(arguments, start=nothing) == 0
+    assert (tmp_path / "report.md").read_text() == page
+
+
+def test_a_crash_a_hang_and_a_missing_package_are_rows(drive: Any, tmp_path: Path) -> None:
+    def piece(name: str, code: str, **more: Any) -> Any:
+        return drive.Piece(name, "ladder", ["-c", code], **{"limit": 30, **more})
+
+    plan = [
+        piece("crash", "import os; print('RESULT {\"before\": 1}', flush=True); os.abort()"),
+        piece("hang", "import time; time.sleep(60)", limit=1),
+        piece("missing", "", needs=("no_such_package",)),
+        piece("fails", "raise RuntimeError('no luck')"),
+        piece("works", "print('RESULT {\"peak_gib\": 3}')"),
+    ]
+    header = drive.header("cpu", "", [])
+    driver = drive.Driver(tmp_path, header, minutes=1, again=False, environment={}, start=drive.launch)
+    driver.run(plan, 1)
+    rows = {name: row["status"] for name, row in driver.rows.items()}
+    assert rows == dict(zip(rows, ["crashed", "out of time", "skipped", "failed", "ok"], strict=True))
+    assert driver.rows["crash"]["result"] == {"before": 1}
+    page = (tmp_path / "report.md").read_text()
+    assert "| missing | skipped: needs no_such_package |" in page
+    assert "RuntimeError: no luck" in page
+    assert "| works | ok |  | 3 |" in page
+    late = drive.Driver(tmp_path, header, minutes=0, again=True, environment={}, start=drive.launch)
+    late.run(plan, 1)
+    assert {row["status"] for row in late.rows.values()} == {"not reached", "skipped", "ok"}
+    assert late.rows["works"]["status"] == "ok"  # what was done stays
+
+
+def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_one_device_shows(drive: Any) -> None:
+    plan = drive.pieces("cuda")
+    names = [piece.name for piece in plan]
+    assert len(set(names)) == len(names)
+    cases = (ROOT / "benchmarks" / "gpu" / "cases.py").read_text()
+    techniques = [card.name for card in read_cards() if card.is_technique and card.slot == "trainer.callbacks"]
+    # These two take a layer for teachers of images, and a signal: both are plain Python around a step.
+    left_out = {"HiddenAlignment", "LatentAlignment", "SignalCheckpoint"}
+    assert {name for name in techniques if f"{name}(" not in cases} == left_out
+    benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"clock", "step_clock", "ladder_gpu"}
+    assert benchmarks == {name.split("/")[1].split()[0] for name in names if name.startswith("benchmarks/")}
+    for piece in plan:
+        if piece.group in ("benchmarks", "ladder"):
+            assert piece.expected, piece.name
+        if piece.group == "benchmarks":
+            assert '"--device"' in (ROOT / piece.words[0]).read_text(), piece.name
+    assert "untested" in next(piece.skip for piece in plan if piece.name.startswith("nccl"))
+    assert plan[-4].group == "paging"  # managed memory can hang a device
+    assert sum(piece.limit for piece in plan if piece.group == "smoke") / 4 < 25 * 60

@@ -1,0 +1,132 @@
+"""What techniques do on a CUDA device, one test each; benchmarks/gpu.sh runs them, each in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lit_efficient import EMA, ExactResume, LoRA, MaxBatchSize, QuantizeBase
+from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized
+from tests.support import Net, Toy, assert_equal, data, trainer, weights
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+
+
+class Dropped(Net):
+    """Draws on the device."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class Look(L.Callback):
+    """The weights after each step, and whether all of the module is on the device."""
+
+    def __init__(self, save: Path | None = None) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+        self.save = save
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
+        assert {t.device.type for t in (*pl_module.parameters(), *pl_module.buffers())} == {DEVICE}
+        self.steps.append({name: p.detach().cpu().clone() for name, p in pl_module.named_parameters()})
+        if self.save is not None and trainer.global_step == 2:
+            trainer.save_checkpoint(self.save)
+
+
+def fit(
+    module: L.LightningModule, *callbacks: Any, rows: int = 16, batch: int = 4, path: Any = None, **more: Any
+) -> Any:
+    run = trainer(callbacks, accelerator=DEVICE, limit_val_batches=0, **more)
+    run.fit(module, data(rows, batch, shuffle=True), ckpt_path=path, weights_only=True)
+    return run
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
+@pytest.mark.parametrize("where", ["init", "configure_model"])
+def test_lora_trains_adapters_and_leaves_the_base(where: str, variant: str) -> None:
+    look = Look()
+    fit(Toy(where), LoRA(rank=2, variant=variant), look)
+    first, last = look.steps[0], look.steps[-1]
+    assert any("lora_" in name for name in first)
+    for name in first:
+        moved = not torch.equal(first[name], last[name])
+        assert moved == (".lora_" in name), name
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int8", "int4"])
+@pytest.mark.parametrize("where", ["init", "configure_model"])
+def test_quantised_layers_multiply_by_what_they_dequantise_to(where: str, format: str) -> None:
+    if format != "int4":
+        pytest.importorskip("bitsandbytes")
+    seen: list[str] = []
+
+    class Multiply(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for name, layer in pl_module.named_modules():
+                if is_quantized(layer):
+                    x = torch.randn(8, layer.in_features, device=DEVICE)
+                    with torch.no_grad():
+                        weight = dequantize(layer).float()
+                        bias = None if layer.bias is None else layer.bias.float()
+                        wanted = F.linear(x, weight, bias)
+                        found = type(layer).__mro__[1].forward(layer, x) if hasattr(layer, "lora_A") else layer(x)
+                    assert weight.device.type == DEVICE
+                    assert (found - wanted).norm() <= 0.02 * wanted.norm(), name  # int8 rounds its input, too
+                    seen.append(name)
+
+    look = Look()
+    quantize = QuantizeBase(format, group_size=16, skip=("head",))
+    fit(Toy(where), quantize, LoRA(rank=2, targets=["head"]), Multiply(), look)
+    assert len(seen) == 9  # a stem and two layers in each of four blocks
+    assert not torch.equal(look.steps[0]["net.head.lora_B"], look.steps[-1]["net.head.lora_B"])
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_the_moving_average_is_that_of_the_weights(device: str | None) -> None:
+    look, ema, module = Look(), EMA(decay=0.8, warmup=None, device=device), Toy()
+    fit(module, ema, look)
+    expected = look.steps[0]
+    for step in look.steps[1:]:
+        expected = {name: torch.lerp(average, step[name], 0.2) for name, average in expected.items()}
+    average = ema.average(module)
+    assert average is not None
+    assert {t.device.type for t in average.values()} == {device or DEVICE}
+    for name, tensor in average.items():
+        torch.testing.assert_close(tensor.cpu(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_largest_batch_is_found_where_memory_runs_out_for_real() -> None:
+    class Hungry(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            filled = torch.ones(len(batch[0]), 2**24, device=self.device)  # 64 MiB a row
+            output = super().training_step(batch, batch_idx)
+            return {**output, "loss": output["loss"] * filled[0, 0]}
+
+    free, total = torch.cuda.mem_get_info()
+    assert free > 3 * 2**30
+    before = torch.cuda.memory_stats().get("num_ooms", 0)
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)
+    try:
+        run = fit(Hungry(), MaxBatchSize(), rows=64, batch=64)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.memory_stats()["num_ooms"] > before
+    assert run.train_dataloader.batch_size in (8, 16)  # 2 GiB hold less than 32 rows
+    assert run.accumulate_grad_batches * run.train_dataloader.batch_size == 64
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    saved = tmp_path / "two.ckpt"
+    whole = Toy(network=Dropped)
+    fit(whole, ExactResume(0), Look(saved))
+    torch.manual_seed(123)
+    resumed, look = Toy(network=Dropped), Look()
+    fit(resumed, ExactResume(0), look, path=saved)
+    assert len(look.steps) == 2
+    assert_equal(weights(whole), weights(resumed))
