@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
 
@@ -16,8 +17,12 @@ class OpenCLI(LightningCLI):
         return self._get(config, key, default)
 
     def dump_config(self) -> None:
-        """Set ``config_dump`` to the config as plain data: ``_dump_config``."""
-        self._dump_config()
+        """Set ``config_dump``, as ``_dump_config`` does, to the config as plain data, which parsing has checked."""
+        text = self.parser.dump(
+            self.config, skip_link_targets=False, skip_unset=False, skip_validation=True, format="yaml"
+        )
+        dump = yaml.safe_load(text)
+        self.config_dump = dump[self.config.subcommand] if "subcommand" in self.config else dump
 
     def run_subcommand(self, subcommand: str) -> None:
         """Run what was asked for, when all parts are built: ``_run_subcommand``."""

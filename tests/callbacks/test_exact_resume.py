@@ -18,11 +18,19 @@ from tests.callbacks.resume_kit import Augmented, SaveEveryBatch, Tiny, count_ex
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ({}, {}),  # 3 epochs of 8 batches, an optimizer step every 2
-        ({}, {"max_epochs": 2, "val_check_interval": 3}),
-        ({"ask_length": True}, {"max_epochs": 2}),
+        ({}, {"max_epochs": 2}),  # of 8 batches, an optimizer step every 2
+        ({}, {"limit_train_batches": 5, "max_epochs": 2, "val_check_interval": 3}),
+        ({"ask_length": True}, {"max_epochs": 2, "limit_train_batches": 4}),
         ({}, {"max_epochs": -1, "max_steps": 7, "accumulate_grad_batches": 1}),
-        ({}, {"limit_train_batches": 5, "accumulate_grad_batches": 3, "reload_dataloaders_every_n_epochs": 1}),
+        (
+            {},
+            {
+                "max_epochs": 2,
+                "limit_train_batches": 5,
+                "accumulate_grad_batches": 3,
+                "reload_dataloaders_every_n_epochs": 1,
+            },
+        ),
         ({"num_workers": 2, "persistent_workers": True}, {"max_epochs": 2, "limit_train_batches": 3}),
     ],
     ids=["plain", "validation", "schedule that asks for the length", "by steps", "short epochs", "workers"],

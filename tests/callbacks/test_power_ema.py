@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,15 @@ def test_any_width_comes_out_as_if_it_had_been_tracked(tmp_path: Path) -> None:
         assert error <= ATTAINED[width][0] * away, (width, float(error / away))
 
 
+@functools.cache
+def all_decays(sigma_rel: float, length: int) -> np.ndarray:
+    gamma = gamma_of(sigma_rel)
+    return np.array([power_decay(i, gamma) for i in range(1, length + 1)])
+
+
 def profile(step: int, sigma_rel: float, length: int) -> np.ndarray:
     """Share of each step's weights in an average that was updated ``step`` times."""
-    decays = np.array([power_decay(i, gamma_of(sigma_rel)) for i in range(1, step + 1)])
+    decays = all_decays(sigma_rel, length)[:step]
     kept = np.append(np.cumprod(decays[:0:-1])[::-1], 1.0)  # what later updates leave of a step
     return np.pad((1 - decays) * kept, (0, length - step))
 

@@ -64,7 +64,7 @@ def _power_ema() -> PowerEMA:
 
 
 def _lr_finder(apply: bool = True) -> LRFinder:
-    return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=16, early_stop_threshold=None, apply=apply)
+    return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=6, early_stop_threshold=None, apply=apply)
 
 
 def _teacher(width: int = 12) -> nn.Module:

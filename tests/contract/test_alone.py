@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import lit_efficient
 from lit_efficient import Technique
-from lit_efficient.testing import CHECKS, Case, check_cleans_up
-from tests.contract.table import NAMES, case
+from lit_efficient.testing import CHECKS, Case, check_cleans_up, check_deep_copy, check_standalone
+from tests.contract.table import NAMES, TOGETHER, case
 
 # All hooks are tried with many techniques at once, in test_together.py.
 HOOKS = ("on_before_backward", "on_validation_start", "on_train_end")
+# test_together.py asserts the same of each weight that a technique of TOGETHER adds or changes.
+AMONG_OTHERS = (check_deep_copy, check_standalone)
 
 
 def _clean(one: Case) -> None:
@@ -28,7 +31,20 @@ def test_every_public_technique_has_a_row() -> None:
     assert sorted(kinds - {"Technique"}) == NAMES
 
 
-@pytest.mark.parametrize("check", [_clean if c is check_cleans_up else c for c in CHECKS], ids=lambda c: c.__name__)
-@pytest.mark.parametrize("name", NAMES)
+def _rows() -> list[Any]:
+    """Every check of every technique; nightly what is asserted of the technique among all others, too."""
+    every = [(name, _clean if check is check_cleans_up else check) for name in NAMES for check in CHECKS]
+    return [
+        pytest.param(
+            name,
+            check,
+            id=f"{name}-{check.__name__}",
+            marks=[pytest.mark.nightly] if check in AMONG_OTHERS and name in TOGETHER else [],
+        )
+        for name, check in every
+    ]
+
+
+@pytest.mark.parametrize(("name", "check"), _rows())
 def test_keeps_the_contract(name: str, check: Callable[[Case], None]) -> None:
     check(case(name))
