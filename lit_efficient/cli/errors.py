@@ -6,7 +6,8 @@ import re
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
-from lit_efficient.cli.parsing import did_you_mean
+from lit_efficient.cli.parsing import ALLOWED_IMPORTS, did_you_mean
 from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError
 from lit_efficient.files.moved import moved_path
 from lit_efficient.mechanisms.trials.memory import is_out_of_memory
@@ -169,9 +170,7 @@ def _place(keys: list[str], classes: list[str]) -> str:
 def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None:
     """Translate one line of jsonargparse: (how telling it is, the sentence, the last part of the key if named)."""
     if match := re.search(r"Importing '([^']+)' is not allowed", line):
-        package = match[1].split(".")[0]
-        refusal = f"importing {match[1]!r} is refused: a config may name classes of trusted packages only"
-        return 9, f"{refusal}.\n  If you trust it: --allow-import {package}", ""
+        return _refused_import(match[1])
     if match := re.search(r"no option '([^']+)'", line):
         return 8, line, match[1].split(".")[-1]
     if match := re.search(r"arguments are required: (.+)", line):
@@ -203,9 +202,25 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
     return None
 
 
+def _refused_import(path: str) -> tuple[float, str, str]:
+    """What to say of a class that is not imported; a package to trust only if it is there and none of ours."""
+    package, name = path.split(".", maxsplit=1)[0], path.rpartition(".")[2]
+    trusted = [allowed for allowed in ALLOWED_IMPORTS if allowed.split(".")[0] == package]
+    if trusted and name in {base.__name__ for base in _BASES}:  # what jsonargparse takes where nothing is named
+        return 4, f"{name} itself cannot stand here: write class_path: NAME, and its arguments below init_args", ""
+    refusal = f"importing {path!r} is refused: a config may name classes of"
+    if trusted:
+        return 9, f"{refusal} {', '.join(trusted)} there{did_you_mean(name, _known_classes())}", name
+    with suppress(ValueError):  # of a module without a specification
+        if find_spec(package) is None:
+            near = did_you_mean(package, {allowed.split(".")[0] for allowed in ALLOWED_IMPORTS})
+            return 7, f"there is no module {package!r}{near}", name
+    return 9, f"{refusal} trusted packages only.\n  If you trust it: --allow-import {package}", ""
+
+
 def _wrong_type(allowed: str, value: str) -> str:
-    if value.startswith("NestedArg("):
-        value = value.partition("val=")[2].rstrip(")")
+    if option := re.match(r"NestedArg\(key='(.+?)', val=(.*)\)", value):
+        value = "=".join(part.strip("'") for part in option.groups())
     value = "null" if value.strip("'") == "None" else value.strip("'")
     choices = re.findall(r"[\w.-]+", allowed)
     hint = did_you_mean(value, choices) if "one of" in allowed else ""

@@ -12,7 +12,7 @@ import re
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
@@ -54,6 +55,7 @@ PARSER_MODE = "lit_efficient"
 
 # Keys whose value, or the items of whose value, may be a class name alone.
 _SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
+_LISTS = {"callbacks", "plugins"}
 _SPEC = ("class_path", "init_args", "dict_kwargs")
 _NULL = ("", "~", "null", "Null", "NULL")
 # torch has a class of the same name, without the `monitor` that Lightning needs.
@@ -128,6 +130,10 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             arguments.append(f"{key}={json.dumps(named) if isinstance(named, dict) else named}")
             continue
         leaf = _leaf(key[2:]) if key.startswith("--") else ""
+        if not key.startswith("--"):
+            _check_text(arguments[-1] if arguments else "", token)
+        elif equals:
+            _check_text(key, value)
         is_slot = leaf in _SLOTS or leaf in ("class_path", "help")
         if is_slot and equals:
             arguments.append(f"{key}={full_name(value)}")
@@ -135,6 +141,18 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             arguments.append(full_name(token) if names_class else token)
         names_class = is_slot and not equals
     return arguments, allowed
+
+
+def _check_text(option: str, text: str) -> None:
+    """Refuse in a mapping or list on the command line what is refused in a file: jsonargparse takes it for a string."""
+    if text[:1] not in ("{", "["):
+        return
+    try:
+        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), set(), (), _slot(option))
+    except yaml.MarkedYAMLError:
+        return  # a string
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{option.removeprefix('--')}: {str(error).replace(' in line 1', '')}") from error
 
 
 def full_name(name: str) -> str:
@@ -174,6 +192,10 @@ def _leaf(key: str) -> str:
     return key.rstrip("+").split(".")[-1]
 
 
+def _slot(key: str) -> str:
+    return leaf if (leaf := _leaf(key.removeprefix("--"))) in _SLOTS else ""
+
+
 _COLLECTION = re.compile(r"[:?\[{-]")  # without any of these there is none in a text
 
 
@@ -189,8 +211,8 @@ def load_yaml(text: str) -> Any:
     return expand_short_names(get_loader("yaml")(text))
 
 
-def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...], slot: bool = False) -> None:
-    """Raise what is wrong with a node and those below it; ``slot``: whether it may be a class with its arguments."""
+def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...], slot: str = "") -> None:
+    """Raise what is wrong with a node and those below it; ``slot``: in which it stands, and so may be a class."""
     if node is not None and id(node) in within:
         raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
@@ -204,15 +226,19 @@ def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...]
             if name in lines:
                 raise yaml.YAMLError(f"the key {name!r} stands twice: in line {lines[name]} and line {line}")
             lines[name] = line
-        _check_nodes(value, seen, (*within, id(node)), _leaf(name) in _SLOTS if key else slot)
+        _check_nodes(value, seen, (*within, id(node)), _slot(name) if key else slot)
     seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
         _check_spec(lines, {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}, slot)
 
 
-def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: bool) -> None:
+def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) -> None:
     """Raise what is wrong with a class and its arguments, if a mapping is that, or nearly so."""
     misspelt = [name for name in lines if slot and did_you_mean(name, ["class_path"]) and name != "class_path"]
+    how = "write class_path: {}, and its arguments below init_args"
+    named = next((name for name in lines if slot and "class_path" not in lines and _is_class(name)), None)
+    if named is not None:
+        raise yaml.YAMLError(f"{named!r} in line {lines[named]} is a class, no argument: {how.format(named)}")
     if "class_path" in lines:
         misspelt = [name for name in lines if name not in _SPEC]
         if values["class_path"].tag != "tag:yaml.org,2002:str":
@@ -221,15 +247,24 @@ def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: bool)
         name, accepted = misspelt[0], ", ".join(_SPEC)
         advice = did_you_mean(name, _SPEC)
         raise yaml.YAMLError(f"no option {name!r} in line {lines[name]}{advice} (accepted: {accepted})")
+    if slot in _LISTS and lines and not lines.keys() & {*_SPEC}:
+        name, line = next(iter(lines.items()))
+        raise yaml.YAMLError(f"{name!r} in line {line} of {slot} is of no class: {how.format('NAME')}")
     arguments = values.get("init_args") if "class_path" in lines else None
     if arguments is not None and not isinstance(arguments, yaml.MappingNode) and arguments.value not in _NULL:
         raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def _is_class(name: str) -> bool:
+    known = name in _LIGHTNINGS or hasattr(lr_scheduler, name) or full_name(name) != name
+    return known or ("." in name and name.rpartition(".")[2][:1].isupper())
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
+    names = {one.lower(): one for one in known} | {one: one for one in known}
+    near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name.lower(), names, n=1)
+    return f", did you mean {names[near[0]]!r}?" if near else ""
 
 
 # The ways in which jsonargparse says that an option does not exist.
@@ -301,9 +336,13 @@ class Parser(ChecksValues, LightningArgumentParser):
             parser = getattr(ex, "subcommand_parser", None) or self
             dests = [a.dest for a in actions(parser) if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
             level, _, leaf = unknown["name"].rpartition(".")
+            while level and not any(f"{dest}.".startswith(f"{level}.") for dest in dests):
+                level = level.rpartition(".")[0]
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
-            advice = f"{did_you_mean(unknown['name'], dests)} (accepted: {accepted})"
+            key = unknown["name"][len(level) :].lstrip(".").split(".")[0]
+            near = did_you_mean(unknown["name"], dests) or did_you_mean(key, [*below, *_SPEC])
+            advice = f"{near} (accepted: {accepted})"
             moved = moved_key(parser.described, leaf) or moved_key(parser.described, unknown["name"])
             message = f"no option {unknown['name']!r}{moved or advice}"
         super().error(message, ex)
@@ -318,21 +357,44 @@ class MergesMappings(ChangesValues):
     """An argument of which a later file or option may give a part: the rest stays as it was."""
 
     def changed(self, value: Any, earlier: Any) -> Any:
-        given = value
+        given, before = value, _as_mapping(earlier)
+        path = (before or {}).get("class_path", "")
+        fields = self._fields(path)
         if (option := nested(value)) is not None:
             key, value = option
+            if isinstance(earlier, str):
+                raise TypeError(
+                    f'Parser key "{self.dest}":\n  no option {key!r}: {earlier!r} is a name, without fields'
+                )
+            if fields and key.split(".")[0] not in (
+                *fields,
+                *_SPEC,
+            ):  # but maybe of another class that could stand here
+                self._refuse(key, path, fields)
+            value = None if value == "None" else value  # as jsonargparse hands on a null
             with contextlib.suppress(yaml.YAMLError):
                 value = load_yaml(value) if isinstance(value, str) else value
             for part in reversed(key.split(".")):
                 value = {part: value}
-        before, now = _as_mapping(earlier), _as_mapping(value)
+        now = _as_mapping(value)
         if before is None or now is None or "class_path" in now:
             return given
         arguments = _as_mapping(before.get("init_args")) if "class_path" in before else before
-        if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= arguments.keys()):
+        if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= {*arguments, *fields}):
             return given  # of another class
         merged = _merged(arguments, now)
         return merged if arguments is before else {**before, "init_args": merged}
+
+    def _fields(self, path: str) -> list[str]:
+        """What the dataclass at a path takes, if it is one that may stand here."""
+        hint = type_hint(self)
+        known = [part for part in (typing.get_args(hint) or (hint,)) if dataclasses.is_dataclass(part)]
+        named = next((part for part in known if part.__name__ == path.rpartition(".")[2]), None)
+        return [field.name for field in dataclasses.fields(named)] if named else []
+
+    def _refuse(self, key: str, path: str, known: Sequence[str]) -> NoReturn:
+        option = f"no option {key!r}{did_you_mean(key.split('.', maxsplit=1)[0], known)} (accepted: {', '.join(known)})"
+        raise TypeError(f'Parser key "{self.dest}":\n  Problem with given class_path {path!r}:\n    {option}')
 
 
 def _as_mapping(value: Any) -> dict[str, Any] | None:

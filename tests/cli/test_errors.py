@@ -135,6 +135,46 @@ def test_an_error_in_a_file_names_the_file_and_the_line(text, words, capsys, tmp
     assert "--allow-import" not in said
 
 
+MISSPELT = {
+    "a class as a key": ("{EMA: {decay: 0.9}}", ["'EMA'", "is a class", "write class_path: EMA"]),
+    "a scheduler as a key": ("{CosineAnnealingLR: {T_max: 3}}", ["write class_path: CosineAnnealingLR"]),
+    "a class of somebody's as a key": ("{my_package.Mine: {}}", ["write class_path: my_package.Mine"]),
+    "no class": ("{decay: 0.9}", ["'decay'", "callbacks", "is of no class: write class_path: NAME"]),
+    "init_arg": ("{class_path: EMA, init_arg: {}}", ["'init_arg'", "did you mean 'init_args'"]),
+    "other capitals": ("Ema", ["'Ema'", "did you mean 'EMA'"]),
+    "a base": ("lightning.Callback", ["Callback itself cannot stand here: write class_path: NAME"]),
+    "a path of a trusted package": ("lightning.callbacks.EarlyStoping", ["lightning.pytorch", "mean 'EarlyStopping'"]),
+    "a package that is not there": ("lit_eficient.EMA", ["no module 'lit_eficient', did you mean 'lit_efficient'"]),
+}
+
+
+@pytest.mark.parametrize(("entry", "words"), MISSPELT.values(), ids=MISSPELT)
+def test_a_misspelt_callback_is_told_how_to_write_it_and_never_to_trust_a_package(entry, words, capsys, tmp_path):
+    path = tmp_path / "misspelt.yaml"
+    path.write_text(f"trainer:\n  callbacks+:\n    - {entry}\n")
+    for said in (refused(capsys, "-c", str(path)), refused(capsys, f"--trainer.callbacks+={entry}")):
+        assert all(word in said for word in words), said
+        assert "--allow-import" not in said
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--model.init_arg.hidden=3", ["ToyModel: no option 'init_arg.hidden'", "did you mean", "accepted: hidden"]),
+        ("--model.init_arg.x=3", ["no option 'init_arg.x', did you mean 'init_args'?", "accepted: hidden"]),
+        ("--trainer.logger.save_di=x", ["trainer.logger: save_di=x is not allowed", "Logger"]),
+        ("--trainer.plugins+={Float8: {}}", ["'Float8' of plugins is of no class"]),
+    ],
+)
+def test_a_misspelt_part_on_the_command_line_is_named(option, words, capsys):
+    said = refused(capsys, option)
+    assert all(word in said for word in words), said
+
+
+def test_a_package_that_is_there_may_be_trusted(capsys):
+    assert "--allow-import peft" in refused(capsys, "--trainer.callbacks+=peft.LoraModel")
+
+
 @pytest.mark.parametrize("content", [b"\x80\x02}q\x00.", "trainer:\n  max_epochs: 1\n".encode("utf-16"), b"\x00\x01"])
 def test_a_file_that_is_no_text_is_refused(content, capsys, tmp_path):
     (tmp_path / "bad.yaml").write_bytes(content)

@@ -104,3 +104,44 @@ def test_a_part_without_the_rest_is_refused_by_the_class_that_has_it(capsys: pyt
     Path("part.yaml").write_text(f"{PART}hidden_size: 64")
     assert main(["fit", "--model", "LanguageModeling", "--data", "PythonCorpus", "-c", "part.yaml"]) == 2
     assert "CausalLMConfig: name_or_path must be" in capsys.readouterr().err
+
+
+GPT = "model: {class_path: LanguageModeling, init_args: {model: {dim: 64}}}\ndata: PythonCorpus"
+HUGGING_FACE = "model: {class_path: LanguageModeling, init_args: {model: {name_or_path: base}}}\ndata: PythonCorpus"
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        (HUGGING_FACE, "--model.model.max_length=64", "CausalLMConfig.model: no option 'max_length'"),
+        (HUGGING_FACE, "--model.init_args.model.dim=64", "CausalLMConfig.model: no option 'dim'"),
+        (HUGGING_FACE, "model: {init_args: {model: {max_length: 64}}}", "CausalLMConfig.model: no option 'max_length'"),
+        (GPT, "--model.model.name_or_path=x", "GPTConfig.model: no option 'name_or_path'"),
+        (GPT, "--model.model.config_fields.hidden_size=64", "GPTConfig.model: no option 'config_fields.hidden_size'"),
+        (GPT, "model: {init_args: {model: {dtype: bfloat16}}}", "GPTConfig.model: no option 'dtype'"),
+    ],
+)
+def test_a_field_never_changes_which_model_was_named(
+    config: str, given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text(config)
+    Path("part.yaml").write_text(given)
+    assert said in refused(capsys, "-c", "run.yaml", *([given] if given.startswith("--") else ["-c", "part.yaml"]))
+
+
+def test_a_name_has_no_fields_and_null_is_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    distillation = str(OVERLAYS / "llm" / "distillation.yaml")
+    said = refused(capsys, "-c", distillation, "--model.teacher.dtype=bfloat16")
+    assert "no option 'dtype': 'runs/llm/base' is a name, without fields" in said
+    assert "CausalLMConfig: name_or_path must be" in refused(capsys, "-c", PRETRAIN, "--model.model.config_fields=null")
+    Path("run.yaml").write_text(HUGGING_FACE)
+    assert main(["fit", "-c", "run.yaml", "--model.model.config_fields=null", "--print_config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["model"]
+    assert (shown["name_or_path"], shown["config_fields"]) == ("base", None)
+
+
+def test_options_name_a_model_field_by_field(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model.model.name_or_path=x", "--model.model.dtype=bfloat16", "--print_config"]
+    assert main(["fit", "--model=LanguageModeling", "--data=PythonCorpus", *options]) == 0
+    model = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["model"]
+    assert (model["name_or_path"], model["dtype"]) == ("x", "bfloat16")

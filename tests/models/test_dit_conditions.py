@@ -68,7 +68,7 @@ def test_a_variant_names_the_argument_and_the_value(wrong):
 def test_turns_are_those_of_diffusers():
     from diffusers.models.embeddings import apply_rotary_emb, get_2d_rotary_pos_embed
 
-    cos, sin = get_2d_rotary_pos_embed(8, ((0, 0), (2, 3)), (2, 3))  # its first half is for columns
+    cos, sin = get_2d_rotary_pos_embed(8, ((0, 0), (2, 3)), (2, 3), output_type="pt")  # its first half is for columns
     swapped = [torch.cat(half.chunk(2, dim=1)[::-1], dim=1) for half in (cos, sin)]
     x = torch.randn(2, 2, 6, 8)
     torch.testing.assert_close(rotate(x, rotary_table((2, 3), 8)), apply_rotary_emb(x, tuple(swapped)))
