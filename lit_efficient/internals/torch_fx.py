@@ -20,8 +20,9 @@ from torch.fx import Graph, Node, Tracer
 _ADDS = ("add", "add_", "iadd", "sub", "sub_", "isub", "addcmul", "addcmul_")
 _SIZES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
 _QUESTIONS = 1000
-# What a value of a forward is: the input itself, but for scale and layout; what layers have made of it; their sum.
-_INPUT, _BRANCH, _SUM = 1, 2, 3
+# What a value of a forward is: the input itself, but for scale and layout; the input as parts that add to it return it;
+# what layers have made of it; their sum.
+_INPUT, _CARRIED, _BRANCH, _SUM = 1, 2, 3, 4
 
 
 class _Recorder(Tracer):
@@ -158,14 +159,14 @@ def _kind_of(node: Node, kinds: set[int], module: nn.Module, adding: Collection[
         return _INPUT if node.args[1] == 0 else 0
     if not kinds or name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
         return 0
-    both = kinds >= {_INPUT, _BRANCH}
+    both = bool(kinds & {_INPUT, _CARRIED}) and _BRANCH in kinds
     if node.op == "call_module":
         part = module.get_submodule(_name_of(node))
         if not has_matrices(part):
             return _SUM if both else max(kinds)
-        return max(kinds) if id(part) in adding else _BRANCH
+        return max(*kinds, _CARRIED) if id(part) in adding else _BRANCH
     if name in _ADDS:
-        return _SUM if both else max(kinds)
+        return _SUM if both or kinds >= {_INPUT, _CARRIED} else max(kinds)
     given = (*node.args, *node.kwargs.values())
     if _BRANCH in kinds or (name != "mul" and any(isinstance(a, nn.Parameter) and _is_matrix(a) for a in given)):
         return _BRANCH

@@ -146,21 +146,46 @@ def test_blocks_that_are_not_residual_are_refused() -> None:
         apply(Widening(), [StochasticDepth(0.5)])
 
 
-def test_what_only_the_first_batch_shows_is_refused_with_the_blocks_name() -> None:
+class Halving(nn.Module):
     """A shortcut without weights that halves the picture, as the networks of CIFAR have it."""
 
-    class Halving(nn.Module):
-        def __init__(self, stride: int) -> None:
-            super().__init__()
-            self.conv, self.stride = nn.Sequential(nn.Conv2d(3, 3, 3, stride, 1)), stride
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.conv, self.stride = nn.Sequential(nn.Conv2d(3, 3, 3, stride, 1)), stride
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[:, :, :: self.stride, :: self.stride] + self.conv(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, :: self.stride, :: self.stride] + self.conv(x)
 
+
+class HalvingAt(Halving):
+    """One that is given the time, too: what its input looks like is not known before."""
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * time
+
+
+class InTime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([HalvingAt(1), HalvingAt(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, torch.ones(()))
+        return x
+
+
+def test_what_changes_the_shape_is_left_out_or_refused_with_the_blocks_name() -> None:
     net = nn.Sequential(Halving(1), Halving(2))
-    apply(net, [StochasticDepth(0.5)])
-    with pytest.raises(ConfigurationError, match=r"StochasticDepth: block '1': a block maps x \[1, 3, 4, 4\] to"):
-        net(torch.ones(1, 3, 4, 4))
+    report = apply(net, [StochasticDepth(0.5)])["StochasticDepth"]
+    assert report.modules == ("0",)
+    assert report.summary.endswith("left out: 1 (it changes the shape)")
+    assert net(torch.ones(1, 3, 4, 4)).shape == (1, 3, 2, 2)
+    late = InTime()
+    apply(late, [StochasticDepth(0.5)])
+    message = r"StochasticDepth: block 'blocks\.1': a block maps x \[1, 3, 4, 4\], time \[\] to"
+    with pytest.raises(ConfigurationError, match=message):
+        late(torch.ones(1, 3, 4, 4))
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,34 @@ def test_blocks_and_their_depths_are_those_of_timms_drop_path(name: str) -> None
     assert report.details["rates"] == " ".join(f"{0.3 * (depth + 1) / blocks:.3g}" for depth in ours.values())
 
 
-def test_a_block_that_returns_one_token_of_many_is_named():
+SHAPE = "(it changes the shape)"
+LEFT_OUT = {
+    "crossvit_9_240": (12, f"{', '.join(f'blocks.{i}.fusion.{j}' for i in range(3) for j in range(2))} {SHAPE}"),
+    "fastvit_t8": (14, "left out: stem.0, stages.1.downsample.proj.0"),
+    "dla34": (8, f"left out: level2.tree1, level3.tree1.tree1, level4.tree1.tree1, level5.tree1 {SHAPE}"),
+    "efficientformerv2_s0": (14, "left out: stem.conv1, stem.conv2 (it changes its input"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_changes_the_shape_is_seen_without_a_batch(name: str) -> None:
+    count, expected = LEFT_OUT[name]
+    with torch.device("meta"):  # shapes are all that counts
+        net = import_timm().create_model(name).train()
+    report = apply(net, [StochasticDepth(1e-9)])["StochasticDepth"]
+    assert len(report.modules) == count
+    assert expected in report.summary
+    shapes = {}
+    for block in report.modules:
+        net.get_submodule(block).register_forward_hook(
+            lambda part, args, y, block=block: shapes.update({block: (args[0].shape, y.shape)})
+        )
+    net(torch.empty(2, 3, net.default_cfg["input_size"][-1], net.default_cfg["input_size"][-1], device="meta"))
+    assert shapes
+    assert all(before == after for before, after in shapes.values())
+
+
+def test_blocks_that_return_one_token_of_many_are_refused_at_once() -> None:
     class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -323,7 +350,6 @@ def test_a_block_that_returns_one_token_of_many_is_named():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x[:, :1] + self.layer(x[:, :1])
 
-    net = nn.Sequential(First(), First()).train()
-    apply(net, [StochasticDepth(rate=1e-9)])
-    with pytest.raises(ConfigurationError, match=r"StochasticDepth: block '0' maps \[2, 3, 4\] to \[2, 1, 4\]"):
-        net(torch.ones(2, 3, 4))
+    net = nn.Sequential(First(), First(), First()).train()
+    with pytest.raises(ConfigurationError, match=r"cannot be skipped: 0, 1, 2 \(it changes the shape\)"):
+        apply(net, [StochasticDepth(rate=1e-9)])

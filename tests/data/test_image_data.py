@@ -7,12 +7,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from lit_efficient import AspectBuckets, ImageColumns, ImageData, ImageScores, ImageView
 from lit_efficient.data.images import image_store
 from lit_efficient.data.images.image_module import hold_out
-from lit_efficient.data.images.image_source import ImageSource
+from lit_efficient.data.images.image_source import ImageSource, collate_images
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.mechanisms.order.resumable_loader import examine, make_resumable
@@ -84,6 +85,30 @@ def test_an_item_is_a_pure_function_of_its_key(folder):
         data.dataset[(COUNT, 0)]
     with pytest.raises(ConfigurationError, match="no images yet: call prepare_data"):
         ImageData(train="x").dataset[(0, 0)]
+
+
+def test_sizes_say_which_part_of_the_original_an_item_is(tmp_path):
+    rows, columns = np.mgrid[:60, :120].astype(np.uint8)
+    Image.fromarray(np.stack([2 * columns, 2 * rows, 0 * rows], axis=-1)).save(tmp_path / "a.png")
+    for name in "bcd":
+        Image.fromarray(np.full((60, 120, 3), ord(name), np.uint8)).save(tmp_path / f"{name}.png")
+    data = opened(tmp_path, {"crop": "random", "horizontal_flip": True, "variants": 6})
+    stored = [data.dataset[(index, 0)] for index in range(4)]
+    index = next(item["index"] for item in stored if item["images"][0].std() > 0.1)
+    lefts = set()
+    for variant in range(6):
+        item = data.dataset[(index, variant)]
+        height, width, top, left, *shape = item["sizes"].tolist()
+        assert [height, width, top, *shape] == [60, 120, 0, 32, 32]
+        # Where SDXL's own training script crops: the whole image resized, flipped, cut at top and left.
+        whole = torch.from_numpy(np.array(Image.open(tmp_path / "a.png").resize((64, 32), Image.LANCZOS)))
+        whole = whole.flip(1) if variant % 2 else whole
+        cut = whole[top : top + 32, left : left + 32].permute(2, 0, 1) / 127.5 - 1
+        assert (cut - item["images"]).abs()[0].max() < 3 / 127.5  # less than a pixel of the resized image
+        lefts.add(left)
+    assert len(lefts) > 3
+    batch = collate_images([data.dataset[(0, 0)], data.dataset[(1, 0)]])
+    assert batch["sizes"].shape == (2, 6)
 
 
 def test_workers_give_the_same_and_resume_exactly(folder):

@@ -134,6 +134,7 @@ def test_a_folder_of_images_with_random_crops_and_flips(tmp_path):
             torch.testing.assert_close(cached["mean"], mean, rtol=0, atol=1e-6)
             assert cached["captions"] == batch["captions"]
             assert torch.equal(cached["labels"], batch["labels"])
+            assert torch.equal(cached["sizes"], batch["sizes"])
             looks |= {(int(number), cached["mean"][row].sum().item()) for row, number in enumerate(cached["index"])}
     assert len(looks) > len(images.train_index)  # other crops in other epochs
 

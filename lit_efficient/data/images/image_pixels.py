@@ -105,11 +105,18 @@ def cover(image: Image, height: int, width: int, place: tuple[float, float], res
     """
     from PIL.Image import Resampling
 
-    scale = max(height / image.height, width / image.width)
-    kept_height, kept_width = min(height / scale, image.height), min(width / scale, image.width)
-    top, left = place[0] * (image.height - kept_height), place[1] * (image.width - kept_width)
+    top, left, kept_height, kept_width = covering((image.height, image.width), (height, width), place)
     box = (left, top, min(left + kept_width, image.width), min(top + kept_height, image.height))
     return image.resize((width, height), Resampling[resample.upper()], box=box)
+
+
+def covering(
+    size: tuple[int, int], shape: tuple[int, int], place: tuple[float, float]
+) -> tuple[float, float, float, float]:
+    """Top, left, height and width of the crop of an image of ``size`` that becomes ``shape``."""
+    scale = max(shape[0] / size[0], shape[1] / size[1])
+    height, width = min(shape[0] / scale, size[0]), min(shape[1] / scale, size[1])
+    return place[0] * (size[0] - height), place[1] * (size[1] - width), height, width
 
 
 def to_tensor(image: Image, flip: bool = False) -> Tensor:

@@ -91,7 +91,7 @@ def collate_images(items: list[Any]) -> dict[str, Any]:
 
     Returns:
         ``images`` [B, C, H, W] float32 and other tensors stacked, ``index``, ``variant`` and ``labels`` [B] int64,
-        ``captions`` a list of B strings.
+        ``sizes`` [B, 6] int64 (of `Condition`), ``captions`` a list of B strings.
     """
     batch: dict[str, Any] = {}
     for name, first in items[0].items():

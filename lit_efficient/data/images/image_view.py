@@ -2,10 +2,21 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lit_efficient.data.images.aspect_buckets import AspectBuckets, Shape
-from lit_efficient.data.images.image_pixels import RULES, Channels, Crop, Resample, cover, crop_place, decode, to_tensor
+from lit_efficient.data.images.image_pixels import (
+    RULES,
+    Channels,
+    Crop,
+    Resample,
+    cover,
+    covering,
+    crop_place,
+    decode,
+    to_tensor,
+)
 from lit_efficient.errors import check_choice, check_number, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
@@ -66,9 +77,24 @@ class ImageView:
             key: Index and variant.
             seed: Of random crops.
         """
-        place = crop_place(seed, *key) if self.crop == "random" else (0.5, 0.5)
-        image = cover(decode(content, self.channels), *shape, place, self.resample)
-        return to_tensor(image, flip=self.horizontal_flip and key[1] % 2 == 1)
+        image = cover(decode(content, self.channels), *shape, self._place(key, seed), self.resample)
+        return to_tensor(image, flip=self._flips(key))
+
+    def sizes(self, size: tuple[int, int], shape: Shape, key: Key, seed: int) -> Tensor:
+        """What SDXL is told of an image of ``size``, [6] int64: its size, top and left of the crop, the crop's size.
+
+        The crop's place is in pixels of the resized image, of the flipped one where it is flipped.
+        """
+        top, left, height, width = covering(size, shape, self._place(key, seed))
+        left = size[1] - width - left if self._flips(key) else left
+        scale = shape[0] / height
+        return torch.tensor([*size, round(top * scale), round(left * scale), *shape])
+
+    def _place(self, key: Key, seed: int) -> tuple[float, float]:
+        return crop_place(seed, *key) if self.crop == "random" else (0.5, 0.5)
+
+    def _flips(self, key: Key) -> bool:
+        return self.horizontal_flip and key[1] % 2 == 1
 
     def identity(self, seed: int) -> dict[str, str]:
         """What decides the pixels beside the content, by name."""

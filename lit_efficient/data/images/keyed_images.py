@@ -56,12 +56,14 @@ class KeyedImageFiles:
         store, at = self.stores[number], index - (int(self._ends[number - 1]) if number else 0)
         try:
             images = self.view.look(store.read(at), self.shapes[index], key, self.seed)
+            height, width = store.sizes[at].tolist()
         except UnreadableImage as error:
             raise ConfigurationError(
                 f"ImageData: {store.place(at)} cannot be read: {error}. Mend it, or leave out what is damaged with "
                 "skip_unreadable: true."
             ) from error
         item: dict[str, Any] = {"images": images, "index": index, "variant": variant}
+        item["sizes"] = self.view.sizes((height, width), self.shapes[index], key, self.seed)
         if self.labels is not None:
             item["labels"] = self.labels[index]
         if self.captions is not None:

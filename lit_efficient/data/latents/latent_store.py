@@ -99,6 +99,8 @@ class LatentStore:
         item: dict[str, Any] = {**decode_row(stored), "index": index, "variant": variant}
         if self.manifest["labels"]:
             item["labels"] = label
+        if "sizes" in stored:  # caches that were made before have none
+            item["sizes"] = stored["sizes"]
         if "features" in stored:
             item["features"] = stored["features"].float()
         if "captions" in stored:

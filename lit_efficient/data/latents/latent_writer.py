@@ -256,6 +256,8 @@ class _Build:
         tensors = {**stored, "keys": torch.cat([keys, labels[:, None]], dim=1)}
         if "features" in joined:
             tensors["features"] = joined["features"]
+        if "sizes" in parts[0]:
+            tensors["sizes"] = torch.cat([part["sizes"] for part in parts])
         if "captions" in parts[0]:
             tensors |= _packed([caption for part in parts for caption in part["captions"]])
         self._write(_shard_name(number), tensors, _moments(stored, keys[:, 0], self.images.train_index))

@@ -5,6 +5,7 @@ that is the first argument; a block of two streams (image and text, say) returns
 """
 
 import ast
+import copy
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fx import adds_to_input, returns_one
+from lit_efficient.surgery import is_sharded
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,56 @@ def _no_cache(value: Any) -> Any:
 
 
 def why_not_residual(block: nn.Module) -> str | None:
-    """Why a block cannot be skipped, or ``None``: what it returns is not its input plus something."""
-    if adds_to_input(block) or adds_to_input(block, whole=True) is not False:
-        return None
-    return "it changes its input before it adds to it, or adds nothing"
+    """Why a block cannot be skipped, or ``None``: what it returns is not its input plus something, or of another shape.
+
+    A block that needs more than one argument shows its shape in its first call only.
+    """
+    if not adds_to_input(block) and adds_to_input(block, whole=True) is False:
+        return "it changes its input before it adds to it, or adds nothing"
+    return "it changes the shape" if _changes_shape(block) else None
+
+
+class _Adding(TorchFunctionMode):
+    """Notes that a tensor cannot be added to the input: they differ in size."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x, self.misfits = x, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return function(*args, **(kwargs or {}))
+        except RuntimeError:
+            self.misfits |= "add" in getattr(function, "__name__", "") and any(a is self.x for a in args)
+            raise
+
+
+def _changes_shape(block: nn.Module) -> bool:
+    """Whether a copy without numbers says so, which is given images, tokens and rows as wide as its first layer."""
+    parameters = list(inspect.signature(block.forward).parameters.values())
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(needed) != 1 or any(map(is_sharded, block.parameters())):
+        return False
+    widths = [getattr(part, key, None) for part in block.modules() for key in _WIDTHS]
+    width = next((w if isinstance(w, int) else w[-1] for w in widths if w), 0)
+    tensors = [*block.parameters(), *block.buffers()]
+    twin = copy.deepcopy(block, {id(tensor): _empty(tensor) for tensor in tensors})
+    for shape in ((2, width, 56, 56), (2, 56, 56, width), (2, 50, width), (2, width)):
+        x = torch.empty(shape, device="meta")
+        adding = _Adding(x)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"), adding:
+                output = twin(x)
+            return isinstance(output, Tensor) and output.shape != shape
+        except Exception:  # code of anybody, given what it may not take
+            if adding.misfits:
+                return True
+    return False
+
+
+_WIDTHS = ("in_channels", "in_features", "normalized_shape", "num_features", "num_channels")
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
