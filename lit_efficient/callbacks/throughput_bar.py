@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from lit_efficient.errors import check_number
+from lit_efficient.internals.lightning_metrics import logs_in_bar
 
 _SECONDS_A_LINE = 60.0  # where the end of the run is unknown
 
@@ -100,7 +101,8 @@ class ThroughputBar(TQDMProgressBar):
         metrics = {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
         loss = next((metrics.pop(name) for name in ("train/loss", "train/loss_step", "loss") if name in metrics), None)
         if loss is None and isinstance(self._loss, Tensor) and self._loss.numel() == 1:
-            loss = self._loss.item()
+            logged = None if logs_in_bar(self._loss) else trainer.callback_metrics.get("train/loss")
+            loss = (self._loss if logged is None else logged).item()
         shown: dict[str, Any] = {} if loss is None else {"loss": loss}
         if self._rate is not None:
             shown[f"{self._unit}/s"] = short_number(self._rate)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lit_efficient.errors import check_number, refusal
-from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, pins
 
 HELD_OUT = 180  # images for validation, and as many for the test: a tenth each
 TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
@@ -89,16 +89,18 @@ class DigitsDataModule(LightningDataModule):
         batch_size: Images a batch.
         num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
         seed: Seed of the split.
+        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
 
     num_classes = 10
 
-    def __init__(self, batch_size: int = 64, num_workers: int = 0, seed: int = 0) -> None:
+    def __init__(self, batch_size: int = 64, num_workers: int = 0, seed: int = 0, pin_memory: bool = True) -> None:
         super().__init__()
         for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("seed", seed, 0)):
             check_number(type(self).__name__, name, value, least=least, whole=True)
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.pin_memory = pin_memory
         self.seed = seed
         self.dataset = TensorDictDataset({"index": torch.arange(0)})  # empty until setup()
         self.train_index: list[int] = []
@@ -107,7 +109,10 @@ class DigitsDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         data = Subset(self.dataset, self.train_index)
-        return DataLoader(data, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers)
+        pinned = pins(self.trainer, self.pin_memory)
+        return DataLoader(
+            data, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers, pin_memory=pinned
+        )
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return self._in_order(self.val_index)
@@ -126,6 +131,7 @@ class DigitsDataModule(LightningDataModule):
             Subset(self.dataset, index),
             batch_size=self.batch_size,  # by name: Lightning's rebuilding of a loader fails otherwise
             num_workers=self.num_workers,
+            pin_memory=pins(self.trainer, self.pin_memory),
             generator=generator,
         )
 
@@ -138,12 +144,20 @@ class DigitImages(DigitsDataModule):
         batch_size: Images a batch.
         num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
         seed: Seed of the split into training, validation and test.
+        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
 
     variants = 1
 
-    def __init__(self, image_size: int = 32, batch_size: int = 64, num_workers: int = 0, seed: int = 0) -> None:
-        super().__init__(batch_size, num_workers, seed)
+    def __init__(
+        self,
+        image_size: int = 32,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+        pin_memory: bool = True,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, pin_memory)
         self.image_size = checked_image_size(type(self).__name__, image_size)
         self.class_names = [str(digit) for digit in range(self.num_classes)]
 

@@ -55,6 +55,7 @@ class EncodedData(KeyedModule):
         batch_size: Rows a batch.
         num_workers: Worker processes a loader.
         seed: Seed of the order, and of which rows are held out.
+        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
 
     Raises:
         ConfigurationError: For a folder, field or number that cannot be.
@@ -78,6 +79,7 @@ class EncodedData(KeyedModule):
         batch_size: int = 64,
         num_workers: int = 0,
         seed: int = 0,
+        pin_memory: bool = True,
     ) -> None:
         super().__init__()
         given = {"num_classes": num_classes, "held_out": held_out, "num_workers": num_workers, "seed": seed}
@@ -101,6 +103,7 @@ class EncodedData(KeyedModule):
         self.held_out = held_out
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.pin_memory = pin_memory
         self.seed = seed
         self.codec: LatentCodec | None = None
         self.class_names: list[str] = []

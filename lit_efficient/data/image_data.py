@@ -53,6 +53,7 @@ class ImageData(ImageModule):
         num_workers: Worker processes a loader.
         seed: Seed of the split, of the order, of the variants and of random crops.
         cache_dir: Where sizes and hashes are kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
+        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class ImageData(ImageModule):
         num_workers: int = 0,
         seed: int = 0,
         cache_dir: str | None = None,
+        pin_memory: bool = True,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, view.variants)
+        super().__init__(batch_size, num_workers, seed, view.variants, pin_memory)
         for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             check_number("ImageData", name, value, least=0, below=1)
         if val is None and val_fraction == 0.0:

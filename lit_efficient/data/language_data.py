@@ -69,6 +69,7 @@ class LanguageData(ChatDataModule):
         val_batch_size: rows a validation batch; null means ``batch_size``.
         val_fraction: share of the rows held out if ``val`` is null, in (0, 1).
         num_workers: processes that load batches; 0 is right for memory-mapped tokens.
+        pin_memory: whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
         seed: another seed holds out other rows.
         cache_dir: where the tokens are kept; null is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
         rows: which rows are read.
@@ -92,6 +93,7 @@ class LanguageData(ChatDataModule):
         val_batch_size: int | None = None,
         val_fraction: float = 0.05,
         num_workers: int = 0,
+        pin_memory: bool = True,
         seed: int = 0,
         cache_dir: str | None = None,
         rows: LanguageRows = LanguageRows(),  # noqa: B008 (frozen)
@@ -99,7 +101,7 @@ class LanguageData(ChatDataModule):
         stream: LanguageStream = LanguageStream(),  # noqa: B008 (frozen)
     ) -> None:
         ours = (max_length, batch_size, val_batch_size, val_fraction, num_workers, seed, cache_dir)
-        super().__init__(train, val, tokenizer, *ours, rows, chat)
+        super().__init__(train, val, tokenizer, *ours, rows, chat, pin_memory)
         if stream.enabled and (tokenizer is None or val is None):
             raise ConfigurationError(
                 "LanguageData: stream.enabled needs a tokenizer and val: neither can be made of a stream"
@@ -116,21 +118,21 @@ class LanguageData(ChatDataModule):
         assert self.train_rows is not None
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id)
         if isinstance(self.train_rows, StreamedRows):
-            loader = DataLoader(self.train_rows, self.batch_size, num_workers=self.num_workers, collate_fn=collate)
+            loader = DataLoader(self.train_rows, self.batch_size, collate_fn=collate, **self.loading())
             return StreamLoader(loader, self.stream.epoch_batches)
         return DataLoader(
             self.train_rows,
             self.batch_size,
             shuffle=True,
             drop_last=True,
-            num_workers=self.num_workers,
             collate_fn=collate,
+            **self.loading(),
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
         assert self.val_rows is not None
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, count_bytes=True)
-        return DataLoader(self.val_rows, self.val_batch_size, num_workers=self.num_workers, collate_fn=collate)
+        return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **self.loading())
 
     def fill(self, split: str = "train") -> float:
         """Share of the tokens of packed rows that are no filling; 1 if rows are padded to the longest of a batch."""

@@ -45,6 +45,7 @@ class LatentDigits(DigitsDataModule):
         num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
         seed: Seed of the split and of stage one.
         cache_dir: Where stage one's result is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
+        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class LatentDigits(DigitsDataModule):
         num_workers: int = 0,
         seed: int = 0,
         cache_dir: str | None = None,
+        pin_memory: bool = True,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed)
+        super().__init__(batch_size, num_workers, seed, pin_memory)
         self.image_size = digits.checked_image_size(type(self).__name__, image_size)
         check_number("LatentDigits", "autoencoder_steps", autoencoder_steps, least=1, whole=True)
         check_number("LatentDigits", "judge_steps", judge_steps, least=1, whole=True)

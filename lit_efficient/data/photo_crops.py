@@ -141,6 +141,7 @@ class PhotoCrops(ImageModule):
         num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
         seed: Seed of the places, of the split, of the order and of the judge.
         cache_dir: Where the judge is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
+        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
 
     def __init__(
@@ -155,8 +156,9 @@ class PhotoCrops(ImageModule):
         num_workers: int = 0,
         seed: int = 0,
         cache_dir: str | None = None,
+        pin_memory: bool = True,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, variants=2 if horizontal_flip else 1)
+        super().__init__(batch_size, num_workers, seed, 2 if horizontal_flip else 1, pin_memory)
         check_number("PhotoCrops", "resolution", resolution, least=8, whole=True)
         check_number("PhotoCrops", "crops", crops, least=2, whole=True)
         check_number("PhotoCrops", "judge_steps", judge_steps, least=0, whole=True)

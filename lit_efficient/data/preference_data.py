@@ -77,6 +77,7 @@ class PreferenceData(ChatDataModule):
         val_batch_size: pairs a validation batch; null means ``batch_size``.
         val_fraction: share of the prompts held out if ``val`` is null, in (0, 1).
         num_workers: processes that load batches; 0 is right for memory-mapped tokens.
+        pin_memory: whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
         seed: another seed holds out other prompts.
         cache_dir: where the tokens are kept; null is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
         rows: which rows are read.
@@ -99,13 +100,14 @@ class PreferenceData(ChatDataModule):
         val_batch_size: int | None = None,
         val_fraction: float = 0.05,
         num_workers: int = 0,
+        pin_memory: bool = True,
         seed: int = 0,
         cache_dir: str | None = None,
         rows: PreferenceRows = PreferenceRows(),  # noqa: B008 (frozen)
         chat: PreferenceChat = PreferenceChat(),  # noqa: B008 (frozen)
     ) -> None:
         ours = (max_length, batch_size, val_batch_size, val_fraction, num_workers, seed, cache_dir)
-        super().__init__(train, val, tokenizer, *ours, rows, chat)
+        super().__init__(train, val, tokenizer, *ours, rows, chat, pin_memory)
         self.train_pairs: PairRows | None = None
         self.val_pairs: PairRows | None = None
 
@@ -132,9 +134,7 @@ class PreferenceData(ChatDataModule):
         assert pairs is not None
         collate = partial(pair_batch, pad_id=self.pad_id)
         rows: Any = pairs
-        return DataLoader(
-            rows, batch_size, shuffle=training, drop_last=training, num_workers=self.num_workers, collate_fn=collate
-        )
+        return DataLoader(rows, batch_size, shuffle=training, drop_last=training, collate_fn=collate, **self.loading())
 
     def _cut(self, folder: Path, split: str, counts: Counts) -> PairRows:
         return PairRows(folder, split, self.max_length, self.chat.too_long, counts)

@@ -8,7 +8,7 @@ About 400 files, 8 MB and 2.3 million tokens of the standard library take 13 CPU
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -21,6 +21,7 @@ from lit_efficient.data.text.text_files import find_files, read_texts, split_tex
 from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import broken_seal, cache_folder, prepared_folder, read_manifest
+from lit_efficient.mechanisms.order.keyed_batch_sampler import pins
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -39,6 +40,7 @@ class PythonCorpus(LightningDataModule):
         batch_size: windows a training batch, for each process.
         val_batch_size: windows a validation batch; None means ``batch_size``.
         num_workers: processes that load batches; 0 is right for memory-mapped tokens.
+        pin_memory: whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
         val_fraction: about this part of the files is for validation, in (0, 1); a single file is cut there instead.
         files: which files are read.
         tokenizer_file: a ``tokenizer.json`` to use (that of another run, to go on training on new text) instead of
@@ -56,6 +58,7 @@ class PythonCorpus(LightningDataModule):
         batch_size: int = 16,
         val_batch_size: int | None = None,
         num_workers: int = 0,
+        pin_memory: bool = True,
         val_fraction: float = 0.05,
         files: CorpusFiles = CorpusFiles(),  # noqa: B008 (frozen)
         tokenizer_file: str | None = None,
@@ -77,6 +80,7 @@ class PythonCorpus(LightningDataModule):
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size
         self.num_workers = num_workers
+        self.pin_memory = pin_memory
         self.val_fraction = val_fraction
         self.files = files
         self.tokenizer_file = tokenizer_file
@@ -141,13 +145,14 @@ class PythonCorpus(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Shuffled windows of the training files; an incomplete last batch is dropped."""
         assert self.train_windows is not None
-        return DataLoader(
-            self.train_windows, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
-        )
+        return DataLoader(self.train_windows, self.batch_size, shuffle=True, drop_last=True, **self._loading())
 
     def val_dataloader(self) -> DataLoader:
         assert self.val_windows is not None
-        return DataLoader(self.val_windows, self.val_batch_size, num_workers=self.num_workers)
+        return DataLoader(self.val_windows, self.val_batch_size, **self._loading())
+
+    def _loading(self) -> dict[str, Any]:
+        return {"num_workers": self.num_workers, "pin_memory": pins(self.trainer, self.pin_memory)}
 
     def test_dataloader(self) -> DataLoader:
         """The validation windows: there is no third split."""

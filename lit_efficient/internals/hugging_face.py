@@ -4,10 +4,12 @@ Checked with transformers 5.23, diffusers 0.42 and datasets 5.2.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
@@ -24,6 +26,30 @@ def from_config(kind: Any, config: Any, **options: Any) -> Any:
     """A transformers model with random weights: ``from_config`` of the auto classes, ``_from_config`` of all others."""
     make = getattr(kind, "from_config", None) or kind._from_config
     return make(config, **options)
+
+
+@contextmanager
+def masks_unread(device: torch.device) -> Iterator[None]:
+    """A context in which transformers makes its masks on a GPU without reading there whether it could do without one.
+
+    ``masking_utils.find_packed_sequence_indices`` and ``fast_all``. On a CPU, where a look is cheap, nothing changes.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    from transformers import masking_utils
+
+    replaced = {name: vars(masking_utils)[name] for name in ("find_packed_sequence_indices", "fast_all")}
+    vars(masking_utils).update(find_packed_sequence_indices=_documents, fast_all=lambda mask: False)
+    try:
+        yield
+    finally:
+        vars(masking_utils).update(replaced)
+
+
+def _documents(position_ids: Tensor) -> Tensor:
+    """The number of the document of each token, [B, T], by where positions start over."""
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 def causal_model_of(config: Any) -> Any:

@@ -21,6 +21,14 @@ def monitored(trainer: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.callback_metrics.items() if torch.is_tensor(value)}
 
 
+def logs_in_bar(value: Tensor) -> bool:
+    """Whether to log a figure of training with ``prog_bar``: Lightning reads those in each batch, and waits for a GPU.
+
+    There `ThroughputBar` shows the loss by itself, when it is refreshed.
+    """
+    return value.device.type == "cpu"
+
+
 def unfinished(trainer: Any) -> list[dict[str, Any]]:
     """What metrics of the training epoch have gathered so far: how each was logged, and its states."""
     found = []

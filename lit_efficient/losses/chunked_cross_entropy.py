@@ -23,7 +23,8 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, drawing_again, random_states
 
 _WHO = "chunked_cross_entropy"
-CHUNK_SIZE = 256  # tokens; benchmarks/cross_entropy.py
+CHUNK_SIZE = 256  # tokens, on a CPU; benchmarks/cross_entropy.py
+_LOGITS = 2**31  # bytes of one chunk's float32 logits, on a GPU
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -87,7 +88,7 @@ def chunked_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = None,
     *,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -109,7 +110,7 @@ def chunked_cross_entropy(
         weight: [V, H].
         labels: [...], in [0, V) or ``ignore_index``.
         bias: [V].
-        chunk_size: Tokens at a time, at least 1.
+        chunk_size: Tokens at a time, at least 1; ``None``: as :func:`chunk_size_of` has it for the device.
         ignore_index: Label that counts for nothing.
         label_smoothing: Share of the target that is spread over the vocabulary, at least 0 and below 1.
         z_loss: Weight of the squared log-partition function, at least 0; part of the returned loss.
@@ -132,7 +133,8 @@ def chunked_cross_entropy(
         raise refusal(_WHO, "weight", allowed, list(weight.shape))
     terms = TokenLoss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     parameters = (weight,) if bias is None else (weight, bias)
-    return _reduced(MatrixHead, hidden, parameters, labels, terms, chunk_size, token_weights, reduction)
+    vocabulary = len(weight)
+    return _reduced(MatrixHead, hidden, parameters, labels, terms, chunk_size, token_weights, reduction, vocabulary)
 
 
 def chunked_head_cross_entropy(
@@ -142,7 +144,7 @@ def chunked_head_cross_entropy(
     parameters: Sequence[Tensor],
     terms: TokenLoss | None = None,
     *,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
     token_weights: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
@@ -156,7 +158,7 @@ def chunked_head_cross_entropy(
         labels: [...], in [0, V) or the ignored index.
         parameters: What of the head trains.
         terms: The loss of one token.
-        chunk_size: Tokens at a time, at least 1.
+        chunk_size: Tokens at a time, at least 1; ``None``: as :func:`chunk_size_of` has it for the device.
         token_weights: [...], constants.
         reduction: ``mean``, ``sum`` or ``none``.
 
@@ -177,11 +179,11 @@ def _reduced(
     parameters: tuple[Tensor, ...],
     labels: Tensor,
     terms: TokenLoss,
-    chunk_size: int,
+    chunk_size: int | None,
     token_weights: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    check_number(_WHO, "chunk_size", chunk_size, least=1, whole=True)
+    check_number(_WHO, "chunk_size", chunk_size, least=1, whole=True, null=True)
     check_choice(_WHO, "reduction", reduction, REDUCTIONS)
     for name, tensor in (("labels", labels), ("token_weights", token_weights)):
         if tensor is not None and tensor.shape != hidden.shape[:-1]:
@@ -196,6 +198,7 @@ def _reduced(
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters))
     whole = computes_ignored(hidden.device)
+    chunk_size = chunk_size or chunk_size_of(hidden.device, vocabulary, len(flat))
     sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", whole)
     losses = _ChunkedLoss.apply(sweep, hidden.reshape(-1, hidden.shape[-1]), *parameters)
     if reduction == "none":
@@ -205,6 +208,27 @@ def _reduced(
     valid = flat != terms.ignore_index
     total = valid.sum() if weights is None else (weights.where(valid, 0) if sweep.whole else weights[valid]).sum()
     return losses / torch.where(total == 0, 1, total)
+
+
+def chunk_size_of(device: torch.device, vocabulary: int, tokens: int) -> int:
+    """Tokens at a time: 256 on a CPU, whose cache holds them; on a GPU as many as have 2 GiB of logits.
+
+    Each chunk reads the head's gradient, adds to it and writes it, for V rows of H numbers: with the product in between
+    12 V H bytes in float32, whatever the chunk's size, besides what grows with the tokens. For N = 8,192 tokens,
+    V = 128,256 ids and H = 4,096 that are 6.3 GB a chunk: 202 GB in the 32 chunks of 256, 13 GB in two of 4,096 (2.1 GB
+    of logits, in place of 4.2), of which a GPU that moves 3 TB/s makes 67 and 4 ms. This is arithmetic: it was not
+    measured on a GPU.
+
+    Args:
+        device: Of the hidden states.
+        vocabulary: V.
+        tokens: N, which one chunk never exceeds.
+    """
+    if device.type == "cpu":
+        return CHUNK_SIZE
+    fitting = max(CHUNK_SIZE, _LOGITS // (4 * vocabulary))
+    chunks = -(-max(tokens, 1) // fitting)
+    return -(-max(tokens, 1) // chunks)  # of about one size
 
 
 def computes_ignored(device: torch.device) -> bool:

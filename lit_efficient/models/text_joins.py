@@ -54,4 +54,6 @@ def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
     t5 = parts[2]
     padded: Tensor = F.pad(clips, (0, t5.hidden.shape[-1] - clips.shape[-1]))
     pooled = [part.pooled for part in parts[:2] if part.pooled is not None]
-    return TextEmbedding(torch.cat([padded, t5.hidden], -2), torch.cat([parts[0].mask, t5.mask], -1), torch.cat(pooled, -1))
+    return TextEmbedding(
+        torch.cat([padded, t5.hidden], -2), torch.cat([parts[0].mask, t5.mask], -1), torch.cat(pooled, -1)
+    )

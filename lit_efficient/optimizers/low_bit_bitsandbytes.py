@@ -45,7 +45,7 @@ class _Twin(Optimizer8bit):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """All kernels one behind the other on the device's stream: bitsandbytes' loop waits for it after each tensor."""
+        """All kernels one behind the other on the device's stream; bitsandbytes' own loop waits after each tensor."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.models.autoencoder import AutoencoderConfig, kl_divergence, sample_posterior
 from lit_efficient.models.autoencoders import (
@@ -119,7 +120,7 @@ class Autoencoding(LightningModule):
         decoded = self.autoencoder.decode(sample_posterior(mean, logvar))
         terms = self._losses(images, decoded, mean, logvar)
         loss = terms.pop("loss")
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
+        self.log("train/loss", loss, prog_bar=logs_in_bar(loss), batch_size=len(images))
         self.log_dict({f"train/{name}": value for name, value in terms.items()}, batch_size=len(images))
         return loss
 

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, write_top_k
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root
+from lit_efficient.internals.hugging_face import masks_unread
+from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.chunked_cross_entropy import computes_ignored
 from lit_efficient.losses.chunked_distillation import (
@@ -175,7 +177,7 @@ class Distillation(LanguageModeling):
             self.log("train/router_loss", extra_loss)
             loss = loss + extra_loss
             output["extra_loss"] = extra_loss
-        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/loss", loss, prog_bar=logs_in_bar(loss))
         return {"loss": loss, **output}
 
     def on_validation_epoch_start(self) -> None:
@@ -228,7 +230,8 @@ class Distillation(LanguageModeling):
         if id(network) not in self._checked:
             check_head(network, {"input_ids": batch["input_ids"]})
             self._checked.add(id(network))
-        hidden, output = hidden_states(network, inputs)
+        with masks_unread(self.device):
+            hidden, output = hidden_states(network, inputs)
         return hidden.view(*batch["input_ids"].shape, -1), output
 
     def _told(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

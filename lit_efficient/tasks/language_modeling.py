@@ -20,6 +20,8 @@ from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAcc
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
+from lit_efficient.internals.hugging_face import masks_unread
+from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.documents import DocumentRows
@@ -164,7 +166,7 @@ class LanguageModeling(LightningModule):
         """Loss over all tokens of the batch, and over those of each sequence for who reweights them."""
         losses, targets, router_loss = self._losses(batch)
         loss, sample_loss = sample_means(losses, targets)
-        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/loss", loss, prog_bar=logs_in_bar(loss))
         output = {"loss": loss, "sample_loss": sample_loss}
         if router_loss is not None:  # of a mixture of experts whose config says output_router_logits
             self.log("train/router_loss", router_loss)
@@ -315,11 +317,12 @@ class LanguageModeling(LightningModule):
         arranged = targets.reshape(inputs["input_ids"].shape)
         if isinstance(network, GPT):
             return network(**inputs, labels=arranged).view_as(targets), targets, None
-        if hasattr(network, "token_losses"):  # ChunkedCrossEntropy has put the logits off
-            losses, output = network.token_losses(arranged, **inputs)
-        else:
-            output = network(**inputs)
-            losses = token_losses(output.logits, arranged)
+        with masks_unread(targets.device):
+            if hasattr(network, "token_losses"):  # ChunkedCrossEntropy has put the logits off
+                losses, output = network.token_losses(arranged, **inputs)
+            else:
+                output = network(**inputs)
+                losses = token_losses(output.logits, arranged)
         router_loss = getattr(output, "aux_loss", None)
         if router_loss is not None:
             router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.files.moved import takes_moved_keys
+from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
@@ -123,7 +124,7 @@ class LatentDiffusion(LatentGenerator):
                 condition = condition.dropped(hidden, self.conditioning.null(self.device))
         encoded = latent_source.with_posterior(batch, self.codec)
         output = self._losses(encoded, condition, self.process, None)
-        self.log("train/loss", output["loss"], prog_bar=True, batch_size=count)
+        self.log("train/loss", output["loss"], prog_bar=logs_in_bar(output["loss"]), batch_size=count)
         return output
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

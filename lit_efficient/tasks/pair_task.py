@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.merge import merge_adapters
 from lit_efficient.models.causal_lm import CausalLMConfig
@@ -97,7 +98,7 @@ class PairTask(LanguageModeling):
     def _log(self, done: Comparison, prefix: str) -> None:
         training = prefix == "train"
         for name, value in done.figures().items():
-            shown = name in ("loss", "accuracy")
+            shown = name in ("loss", "accuracy") and (not training or logs_in_bar(value))
             self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)
 
 

@@ -71,9 +71,14 @@ class Waits(TorchDispatchMode):
         if name in ("equal", "allclose", "is_same_size") and any(map(_is_meta, args)):
             self.note("a comparison")
             return True
-        if name in ("nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "bincount") and _is_meta(
-            first
-        ):
+        if name in (
+            "nonzero",
+            "masked_select",
+            "unique_consecutive",
+            "_unique2",
+            "unique_dim",
+            "bincount",
+        ) and _is_meta(first):
             self.note(name)
             if name == "nonzero":
                 return first.new_empty((first.numel(), first.ndim), dtype=torch.int64)

@@ -98,12 +98,30 @@ def test_what_a_validation_embeds_can_be_trained_with_and_a_copy_of_its_holder_s
 
 def test_the_memory_forgets_what_was_used_longest_ago():
     ours, calls = encoder(CLIP), []
-    ours._memory.limit = 2 * (12 * 16 * 4 + 12 + 16 * 4)
+    ours.encode(["d"])
+    memory = ours._memories[torch.device("cpu")]
+    memory.limit = 2 * (12 * 16 * 4 + 12 + 16 * 4)
     ours.network.register_forward_hook(lambda *_: calls.append(1))
     for caption in ("a", "b", "a", "c", "a", "b"):
         ours.encode([caption])
     assert len(calls) == 4
-    assert ours._memory.bytes <= ours._memory.limit
+    assert memory.bytes <= memory.limit
+
+
+def test_a_gpu_takes_all_new_captions_at_once_and_keeps_them_there():
+    """The device that counts waits stands in; a batch gives the numbers of one caption alone, up to rounding."""
+    ours, sizes = encoder(CLIP), []
+    alone = [ours.encode([caption]) for caption in ("a", "two words")]
+    together = ours.parts[0].embed(["a", "two words"], torch.device("cpu"))
+    for row, single in enumerate(alone):
+        for whole, part in zip(together, single, strict=True):
+            torch.testing.assert_close(whole[row], part[0], rtol=1e-5, atol=1e-6)
+    ours.network.register_forward_hook(lambda *call: sizes.append(len(call[2].last_hidden_state)))
+    for captions in (["", "a", "b", "a"], [""], ["", "c"]):
+        found = ours.encode(captions, "meta")
+        assert found.hidden.device.type == "meta"
+        assert len(found.hidden) == len(captions)
+    assert sizes == [3, 1]  # the empty caption once
 
 
 def test_a_caption_that_is_cut_is_said_once():

@@ -65,6 +65,7 @@ class KeyedModule(LightningDataModule):
             variants=source.variants,
             seed=source.seed,
             num_workers=source.num_workers,
+            pin_memory=getattr(source, "pin_memory", True),
         )
 
 
@@ -76,9 +77,10 @@ class ImageModule(KeyedModule):
         num_workers: Worker processes a loader.
         seed: Seed of everything that is drawn.
         variants: Crop and flip variants of each image.
+        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
 
-    def __init__(self, batch_size: int, num_workers: int, seed: int, variants: int) -> None:
+    def __init__(self, batch_size: int, num_workers: int, seed: int, variants: int, pin_memory: bool = True) -> None:
         super().__init__()
         least = {"batch_size": (batch_size, 1), "num_workers": (num_workers, 0), "seed": (seed, 0)}
         for name, (value, smallest) in {**least, "variants": (variants, 1)}.items():
@@ -87,6 +89,7 @@ class ImageModule(KeyedModule):
         self.num_workers = num_workers
         self.seed = seed
         self.variants = variants
+        self.pin_memory = pin_memory
         self.dataset: KeyedImages = NoImages()
         self.train_index: list[int] = []
         self.val_index: list[int] = []

@@ -19,6 +19,7 @@ from lit_efficient.data.text.rows import Source, halves, open_sources
 from lit_efficient.data.text.truncation import Counts
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import read_manifest
+from lit_efficient.mechanisms.order.keyed_batch_sampler import pins
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,6 +51,7 @@ class ChatDataModule(LightningDataModule):
         cache_dir: str | None,
         rows: RowsArguments,
         chat: ChatArguments,
+        pin_memory: bool,
     ) -> None:
         super().__init__()
         owner = self.owner = rows.owner
@@ -70,6 +72,7 @@ class ChatDataModule(LightningDataModule):
         self.val_batch_size = val_batch_size or batch_size
         self.val_fraction = val_fraction
         self.num_workers = num_workers
+        self.pin_memory = pin_memory
         self.seed = seed
         self.cache_dir = cache_dir
         self.rows = rows
@@ -81,6 +84,10 @@ class ChatDataModule(LightningDataModule):
         self._folder: Path | None = None
         self._is_set_up = False
         self.cached: tuple[str, ...] = SPLITS
+
+    def loading(self) -> dict[str, Any]:
+        """Arguments that all loaders share."""
+        return {"num_workers": self.num_workers, "pin_memory": pins(self.trainer, self.pin_memory)}
 
     @property
     def tokenizer(self) -> Tokenizer:

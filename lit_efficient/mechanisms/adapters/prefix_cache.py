@@ -207,7 +207,7 @@ def _packed_mask(decoder: Any, positions: Tensor, cache: Any, length: int) -> An
     transformers makes one by itself from such positions, but only where there is no cache.
     """
     packed = (positions[:, 1:] - positions[:, :-1] != 1).cumsum(-1)
-    if not packed.any():
+    if positions.device.type == "cpu" and not packed.any():  # a GPU does not tell, and masks all
         return None
     batch, tokens = positions.shape
     window, attention = _window_of(decoder), attention_of(decoder.config)

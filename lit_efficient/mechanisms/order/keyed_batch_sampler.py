@@ -164,6 +164,11 @@ def data_parallel_part(trainer: Any) -> dict[str, Any]:
     return dict(getattr(trainer, "distributed_sampler_kwargs", None) or {})
 
 
+def pins(trainer: Any, wanted: bool) -> bool:
+    """Whether a loader is to pin its batches: where the trainer's device is a CUDA one, and nowhere else."""
+    return wanted and trainer is not None and trainer.strategy.root_device.type == "cuda"
+
+
 class KeyedBatches(Dataset[list[Any]]):
     """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``."""
 
@@ -227,6 +232,7 @@ def module_loader(
     variants: int = 1,
     seed: int = 0,
     num_workers: int = 0,
+    pin_memory: bool = True,
 ) -> DataLoader[Any]:
     """The loader of a data module's part, as :func:`keyed_loader` makes it.
 
@@ -242,8 +248,9 @@ def module_loader(
         variants: How many each item has.
         seed: Seed of the order.
         num_workers: Worker processes.
+        pin_memory: Whether batches for a CUDA device are pinned.
     """
     part = data_parallel_part(trainer)
     sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants if training else 1, seed, training, **part)
-    workers = {"persistent_workers": True} if num_workers and training else {}
-    return keyed_loader(dataset, sampler, collate, num_workers, **workers)
+    further = {"persistent_workers": True} if num_workers and training else {}
+    return keyed_loader(dataset, sampler, collate, num_workers, pin_memory=pins(trainer, pin_memory), **further)
