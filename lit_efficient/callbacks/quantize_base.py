@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
@@ -85,13 +86,20 @@ class QuantizeBase(Technique):
 
     def transform(self, module: nn.Module) -> Report:
         found = self._layers(module)
-        before = sum(linear.weight.nbytes for _, linear in found)
-        elements = sum(linear.weight.numel() for _, linear in found)
-        after = 0
-        for name, linear in found:
-            layer = quantize_linear(linear, self.format, double_quant=self.double_quant, group_size=self.group_size)
-            after += stored_bytes(layer)
+        device = torch.get_default_device()  # in configure_model the trainer's
+        before = elements = after = 0
+        for name in found:  # nothing holds a float layer that is done
             owner, _, last = name.rpartition(".")
+            linear = module.get_submodule(name)
+            before, elements = before + linear.weight.nbytes, elements + linear.weight.numel()
+            layer = quantize_linear(
+                linear,
+                self.format,
+                double_quant=self.double_quant,
+                group_size=self.group_size,
+                device=None if device.type in ("cpu", "meta") else device,
+            )
+            after += stored_bytes(layer)
             setattr(module.get_submodule(owner), last, layer)
         call_layers(module)
         left = sum(getattr(part, key).nbytes for _, part, keys in expert_stacks(module) for key in keys)
@@ -99,7 +107,7 @@ class QuantizeBase(Technique):
         return Report(
             f"{len(found)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
             f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved{aside}",
-            modules=tuple(name for name, _ in found),
+            modules=tuple(found),
             parameters=elements,
             bytes_saved=before - after,
             details={"bytes_per_parameter": after / elements, "bytes_of_experts": left},
@@ -113,7 +121,7 @@ class QuantizeBase(Technique):
     def is_in(cls, module: nn.Module) -> bool:
         return any(is_quantized(part) for part in module.modules())
 
-    def _layers(self, module: nn.Module) -> list[tuple[str, Any]]:
+    def _layers(self, module: nn.Module) -> list[str]:
         done = [name for name, part in module.named_modules() if is_quantized(part)]
         if done:
             raise ConfigurationError(
@@ -145,7 +153,7 @@ class QuantizeBase(Technique):
                 f"QuantizeBase: group_size must divide the inputs of every layer, got {self.group_size} for the {size} "
                 f"of {name!r} and {len(odd) - 1} more; {math.gcd(*inputs.values())} divides all, or name them in skip"
             )
-        return found
+        return [name for name, _ in found]
 
     def _skips(self, name: str) -> bool:
         return any(name_pattern(pattern, "QuantizeBase: skip").fullmatch(name) for pattern in self.skip)

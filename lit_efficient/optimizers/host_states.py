@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
+from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
 
 _CHUNK = 2**24  # bytes of CPU memory that are taken at a time, at least
 _ALIGNED = 64  # bytes
@@ -52,10 +53,10 @@ class HostStates:
         """Bytes of the states in it."""
         return sum(host.nbytes for host in self._hosts.values())
 
-    def pieces(self) -> Iterator[list[Tensor]]:
+    def all_pieces(self) -> Iterator[list[Tensor]]:
         """All parameters, a piece at a time."""
         for group in self.optimizer.param_groups:
-            yield from _pieces(group["params"], self.piece_bytes)
+            yield from pieces(group["params"], self.piece_bytes)
 
     def begin(self) -> None:
         """Copies start after all that was asked of the device until now."""
@@ -164,13 +165,9 @@ def _streamed(base: type[Optimizer]) -> type[Optimizer]:
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups, store = self.param_groups, self.host_states
-        pieces = [(group, piece) for group in groups for piece in _pieces(group["params"], store.piece_bytes)]
-        stepped = [(group, moved) for group, piece in pieces if (moved := [p for p in piece if p.grad is not None])]
+        stepped = [(group, piece) for group in groups for piece in pieces(with_gradient(group), store.piece_bytes)]
         store.begin()
         fetched = store.fetch(stepped[0][1]) if stepped else None
         try:
@@ -188,16 +185,3 @@ def _streamed(base: type[Optimizer]) -> type[Optimizer]:
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return type(base.__name__, (base, Streamed), {"step": hooked, "__module__": base.__module__})
-
-
-def _pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    piece: list[Tensor] = []
-    size = 0
-    for p in parameters:
-        if piece and size + p.nbytes > piece_bytes:
-            yield piece
-            piece, size = [], 0
-        piece.append(p)
-        size += p.nbytes
-    if piece:
-        yield piece
