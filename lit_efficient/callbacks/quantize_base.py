@@ -90,7 +90,7 @@ class QuantizeBase(Technique):
         before = elements = after = 0
         for name in found:  # nothing holds a float layer that is done
             owner, _, last = name.rpartition(".")
-            linear = module.get_submodule(name)
+            linear: Any = module.get_submodule(name)
             before, elements = before + linear.weight.nbytes, elements + linear.weight.numel()
             layer = quantize_linear(
                 linear,
