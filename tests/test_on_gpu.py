@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from lit_efficient import EMA, ExactResume, LoRA, MaxBatchSize, QuantizeBase
+from lit_efficient.application import apply
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized
+from lit_efficient.models.gpt import GPT, GPTConfig
 from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 pytestmark = pytest.mark.gpu
@@ -130,3 +132,27 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     fit(resumed, ExactResume(0), look, path=saved)
     assert len(look.steps) == 2
     assert_equal(weights(whole), weights(resumed))
+
+
+def test_packed_rows_with_grouped_heads_take_a_fused_kernel() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    config = GPTConfig(vocab_size=64, dim=128, depth=1, num_heads=4, num_kv_heads=2)
+    model = GPT(config).to(DEVICE, torch.bfloat16)
+    ids = torch.zeros(2, 96, dtype=torch.long, device=DEVICE)
+    positions = (torch.arange(96, device=DEVICE) % 40).expand(2, -1)
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(fused):  # without the one that forms all scores: raises where none of these can
+        model(ids, position_ids=positions).float().mean().backward()
+        model(ids).float().mean().backward()
+
+
+def test_a_float_base_on_the_cpu_is_rounded_on_the_device_and_stays_where_it_was() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.device(DEVICE):
+        apply(network, [QuantizeBase("int4", skip=())])
+    assert torch.cuda.max_memory_allocated() - before >= 4 * 1024**2
+    assert torch.cuda.memory_allocated() == before
+    assert {t.device.type for t in (*network.parameters(), *network.buffers())} == {"cpu"}

@@ -3,7 +3,7 @@
     average = sum_i w_i weights(step_i),    i over the last k snapshots, taken every n steps; w uniform, linear or 2^i
 
 Saves: training steps to the same quality under a constant or cyclic learning rate, and the choice of when to decay it
-Costs: k copies of the weights in CPU memory; statistics of BatchNorm, where there is one, take forward passes each time
+Costs: k copies of the weights in CPU memory, one more in validation; statistics of BatchNorm take forward passes
 Source: LAWA: Kaddour (2022), https://arxiv.org/abs/2209.14981; SWA: Izmailov et al. (2018), https://arxiv.org/abs/1803.05407
 """
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
@@ -36,6 +37,7 @@ from lit_efficient.mechanisms.adapters.targets import (
     find_targets,
     other_targets,
 )
+from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.surgery import call_layers, count, expert_stacks, match_modules
 from lit_efficient.technique import Technique
 
@@ -296,10 +298,14 @@ class _Stretch:
         self.before: list[Tensor] = []
 
     def remember(self, *_: Any) -> None:
-        self.before = [p.detach().clone() for p in self.parameters]
+        parameters = [local(p.detach()) for p in self.parameters]
+        self.before = [torch.empty_like(p) for p in parameters]
+        foreach_copy_(self.before, parameters)
 
     @torch.no_grad()
     def stretch(self, *_: Any) -> None:
-        for p, before in zip(self.parameters, self.before, strict=True):
-            p.copy_(before + self.factor * (p - before))
+        parameters = [local(p.detach()) for p in self.parameters]
+        foreach_add_(parameters, self.before, alpha=-1)
+        foreach_mul_(parameters, self.factor)
+        foreach_add_(parameters, self.before)
         self.before = []

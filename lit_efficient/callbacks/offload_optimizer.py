@@ -77,7 +77,7 @@ class OffloadOptimizer(Technique):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning moves restored states to the device; take them back before the first activations."""
         for store in self._stores(trainer):
-            for piece in store.pieces():
+            for piece in store.all_pieces():
                 store.put_back(piece)
             store.finish()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
@@ -86,13 +87,20 @@ class QuantizeBase(Technique):
     def transform(self, module: nn.Module) -> Report:
         read = self._read_elsewhere(module)
         found = self._layers(module, read)
-        before = sum(linear.weight.nbytes for _, linear in found)
-        elements = sum(linear.weight.numel() for _, linear in found)
-        after = 0
-        for name, linear in found:
-            layer = quantize_linear(linear, self.format, double_quant=self.double_quant, group_size=self.group_size)
-            after += stored_bytes(layer)
+        device = torch.get_default_device()  # in configure_model the trainer's
+        before = elements = after = 0
+        for name in found:  # nothing holds a float layer that is done
             owner, _, last = name.rpartition(".")
+            linear: Any = module.get_submodule(name)
+            before, elements = before + linear.weight.nbytes, elements + linear.weight.numel()
+            layer = quantize_linear(
+                linear,
+                self.format,
+                double_quant=self.double_quant,
+                group_size=self.group_size,
+                device=None if device.type in ("cpu", "meta") else device,
+            )
+            after += stored_bytes(layer)
             setattr(module.get_submodule(owner), last, layer)
         call_layers(module)
         left = sum(getattr(part, key).nbytes for _, part, keys in expert_stacks(module) for key in keys)
@@ -103,7 +111,7 @@ class QuantizeBase(Technique):
         return Report(
             f"{len(found)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
             f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved{aside}",
-            modules=tuple(name for name, _ in found),
+            modules=tuple(found),
             parameters=elements,
             bytes_saved=before - after,
             details={"bytes_per_parameter": after / elements, "bytes_of_experts": left},
@@ -122,7 +130,7 @@ class QuantizeBase(Technique):
         read |= set(cast_to(module))
         return [n for n, part in module.named_modules() if n in read and _is_linear(part) and not self._skips(n)]
 
-    def _layers(self, module: nn.Module, read: list[str]) -> list[tuple[str, Any]]:
+    def _layers(self, module: nn.Module, read: list[str]) -> list[str]:
         done = [name for name, part in module.named_modules() if is_quantized(part)]
         if done:
             raise ConfigurationError(
@@ -153,7 +161,7 @@ class QuantizeBase(Technique):
                 f"QuantizeBase: group_size must divide the inputs of every layer, got {self.group_size} for the {size} "
                 f"of {name!r} and {len(odd) - 1} more; {math.gcd(*inputs.values())} divides all, or name them in skip"
             )
-        return found
+        return [name for name, _ in found]
 
     def _skips(self, name: str) -> bool:
         return any(name_pattern(pattern, "QuantizeBase: skip").fullmatch(name) for pattern in self.skip)

@@ -198,8 +198,12 @@ class GPTAttention(nn.Module):
             mask is None and past and length > 1
         ):  # is_causal aligns the corner at the first key, which is right only without a past
             mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
+        if mask is not None and self.grouped:
+            # CUDA's kernel for masks wants a key head for each query head; torch would else form all scores in memory.
+            groups = query.shape[1] // key.shape[1]
+            key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
         mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped and mask is None
         )
         return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
 

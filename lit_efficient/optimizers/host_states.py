@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
+from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
 
-_CHUNK = 2**24  # bytes of CPU memory that are taken at a time, at least
 _ALIGNED = 64  # bytes
 
 
@@ -52,10 +52,10 @@ class HostStates:
         """Bytes of the states in it."""
         return sum(host.nbytes for host in self._hosts.values())
 
-    def pieces(self) -> Iterator[list[Tensor]]:
+    def all_pieces(self) -> Iterator[list[Tensor]]:
         """All parameters, a piece at a time."""
         for group in self.optimizer.param_groups:
-            yield from _pieces(group["params"], self.piece_bytes)
+            yield from pieces(group["params"], self.piece_bytes)
 
     def begin(self) -> None:
         """Copies start after all that was asked of the device until now."""
@@ -80,13 +80,15 @@ class HostStates:
         """Copy the states of a piece to CPU memory once its step is done."""
         self.begin()
         fresh = False
+        states = self._states(piece)
+        new = sum(value.nbytes for p, key, value in states if (p, key) not in self._hosts)
         with self.beside():
-            for p, key, value in self._states(piece):
+            for p, key, value in states:
                 host = self._hosts.get((p, key))
                 if value is host:
                     continue
                 if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):
-                    host = self._hosts[p, key] = self._take(value)
+                    host = self._hosts[p, key] = self._take(value, new)
                 fresh |= self._fetched.pop((p, key), None) is not value
                 self.optimizer.state[p][key] = host.copy_(value, non_blocking=True)
         if fresh:  # made by the step, as in the first one: its memory is not this stream's to free
@@ -108,12 +110,16 @@ class HostStates:
             if isinstance(value, Tensor) and key != "step"
         ]
 
-    def _take(self, value: Tensor) -> Tensor:
-        """CPU memory for a state: of the first chunk with room. Each by itself would be rounded to a power of two."""
+    def _take(self, value: Tensor, new: int) -> Tensor:
+        """CPU memory for a state, of the first chunk with room, else of one as large as the ``new`` bytes of its piece.
+
+        Chunks are powers of two, to which torch would round the pinned memory of each state.
+        """
         size = -(-value.nbytes // _ALIGNED) * _ALIGNED
         chunk = next((chunk for chunk in self._chunks if chunk[1] + size <= chunk[0].nbytes()), None)
         if chunk is None:
-            chunk = [pinned(max(_CHUNK, 1 << (size - 1).bit_length()), pin=self.stream is not None), 0]
+            room = 1 << max((size - 1).bit_length(), new.bit_length() - 1)
+            chunk = [pinned(room, pin=self.stream is not None), 0]
             self._chunks.append(chunk)
         storage, offset = chunk
         chunk[1] += size
@@ -164,13 +170,9 @@ def _streamed(base: type[Optimizer]) -> type[Optimizer]:
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups, store = self.param_groups, self.host_states
-        pieces = [(group, piece) for group in groups for piece in _pieces(group["params"], store.piece_bytes)]
-        stepped = [(group, moved) for group, piece in pieces if (moved := [p for p in piece if p.grad is not None])]
+        stepped = [(group, piece) for group in groups for piece in pieces(with_gradient(group), store.piece_bytes)]
         store.begin()
         fetched = store.fetch(stepped[0][1]) if stepped else None
         try:
@@ -188,16 +190,3 @@ def _streamed(base: type[Optimizer]) -> type[Optimizer]:
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return type(base.__name__, (base, Streamed), {"step": hooked, "__module__": base.__module__})
-
-
-def _pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    piece: list[Tensor] = []
-    size = 0
-    for p in parameters:
-        if piece and size + p.nbytes > piece_bytes:
-            yield piece
-            piece, size = [], 0
-        piece.append(p)
-        size += p.nbytes
-    if piece:
-        yield piece

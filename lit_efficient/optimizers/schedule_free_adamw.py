@@ -22,8 +22,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.internals.torch_foreach import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sqrt,
+)
+from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.optimizers.groups import parameter_groups
-from lit_efficient.optimizers.stepping import loss_of, with_gradient
+from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
+
+_PIECE = 2**26  # bytes of parameters that are stepped at a time: two temporary tensors of each
 
 
 class ScheduleFreeAdamW(Optimizer):
@@ -131,17 +143,23 @@ class ScheduleFreeAdamW(Optimizer):
         beta1, beta2 = group["betas"]
         correction = math.sqrt(1 - beta2 ** group["steps"])
         for p in parameters:
-            state = self.state[p]
-            if not state:
-                state["z"], state["exp_avg_sq"] = p.detach().clone(), torch.zeros_like(p)
-            z, gradient = state["z"], p.grad
-            assert gradient is not None
-            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            update = gradient / state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
-            update.add_(p, alpha=group["weight_decay"])
+            if not self.state[p]:
+                self.state[p] |= {"z": p.detach().clone(), "exp_avg_sq": torch.zeros_like(p)}
+        for piece in pieces(parameters, _PIECE):
+            y = [local(p) for p in piece]
+            z, squares = ([local(self.state[p][name]) for p in piece] for name in ("z", "exp_avg_sq"))
+            gradients = [local(p.grad) for p in piece if p.grad is not None]
+            foreach_mul_(squares, beta2)
+            foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+            roots = foreach_sqrt(squares)
+            foreach_div_(roots, correction)
+            foreach_add_(roots, group["eps"])
+            updates = foreach_div(gradients, roots)
+            foreach_add_(updates, y, alpha=group["weight_decay"])
             # y = (1 - b1) z + b1 x with the new x and z, without making x
-            p.lerp_(z, share).add_(update, alpha=lr * (beta1 * (1 - share) - 1))
-            z.sub_(update, alpha=lr)
+            foreach_lerp_(y, z, share)
+            foreach_add_(y, updates, alpha=lr * (beta1 * (1 - share) - 1))
+            foreach_add_(z, updates, alpha=-lr)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with the training weights in it: the checkpoint's own weights are the averaged ones."""

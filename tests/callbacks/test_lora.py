@@ -114,6 +114,21 @@ def test_lora_plus_equals_a_group_with_a_higher_rate(kind: Any) -> None:
     assert [group["lr"] for group in one.param_groups] == [0.01]
 
 
+def test_lora_plus_stretches_all_tensors_at_once_by_the_formula() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(7, 3)), nn.Parameter(torch.randn(5).double()), nn.Parameter(torch.randn(4))]
+    before, theirs = [p.detach().clone() for p in ours], copy.deepcopy(ours)
+    optimizer, plain = (torch.optim.SGD(parameters, lr=0.1, momentum=0.9) for parameters in (ours, theirs))
+    stretch_steps(optimizer, 16.0, ours)
+    for p, other in zip(ours, theirs):
+        p.grad = torch.randn_like(p)
+        other.grad = p.grad.clone()
+    optimizer.step()
+    plain.step()
+    for p, other, old in zip(ours, theirs, before):
+        assert torch.equal(p, old + 16.0 * (other.detach() - old))
+
+
 def test_lora_plus_outlives_the_swap_of_the_optimizer() -> None:
     modules = [Toy(), Toy()]
     for module, ratio in zip(modules, (None, 8.0)):

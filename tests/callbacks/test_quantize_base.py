@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.application import apply, reports_of
+from lit_efficient.callbacks import quantize_base
 from lit_efficient.export.adapters import export_checkpoint, merge_state
 from lit_efficient.mechanisms.adapters.quantized import (
     dequantize,
@@ -247,3 +249,21 @@ def test_qalora_needs_an_int4_base_and_groups_that_fit() -> None:
     apply(module, [QuantizeBase("int4", group_size=16), LoRA(variant="qalora")])
     report = reports_of(module)["QuantizeBase"]
     assert report.details["bytes_per_parameter"] == 0.5 + 8 / 16
+
+
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_float_layers_go_one_by_one(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    floats = [weakref.ref(layer.weight) for layer in module]
+    alive: list[int] = []
+
+    def counted(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        alive.append(sum(ref() is not None for ref in floats))
+        return quantize_linear(layer, *args, **kwargs)
+
+    monkeypatch.setattr(quantize_base, "quantize_linear", counted)
+    report = QuantizeBase(format, skip=()).transform(module)
+    assert alive == [5, 4, 3, 2, 1]  # a list of layers would keep all five to the end
+    assert not any(ref() for ref in floats)
+    assert report.modules == ("0", "1", "2", "3", "4")
+    assert report.parameters == 5 * 64 * 64

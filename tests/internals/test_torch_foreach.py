@@ -61,3 +61,35 @@ def test_sign():
     tensors = pair()
     foreach_sign_(tensors)
     same(tensors, [[1.0, -1.0], [1.0]])
+
+
+@leans_on("torch", "torch._foreach_addcmul_", "torch_foreach")
+def test_add_a_product():
+    from lit_efficient.internals.torch_foreach import foreach_addcmul_
+
+    tensors = pair()
+    foreach_addcmul_(tensors, pair(), pair(), value=0.5)
+    same(tensors, [[1.5, 0.0], [7.5]])
+
+
+@leans_on("torch", "torch._foreach_div", "torch_foreach")
+def test_divide_anew():
+    from lit_efficient.internals.torch_foreach import foreach_div
+
+    same(foreach_div(pair(), pair()), [[1.0, 1.0], [1.0]])
+
+
+@leans_on("torch", "torch._foreach_div_", "torch_foreach")
+def test_divide_in_place():
+    from lit_efficient.internals.torch_foreach import foreach_div_
+
+    tensors = pair()
+    foreach_div_(tensors, 2.0)
+    same(tensors, [[0.5, -1.0], [1.5]])
+
+
+@leans_on("torch", "torch._foreach_sqrt", "torch_foreach")
+def test_square_root():
+    from lit_efficient.internals.torch_foreach import foreach_sqrt
+
+    same(foreach_sqrt([torch.tensor([4.0, 0.0]), torch.tensor([9.0])]), [[2.0, 0.0], [3.0]])

@@ -3,6 +3,8 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.gpt import GPT, GPTConfig, GPTConstants, KVCache
@@ -237,3 +239,39 @@ def test_bad_calls_are_refused() -> None:
         model.generate(tokens(1, 4), 2, top_p=0.0)
     with pytest.raises(ConfigurationError, match="vocab_size"):
         GPT(GPTConfig())
+
+
+class Attention(TorchFunctionMode):
+    """Notes what each call of torch's attention is asked: heads of queries and keys, a mask, grouped heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int, bool, bool]] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            masked = kwargs["attn_mask"] is not None
+            self.calls.append((args[0].shape[1], args[1].shape[1], masked, kwargs["enable_gqa"]))
+        return function(*args, **kwargs)
+
+
+def test_grouped_heads_come_with_a_mask_or_grouped_but_never_both() -> None:
+    model, ids = build(), tokens(2, 12)
+    one_document = torch.arange(12).expand(2, -1)
+    with Attention() as plain:
+        expected = model(ids)
+    with Attention() as packed:
+        found = model(ids, position_ids=one_document)
+    assert plain.calls == [(4, 2, False, True)] * 2
+    assert packed.calls == [(4, 4, True, False)] * 2  # CUDA's kernel for masks knows no groups
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    gradients = [torch.autograd.grad(out.square().mean(), list(model.parameters())) for out in (found, expected)]
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    cache = [KVCache(12) for _ in model.blocks]
+    model(ids[:, :5], cache)
+    with Attention() as continued:
+        rest = model(ids[:, 5:], cache)
+    assert continued.calls == [(4, 4, True, False)] * 2
+    torch.testing.assert_close(rest, expected[:, 5:], rtol=1e-4, atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -247,3 +248,26 @@ def test_schedule_free_is_the_paper_s_algorithm_with_x_y_and_z_apart() -> None:
 def test_arguments_are_checked(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(nn.Parameter(torch.ones(2, 2)))
+
+
+def test_schedule_free_steps_many_tensors_as_the_formula_steps_each() -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 3), (5,), (2, 2, 2))]
+    parameters.append(nn.Parameter(torch.randn(3).double()))
+    beta1, beta2, rate, decay = 0.9, 0.99, 0.05, 0.1
+    optimizer = ScheduleFreeAdamW(parameters, lr=rate, betas=(beta1, beta2), weight_decay=decay)
+    optimizer.train()
+    y = [p.detach().clone() for p in parameters]
+    z, v = [t.clone() for t in y], [torch.zeros_like(t) for t in y]
+    for step in range(1, 4):
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        for i, p in enumerate(parameters):
+            v[i] = v[i].mul(beta2).addcmul(p.grad, p.grad, value=1 - beta2)
+            update = p.grad / v[i].sqrt().div(math.sqrt(1 - beta2**step)).add(1e-8)
+            update = update.add(y[i], alpha=decay)
+            y[i] = y[i].lerp(z[i], 1 / step).add(update, alpha=rate * (beta1 * (1 - 1 / step) - 1))
+            z[i] = z[i].sub(update, alpha=rate)
+        optimizer.step()
+        assert all(torch.equal(p.detach(), t) for p, t in zip(parameters, y))
+    assert all(torch.equal(optimizer.state[p]["z"], t) for p, t in zip(parameters, z))

@@ -119,9 +119,15 @@ class LowRank(ReadsAdapted):
         return values
 
 
+def _taken_by(a: Tensor, x: Tensor) -> Tensor:
+    """``x`` in the format of ``a``; as it is under autocast, which narrows both again."""
+    narrowed = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return x if narrowed else x.to(a.dtype)
+
+
 class _LowRankLinear(LowRank):
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return F.linear(F.linear(x.to(a.dtype), a), b)
+        return F.linear(F.linear(_taken_by(a, x), a), b)
 
 
 class _LowRankConv1D(_LowRankLinear):
@@ -134,7 +140,7 @@ class _LowRankGroups(_LowRankLinear):
     group_size: int
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return super()._low_rank(x.to(a.dtype).unflatten(-1, (-1, self.group_size)).sum(-1), a, b)
+        return super()._low_rank(x.unflatten(-1, (-1, self.group_size)).sum(-1, dtype=a.dtype), a, b)
 
 
 class _LowRankConv2d(LowRank):
@@ -144,7 +150,7 @@ class _LowRankConv2d(LowRank):
     padding_mode: str
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        x = x.to(a.dtype)
+        x = _taken_by(a, x)
         if self.padding_mode == "zeros":
             x = F.conv2d(x, a, None, self.stride, self.padding, self.dilation)
         else:

@@ -35,7 +35,14 @@ def is_conv1d(module: object) -> bool:
     )
 
 
-def quantize_linear(layer: Any, format: str = "nf4", *, double_quant: bool = True, group_size: int = 32) -> Any:
+def quantize_linear(
+    layer: Any,
+    format: str = "nf4",
+    *,
+    double_quant: bool = True,
+    group_size: int = 32,
+    device: torch.device | None = None,
+) -> Any:
     """The quantised twin of a linear layer, frozen, with the same bias parameter.
 
     Args:
@@ -43,9 +50,12 @@ def quantize_linear(layer: Any, format: str = "nf4", *, double_quant: bool = Tru
         format: ``nf4``, ``fp4``, ``int8`` or ``int4``.
         double_quant: Whether the scales of nf4 and fp4 are quantised themselves.
         group_size: Inputs that share a scale and a zero point in int4.
+        device: Where to round; the twin is where the layer was.
     """
     transposed = is_conv1d(layer)
-    weight = (layer.weight.detach().T if transposed else layer.weight.detach()).contiguous()
+    home = layer.weight.device
+    weight = layer.weight.detach().to(home if device is None else device)
+    weight = (weight.T if transposed else weight).contiguous()
     twin: Any
     if format == "int4":
         twin = Int4Linear(weight, layer.bias, group_size)
@@ -54,7 +64,7 @@ def quantize_linear(layer: Any, format: str = "nf4", *, double_quant: bool = Tru
 
         twin = bitsandbytes_linear(weight, layer.bias, format, double_quant=double_quant)
     twin.quant_transposed = transposed
-    return twin.train(layer.training)
+    return twin.train(layer.training) if weight.device == home else twin.train(layer.training).to(home)
 
 
 def elements(parameter: Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_efficient import ConfigurationError, merge_adapters
 from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, dora_norm
@@ -146,3 +147,41 @@ def test_the_draw_depends_on_seed_and_name_alone_and_leaves_the_global_generator
     same = [torch.equal(layers[0].lora_A, layer.lora_A) for layer in layers]
     assert same == [True, True, False, False]
     assert all(isinstance(layer, LowRank) for layer in layers)
+
+
+class Widened(TorchDispatchMode):
+    """Counts copies to float32 of as many numbers as an input has."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.count = numbers, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        wide = function is torch.ops.aten._to_copy.default and out.dtype == torch.float32
+        self.count += wide and out.numel() == self.numbers
+        return out
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_autocast_gets_the_input_as_it_is(kind: str) -> None:
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(24, 16) if kind == "linear" else nn.Conv2d(3, 4, 3)
+    x = torch.randn(5, 24) if kind == "linear" else torch.randn(2, 3, 6, 6)
+    add_low_rank(layer, "layer", rank=2, alpha=4.0)
+    nn.init.normal_(layer.lora_B)
+    x = x.to(torch.bfloat16)
+    a, b, scale = layer.lora_A, layer.lora_B, layer.lora_scale
+    with torch.autocast("cpu", torch.bfloat16):
+        with Widened(x.numel()) as copies:
+            found = layer(x)
+        wide = x.float()
+        if kind == "linear":
+            added = nn.functional.linear(nn.functional.linear(wide, a), b)
+            plain = nn.functional.linear(x, layer.weight, layer.bias)
+        else:
+            added = nn.functional.conv2d(nn.functional.conv2d(wide, a), b)
+            plain = nn.functional.conv2d(x, layer.weight, layer.bias)
+    assert copies.count == 0
+    assert torch.equal(found, plain + (scale * added).to(plain.dtype))
+    assert layer(x.float()).dtype == torch.float32  # and without autocast in the adapter's own format
