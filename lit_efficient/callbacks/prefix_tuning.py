@@ -20,6 +20,7 @@ from torch import nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.peft_format import model_placement
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.models.gpt import GPT
@@ -145,7 +146,8 @@ class PrefixTuning(Technique):
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         trim(module, checkpoint)
         name, decoder = find_decoder(module)
-        checkpoint["lit_efficient"][cls.keeps] = {"decoder": name, "transformers": not isinstance(decoder, GPT)}
+        place = {"decoder": name, "transformers": not isinstance(decoder, GPT)}
+        checkpoint["lit_efficient"][cls.keeps] = place | model_placement(module, [name])
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ Everything is written into a temporary folder beside the target, checked there, 
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,12 @@ from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lor
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
-from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, vectors_to_peft
+from lit_efficient.mechanisms.adapters.peft_vectors import (
+    fold_vectors,
+    refuse_prefix,
+    scaled_names,
+    vectors_to_peft,
+)
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.surgery import memory_of, unmixed
@@ -130,7 +135,8 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
         raise ConfigurationError(
             f"export: format peft is for checkpoints of LoRA, IA3 and PrefixTuning, and {path} holds no adapter"
         )
-    where = where or checkpoint["lit_efficient"].get("ia3", {})
+    kept = checkpoint["lit_efficient"]
+    where = where or kept.get("ia3") or kept.get("prefix") or {}
     tensors, config = vectors or to_peft(state, where, arguments)
     hyper: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}) if "language_modeling" in checkpoint else {}
     spec: Mapping[str, Any] = hyper.get("model", {})
@@ -151,7 +157,9 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
             return f"not checked: peft needs the class of the module {where.get('root') or 'that trained'!r}"
         ours, tolerance = outputs_of(run.network, batch), tolerance_of(run.network)
         dtype = str(run.network.dtype).removeprefix("torch.")
-        same = named is not None and run.base == named and not any(map(is_quantized, run.network.modules()))
+        rounded = any(map(is_quantized, run.network.modules()))
+        same = named is not None and run.base == named and not rounded
+        beside += ", beside the base as the run quantised it: another one gives other outputs" if rounded else ""
         request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype}
         put = None if same else lambda place: _write_base(run, place)
         return check_outputs(folder, "peft", batch, ours, tolerance, request, put) + beside
@@ -197,7 +205,7 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         frozen = {} if base is None else read(base)["state_dict"]
         before = {**frozen, **state}
         state = merge_state({**checkpoint, "state_dict": state}, frozen)
-        _check_tied(before, state)
+        _check_tied(before, state, (checkpoint.get("lit_efficient", {}).get("adapters") or {}).get("tied", ()))
     expected = digests(state) if check else {}
 
     def write(folder: Path) -> None:
@@ -206,12 +214,15 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
     return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding
 
 
-def _check_tied(before: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> None:
-    """Refuse two weights in the place of a tied one."""
+def _check_tied(
+    before: Mapping[str, Tensor], merged: Mapping[str, Tensor], known: Iterable[Sequence[str]] = ()
+) -> None:
+    """Refuse two weights in the place of a tied one, of which a file may hold copies, or one."""
     tied: dict[object, str] = {}
-    for name, tensor in before.items():
-        first = tied.setdefault(memory_of(tensor), name)
-        if first in merged and name in merged and memory_of(merged[first]) != memory_of(merged[name]):
+    pairs = [(tied.setdefault(memory_of(tensor), name), name) for name, tensor in before.items()]
+    pairs = [(first, name) for first, name in pairs if first in merged and name in merged]
+    for first, name in [*pairs, *known]:
+        if first not in merged or name not in merged or memory_of(merged[first]) != memory_of(merged[name]):
             raise ConfigurationError(
                 f"export: an adapter belongs to one use of {first!r}, which is tied to {name!r}: a module "
                 "that loads format safetensors would have one of them for both. Use format peft, or merged for a model "
@@ -253,7 +264,7 @@ def merge_state(
         CheckpointError: If the weight of an adapted layer is in neither.
     """
     where, arguments = _adapters(checkpoint)
-    state = fold_vectors({**(base or {}), **checkpoint["state_dict"]}, checkpoint)
+    state = {**(base or {}), **checkpoint["state_dict"]}
     prefix = f"{where['root']}." if where and where["root"] else ""
     kinds = {f"{prefix}{name}": kind for name, kind in where["kinds"].items()} if where else {}
     for name in kinds:
@@ -267,9 +278,11 @@ def merge_state(
         if f"{name}.weight" in state and state[f"{name}.weight"].is_floating_point():
             quantize_entry(state, name, one)
     grouped = arguments.get("variant") == "qalora"
+    folded = {*kinds, *scaled_names(checkpoint)}
     for name in [key.removesuffix(".weight") for key in state if key.endswith(".weight") and is_code(state[key])]:
-        if f"{name}.weight_zero" not in state or not (keep_int4 or name in kinds) or (name in kinds and not grouped):
+        if f"{name}.weight_zero" not in state or not (keep_int4 or name in folded) or (name in folded and not grouped):
             dequantize_entry(state, name, transposed=how.get(name, {}).get("transposed", False))
+    fold_vectors(state, checkpoint)  # behind the rounding: the factors stand beside rounded weights
     for name, keys in where.get("experts", {}).items() if where else ():
         _merge_experts(state, f"{prefix}{name}", keys, name in where["transposed"], arguments)  # type: ignore[index]
     for name, kind in kinds.items():

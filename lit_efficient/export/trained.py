@@ -86,7 +86,7 @@ def trained(
 def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple[Any, str, str | None]:
     """The transformers model in a module of the user's own with its frozen weights, its name there, and their place."""
     kept, state = checkpoint.get("lit_efficient", {}), checkpoint["state_dict"]
-    where = kept.get("adapters") or kept.get("ia3") or {}
+    where = kept.get("adapters") or kept.get("ia3") or kept.get("prefix") or {}
     config = where.get("config")
     if base is None and config is None:
         raise ConfigurationError("export: format merged needs base: the folder of the transformers model")

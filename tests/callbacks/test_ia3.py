@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from lit_efficient import IA3, ConfigurationError, QuantizeBase, merge_adapters
@@ -16,7 +17,7 @@ from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_patterns, ia3_placement
 from tests.mechanisms.adapters.decoders import FAMILIES, Language, decoder, logits
-from tests.support import QUIET, Toy, data, trainer
+from tests.support import QUIET, WIDTH, Toy, data, trainer
 
 
 def _scaled(family: str) -> Any:
@@ -132,6 +133,20 @@ def test_peft_loads_the_factors_and_transformers_the_merged_model(family: str, t
     assert export([str(tmp_path / "a.ckpt"), *arguments, "--no-check"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("save_base", [False, True])
+def test_factors_beside_a_quantised_base_fold_into_what_it_was_rounded_to(save_base: bool, tmp_path: Path) -> None:
+    torch.save(Toy().state_dict(), tmp_path / "base.pt")
+    run = trainer([QuantizeBase("nf4"), IA3(targets=["up"], feedforward=["down"], save_base=save_base)])
+    run.fit(module := Toy(), data(), data())
+    run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    arguments = [str(tmp_path / "a.ckpt"), "--output", str(tmp_path / "out"), "--no-check"]
+    assert export(arguments if save_base else [*arguments, "--base", str(tmp_path / "base.pt")]) == 0
+    (merged := Toy()).load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(merged.net(x), module.eval().net(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_merge_without_the_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

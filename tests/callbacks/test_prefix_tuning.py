@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,16 @@ def test_peft_loads_the_prefix_and_computes_the_same(family: str, tmp_path: Path
         ours, their = (model(input_ids=IDS, attention_mask=mask).logits for model in (module.network, theirs))
     torch.testing.assert_close(their[mask == 1], ours[mask == 1], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits(decoder(family)), y, atol=1e-4)
+
+
+def test_an_export_with_its_base_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decoder("Llama").save_pretrained(tmp_path / "base")
+    run = fit(Language(decoder("Llama")), PrefixTuning(init_tokens=TOKENS), epochs=1)
+    run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    arguments = ["--format", "peft", "--output", str(tmp_path / "out"), "--base", str(tmp_path / "base")]
+    assert export([str(tmp_path / "a.ckpt"), *arguments]) == 0
+    assert "outputs of peft differ by" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["base_model_name_or_path"] == arguments[-1]
 
 
 def test_what_no_format_can_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

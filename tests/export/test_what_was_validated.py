@@ -19,6 +19,7 @@ from lit_efficient.export import adapters
 from lit_efficient.export.check import difference
 from lit_efficient.files.checkpoints import save_atomically
 from lit_efficient.files.sums import check_sums
+from lit_efficient.files.tensors import save_tensors
 from tests.support import QUIET
 
 IDS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -37,6 +38,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**SIZES, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
          "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
         {"dropout": 0.1},
+    ),
+    "ernie4_5_moe": (
+        {**SIZES, "moe_intermediate_size": 8, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+        {"modules_to_save": ["mlp.gate"]},
     ),
     "gpt_oss": (
         {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -220,17 +225,23 @@ class Tied(L.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1.0)
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", ["", "base.ckpt", "base.safetensors", "one.safetensors"])
 def test_one_use_of_a_tied_weight_in_a_module_of_ones_own_is_refused(
-    beside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The format safetensors knows no ties: its files hold copies, or one of the names."""
     module = Tied()
-    save_atomically({"state_dict": dict(module.state_dict())}, tmp_path / "base.ckpt")
+    state = dict(module.state_dict())
+    save_atomically({"state_dict": state}, tmp_path / "base.ckpt")
+    save_tensors(tmp_path / "base.safetensors", state)
+    save_tensors(tmp_path / "one.safetensors", {k: v for k, v in state.items() if k != "embedding.weight"})
     trainer = fit(module, LoRA(rank=2, targets=["head"], save_base=not beside), steps=1)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    base = ["--base", str(tmp_path / "base.ckpt")] if beside else []
+    base = ["--base", str(tmp_path / beside)] if beside else []
     assert export([str(tmp_path / "run.ckpt"), "--output", str(tmp_path / "out"), *base]) == 2
-    assert "one use of 'embedding.weight', which is tied to 'head.weight'" in capsys.readouterr().err
+    names = ("head", "embedding") if beside.endswith("safetensors") else ("embedding", "head")
+    said = "one use of '{}.weight', which is tied to '{}.weight'".format(*names)
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

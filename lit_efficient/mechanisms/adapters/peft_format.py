@@ -34,7 +34,8 @@ def placement(module: nn.Module) -> dict[str, Any]:
         layer by its name in that model. ``targets``: what peft is to look for there. ``groups``: for QA-LoRA, how many
         inputs share a column of A, by name. ``experts``: which stacked weights have adapters, by the name of the module
         that holds them; ``transposed``: which of these modules hold [E, in, out]. ``statistics``: layers of
-        BatchNorm there, whose buffers change while adapters train. The rest: :func:`described`.
+        BatchNorm there, whose buffers change while adapters train. ``tied``: names in ``module`` of an adapted weight
+        and of another use of it, by pairs. The rest: :func:`described`.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
     experts = {name: part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
@@ -44,6 +45,8 @@ def placement(module: nn.Module) -> dict[str, Any]:
     kinds = {name: "conv1d" if is_conv1d(part) else str(kind_of(part)) for name, part in parts.items()}
     model = module.get_submodule(root)
     everything = [name for name, _ in model.named_modules() if name]
+    adapted = {id(part.weight): f"{name}.weight" for name, part in names.items()}
+    uses = [(adapted.get(id(p)), name) for name, p in module.named_parameters(remove_duplicate=False)]
     return {
         "root": root,
         "kinds": kinds,
@@ -52,9 +55,16 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},
         "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
         "statistics": [name for name, part in model.named_modules() if isinstance(part, BatchNorm)],
+        "tied": [[first, name] for first, name in uses if first and first != name],
         **described(model),
         "auto_mapping": diffusers_class(model),
     }
+
+
+def model_placement(module: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
+    """The ``root`` of what peft is to adapt, by the names of what trains there, and what it is: :func:`described`."""
+    root = _root_of(module, names)
+    return {"root": root, **described(module.get_submodule(root))}
 
 
 def described(model: nn.Module) -> dict[str, str | None]:
@@ -148,7 +158,8 @@ def to_peft(
             tensors[f"{owner}.base_layer.bias"] = tensor
         elif last == "bias" and arguments["bias"] == "all":
             tensors[key] = tensor
-    config = _config(where, arguments, sorted(saved)) | ({"ensure_weight_tying": True} if ties else {})
+    outer = sorted(name for name in saved if not any(name.startswith(f"{other}.") for other in saved))
+    config = _config(where, arguments, outer) | ({"ensure_weight_tying": True} if ties else {})
     return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in tensors.items()}, config
 
 

@@ -126,30 +126,35 @@ def _prefix_to_peft(
     }
 
 
+def scaled_names(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The layers that IA3 has scaled, by their names in a checkpoint's ``state_dict``."""
+    where = checkpoint.get("lit_efficient", {}).get("ia3", {"layers": {}})
+    prefix = f"{where['root']}." if where.get("root") else ""
+    return {f"{prefix}{name}": layer for name, layer in where["layers"].items()}
+
+
 def fold_vectors(state: dict[str, Tensor], checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Multiply a checkpoint's factors into the weights and biases of ``state``, in place, and return it.
 
     Args:
-        state: The frozen weights and the factors, by name.
+        state: The frozen weights, as floats, and the factors, by name.
         checkpoint: Of IA3; any other changes nothing.
 
     Raises:
-        CheckpointError: If the weight of a scaled layer is not there, or is quantised.
+        CheckpointError: If the weight of a scaled layer is not there.
     """
-    where = checkpoint.get("lit_efficient", {}).get("ia3", {"layers": {}})
-    prefix = f"{where['root']}." if where.get("root") else ""
-    for name, layer in where["layers"].items():
-        weight, bias = (state.get(f"{prefix}{name}.{last}") for last in ("weight", "bias"))
-        if weight is None or not weight.is_floating_point():
+    for name, layer in scaled_names(checkpoint).items():
+        weight, bias = (state.get(f"{name}.{last}") for last in ("weight", "bias"))
+        if weight is None:
             raise CheckpointError(
-                f"export: the weight {prefix + name + '.weight'!r}, which IA3 scales, is "
-                f"{'not in the checkpoint' if weight is None else 'quantised in it'}: name the base it was trained with"
+                f"export: the weight '{name}.weight', which IA3 scales, is not in the checkpoint: name the base it "
+                "was trained with"
             )
-        factors = whole_factors(state.pop(f"{prefix}{name}.ia3"), layer["first"])
+        factors = whole_factors(state.pop(f"{name}.ia3"), layer["first"])
         per_row = (layer["kind"] == "linear") == (layer["side"] == "output")
-        state[f"{prefix}{name}.weight"] = (weight * (factors[:, None] if per_row else factors)).to(weight.dtype)
+        state[f"{name}.weight"] = (weight * (factors[:, None] if per_row else factors)).to(weight.dtype)
         if layer["side"] == "output" and bias is not None:
-            state[f"{prefix}{name}.bias"] = (bias * factors).to(bias.dtype)
+            state[f"{name}.bias"] = (bias * factors).to(bias.dtype)
     return state
 
 
