@@ -122,6 +122,8 @@ class LitEfficientCLI(OpenCLI):
         elif path:
             self.checkpoint = checkpoint.read(path, str(self.subcommand))
             path = str(real(Path(path)))
+            if os.sep not in path:  # a file whose name may be a word of Lightning's: last, best
+                path = os.path.join(os.curdir, path)
         if self.subcommand:
             self.config[self.subcommand]["ckpt_path"] = path
         if self.checkpoint:

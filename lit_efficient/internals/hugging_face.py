@@ -4,6 +4,7 @@ Checked with transformers 5.23, diffusers 0.42 and datasets 5.2.
 """
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,7 @@ def template_messages(messages: Sequence[Any]) -> list[Any]:
     """New messages as a chat template sees them: ``_plain_template_data``, ``_alias_reasoning_fields``, or copies."""
     from transformers.utils import chat_template_utils
 
-    plain = getattr(chat_template_utils, "_plain_template_data", copy.deepcopy)
+    each = functools.partial(map, copy.deepcopy)  # of one message that stands there twice there are two copies
+    plain = getattr(chat_template_utils, "_plain_template_data", each)
     alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
     return list(alias(plain(list(messages))))

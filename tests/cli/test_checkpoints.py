@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.toy_runs import STEPS, fit, refused
+from lit_efficient.__main__ import main
+from tests.cli.toy_runs import ALLOW, STEPS, fit, refused
 from tests.support_cli import Recorder, ToyData, ToyModel
 
 
@@ -80,3 +81,10 @@ def test_one_flipped_bit_in_a_checkpoint_is_seen(trained, capsys):
 
 def test_words_for_checkpoints_need_a_training(capsys):
     assert "no file 'best'" in refused(capsys, "--ckpt_path", "best", command="validate")
+
+
+def test_a_file_of_the_name_last_is_the_file(trained):
+    shutil.copy(trained, "last")
+    assert main(["validate", *ALLOW, "-c", "base.yaml", "--trainer.enable_checkpointing=true", "--ckpt_path=last"]) == 0
+    kept = torch.load("last", weights_only=True)["state_dict"]
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in ToyModel.last.state_dict().items())

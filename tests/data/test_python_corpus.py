@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from lit_efficient.data.python_corpus import PythonCorpus
 from lit_efficient.data.text import token_cache
@@ -233,8 +235,8 @@ def test_a_text_that_spells_the_separator_is_not_ended_by_it(tmp_path: Path) -> 
 
 
 def test_a_large_vocabulary_takes_wider_ids(tmp_path: Path) -> None:
-    tokenizer = token_cache.train_tokenizer(["some text"], 300)
-    tokenizer.add_tokens([f"extra{index}" for index in range(70_000)])
+    words = [token_cache.END_OF_TEXT, "some", "text", *(f"extra{index}" for index in range(70_000))]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="some"))
     token_cache.write_token_cache(tmp_path, tokenizer, ["some text"], ["extra69999"], {})
     assert token_cache.open_tokens(tmp_path, "val").dtype == np.uint32
     assert token_cache.open_tokens(tmp_path, "val")[0] > 2**16

@@ -60,7 +60,7 @@ def test_earlier_layers_with_and_without_the_final_norm():
     last = encoder(CLIP)
     with torch.no_grad():
         states = last.network(input_ids=ids_of("a cat")[0], output_hidden_states=True).hidden_states
-        normed = last.network.final_layer_norm(states[-2])
+        normed = getattr(last.network, "text_model", last.network).final_layer_norm(states[-2])
     assert torch.equal(encoder(CLIP, layer=-2).encode(["a cat"]).hidden, states[-2])
     assert torch.equal(encoder(CLIP, layer=-2, final_norm=True).encode(["a cat"]).hidden, normed)
 
