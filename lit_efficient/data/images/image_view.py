@@ -81,7 +81,7 @@ class ImageView:
         return to_tensor(image, flip=self._flips(key))
 
     def sizes(self, size: tuple[int, int], shape: Shape, key: Key, seed: int) -> Tensor:
-        """What SDXL is told of an image of ``size``, [6] int64: its size, top and left of the crop, the crop's size.
+        """What SDXL takes beside an image of ``size``, [6] int64: its size, top and left of the crop, the crop's size.
 
         The crop's place is in pixels of the resized image, of the flipped one where it is flipped.
         """

@@ -225,7 +225,7 @@ class ChatTokens:
 
     @functools.cached_property
     def _separates(self) -> bool:
-        """Whether the turns of a plain conversation can be told apart: where not, it is the template's fault."""
+        """Whether the turns of a plain conversation can be separated: where not, the template is at fault."""
         from jinja2 import TemplateError
 
         plain = Document((_ASKED, _ANSWERED, _ASKED, _ANSWERED))
