@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from tests import processes
 from tests.budget import report
 
+if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in pairwise(sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or each trainer that names no accelerator would take it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -95,4 +98,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and pytest -m gpu"))

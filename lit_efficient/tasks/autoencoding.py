@@ -46,6 +46,8 @@ _SHOWN = 64  # images of the first validation batch that `sample_images` can sho
 class Autoencoding(LightningModule):
     """An autoencoder under training. Batches are dictionaries with "images" [B, C, H, W] in [-1, 1].
 
+    Random weights are drawn on the run's device: for one seed, a GPU's are others than a CPU's.
+
     Args:
         autoencoder: Shape of ours, or a model of diffusers (AutoencoderKL, AutoencoderTiny or AutoencoderDC), with its
             weights to fine-tune or random ones.

@@ -52,6 +52,8 @@ class LanguageModeling(LightningModule):
     which begin at 0 in every document of a row. Before its first batch the network is asked whether it is causal, and
     by what it keeps the documents of a row apart; where nothing does, packed rows are refused.
 
+    Random weights are drawn on the run's device: for one seed, a GPU's are others than a CPU's.
+
     Logs ``train/loss``, and ``loss``, ``perplexity`` and (for batches with ``num_bytes`` ``[B]``) ``bits_per_byte``
     under ``val/`` and ``test/``. Prediction continues the texts of a batch ``{"prompts": [...]}``, and gives the loss
     of each sequence ``[B]`` for a batch of tokens.

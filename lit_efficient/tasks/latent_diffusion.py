@@ -52,7 +52,8 @@ class LatentDiffusion(LatentGenerator):
 
     Batches hold latents, their posterior or images, and labels, captions or their embeddings. Autoencoder and text
     encoder come from the data module; they are no submodules, but travel in the checkpoint beside the weights, so it
-    alone samples images, and ``parameters()`` is only what trains.
+    alone samples images, and ``parameters()`` is only what trains. Random weights are drawn on the run's device: for
+    one seed, a GPU's are others than a CPU's.
 
     Args:
         backbone: The network: the shape of our diffusion transformer, or a model of diffusers. That of a UNet with

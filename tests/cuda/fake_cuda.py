@@ -204,6 +204,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+_STREAM = types.SimpleNamespace(synchronize=_nothing, is_capturing=lambda: False)
 _PROPERTIES = types.SimpleNamespace(name="fake", major=8, minor=0, total_memory=2**34, multi_processor_count=1)
 _CUDA: dict[str, Any] = {
     "is_available": lambda: True,
@@ -222,7 +223,7 @@ _CUDA: dict[str, Any] = {
     "set_rng_state_all": lambda states: _Side.draws.set_state(states[0]),
     "device": contextlib.nullcontext,
     "stream": contextlib.nullcontext,
-    "current_stream": lambda *_: types.SimpleNamespace(synchronize=_nothing),
+    "current_stream": lambda *_: _STREAM,
     "get_per_process_memory_fraction": lambda *_: 1.0,
     "set_per_process_memory_fraction": _nothing,
     **dict.fromkeys(
@@ -232,6 +233,9 @@ _CUDA: dict[str, Any] = {
 }
 _ACCELERATOR: dict[str, Any] = {
     "is_available": lambda: True,
+    "current_accelerator": lambda *_, **__: torch.device("cuda"),
+    "current_device_index": lambda: 0,
+    "current_stream": lambda *_: _STREAM,
     "get_memory_info": lambda *_: (2**33, 2**34),
     "max_memory_allocated": lambda *_: 0,
     "memory_reserved": lambda *_: 0,

@@ -1,0 +1,76 @@
+"""Configs as the command line runs them, on the GPU that is not there: trained, validated, sampled and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_efficient.__main__ import main
+from tests.configs.following import CONFIGS, small
+from tests.cuda.fake_cuda import fake_cuda
+
+SIZES: dict[str, dict[str, Any]] = {
+    "language_model": {
+        "model": {"model": {"dim": 32, "depth": 1, "num_heads": 2, "max_length": 256}},
+        "data": {"vocab_size": 280, "sequence_length": 16, "val_batch_size": 2, "val_fraction": 0.3},
+    },
+    "autoencoder": {"data": {"image_size": 8, "batch_size": 4}},
+    "latent_diffusion": {
+        "model": {"backbone": {"size": 2, "width": 16, "depth": 2, "heads": 2}, "sampling_steps": 1},
+        "data": {
+            "image_size": 8,
+            "batch_size": 4,
+            "autoencoder": {"width": 8},
+            "autoencoder_steps": 2,
+            "judge_steps": 2,
+        },
+    },
+}
+# What their own overlays name cannot be had here (a teacher from the hub), or has no place in these tasks.
+ELSEWHERE = {"feature_matching", "hidden_alignment", "latent_alignment", "replace_head", "compile"}
+LANGUAGE = {"chunked_cross_entropy", "ia3", "lora", "prefix_tuning", "qalora", "qlora", "quantize_base"}
+OVERLAYS = sorted({path.stem for path in (CONFIGS / "techniques").glob("*.yaml")} - ELSEWHERE)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import bitsandbytes  # noqa: F401  # before there seems to be a GPU, as diffusers: they ask torch's build
+    import diffusers  # noqa: F401
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Lightning sets it beside deterministic
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        Path(f"{number}.py").write_text("def main(reader, writer):\n    return reader.read(writer)\n" * 60)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def fit(task: str, *overlays: str) -> dict[str, Any]:
+    """Two steps with a validation: what was saved at the end."""
+    sizes = SIZES[task]
+    if task == "language_model":
+        sizes = {**sizes, "data": {**sizes["data"], "files": {"paths": ["."]}}}
+    configs = [small(CONFIGS / "tasks" / f"{task}.yaml", **sizes)]
+    configs += [str(CONFIGS / "techniques" / f"{overlay}.yaml") for overlay in overlays]
+    arguments = [word for config in configs for word in ("-c", config)]
+    arguments += ["--trainer.accelerator=gpu", "--trainer.devices=1", "--trainer.deterministic=true"]
+    with fake_cuda():
+        assert main(["fit", *arguments]) == 0
+    (saved,) = Path("runs").rglob("last.ckpt")
+    return torch.load(saved, weights_only=True)
+
+
+@pytest.mark.parametrize("task", SIZES)
+def test_a_task(task: str) -> None:
+    assert fit(task)["global_step"] == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay(overlay: str) -> None:
+    task = "language_model" if overlay in LANGUAGE | {"token_weighted_accumulation"} else "latent_diffusion"
+    assert fit(task, overlay)["global_step"] == 2
