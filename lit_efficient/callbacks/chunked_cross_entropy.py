@@ -11,12 +11,20 @@ The formulas are in :mod:`lit_efficient.losses.chunked_cross_entropy`.
 
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
-from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, TokenLoss
-from lit_efficient.losses.deferred_logits import BACKENDS, ChunkedLoss, defer, output_head, takes_labels
+from lit_efficient.losses.chunked_cross_entropy import TokenLoss, chunk_size_of
+from lit_efficient.losses.deferred_logits import (
+    BACKENDS,
+    ChunkedLoss,
+    defer,
+    output_head,
+    takes_labels,
+    vocabulary_of,
+)
 from lit_efficient.losses.liger_cross_entropy import installed
 from lit_efficient.technique import Technique
 
@@ -31,7 +39,7 @@ class ChunkedCrossEntropy(Technique):
     the network's own forward applies, and auxiliary losses of experts stay.
 
     Args:
-        chunk_size: Tokens at a time, at least 1.
+        chunk_size: Tokens at a time, at least 1; ``None``: 256 on a CPU, and on a GPU as many as have 1 GiB of logits.
         backend: ``torch``; ``liger`` (its kernel, on a GPU, for plain heads); ``auto`` is Liger's where it can be.
         z_loss: Weight of the squared log-partition function, at least 0 (1e-4 in PaLM); in training only.
         label_smoothing: Share of the target spread over the vocabulary, at least 0 and below 1; in training only.
@@ -46,10 +54,10 @@ class ChunkedCrossEntropy(Technique):
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (3, "the logits of a language model, for nothing")}
 
     def __init__(
-        self, chunk_size: int = CHUNK_SIZE, backend: str = "auto", z_loss: float = 0.0, label_smoothing: float = 0.0
+        self, chunk_size: int | None = None, backend: str = "auto", z_loss: float = 0.0, label_smoothing: float = 0.0
     ) -> None:
         super().__init__()
-        check_number("ChunkedCrossEntropy", "chunk_size", chunk_size, least=1, whole=True)
+        check_number("ChunkedCrossEntropy", "chunk_size", chunk_size, least=1, whole=True, null=True)
         check_choice("ChunkedCrossEntropy", "backend", backend, BACKENDS)
         if backend == "liger" and not installed():
             raise ConfigurationError(
@@ -60,10 +68,11 @@ class ChunkedCrossEntropy(Technique):
         self.backend = backend
         self.z_loss = z_loss
         self.label_smoothing = label_smoothing
+        self._device = torch.device("cpu")  # without a trainer
 
     def check(self, trainer: Any, module: Any) -> None:
-        device = trainer.strategy.root_device.type
-        if self.backend == "liger" and device == "cpu":
+        self._device = trainer.strategy.root_device
+        if self.backend == "liger" and self._device.type == "cpu":
             raise ConfigurationError(
                 "ChunkedCrossEntropy: backend='liger' runs on GPUs, the trainer on the CPU; use auto"
             )
@@ -80,13 +89,14 @@ class ChunkedCrossEntropy(Technique):
         sizes = []
         for _, network in found:
             head: Any = output_head(network)
-            sizes.append(_vocabulary(head))
+            sizes.append(vocabulary_of(head))
             defer(network, how)
-        chunk = self.chunk_size * max(sizes) * 4 / 2**20
+        size = self.chunk_size or chunk_size_of(self._device, max(sizes), 2**31)
+        chunk = size * max(sizes) * 4 / 2**20
         return Report(
-            f"{self.chunk_size} tokens x {max(sizes):,} logits at a time ({chunk:.1f} MiB), {self.backend}",
+            f"{size} tokens x {max(sizes):,} logits at a time ({chunk:.1f} MiB), {self.backend}",
             modules=tuple(name for name, _ in found),
-            details={"chunk_size": self.chunk_size, "vocabulary": max(sizes)},
+            details={"chunk_size": size, "vocabulary": max(sizes)},
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -97,9 +107,3 @@ class ChunkedCrossEntropy(Technique):
                 f"{type(networks[0]).__name__} with labels, so its logits were whole: call network(..., labels=labels) "
                 "and use the loss that it returns"
             )
-
-
-def _vocabulary(head: Any) -> int:
-    if hasattr(head, "out_features"):
-        return int(head.out_features)
-    return max(parameter.shape[0] for parameter in head.parameters())

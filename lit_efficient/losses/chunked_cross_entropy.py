@@ -24,7 +24,8 @@ from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, drawing_aga
 
 _WHO = "chunked_cross_entropy"
 CHUNK_SIZE = 256  # tokens, on a CPU; benchmarks/cross_entropy.py
-_LOGITS = 2**31  # bytes of one chunk's float32 logits, on a GPU
+_VOCABULARY = 2**17  # where it is not known, which only decides the size of a chunk
+_LOGITS = 2**30  # bytes of one chunk's float32 logits, on a GPU
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -120,7 +121,7 @@ def chunked_cross_entropy(
         reduction: ``mean`` divides by the number of tokens that are not ignored, or by the sum of their weights (0 for
             none); ``sum``; ``none`` gives [...]. With ``none``, an upstream gradient that is not the same for all
             tokens costs a second pass over the head in the backward pass, and on a GPU also one that does not come
-            from a plain sum or mean: put weights into ``token_weights`` instead.
+            from a plain sum: put weights into ``token_weights`` instead.
 
     Returns:
         [], or [...] for ``none``.
@@ -170,7 +171,9 @@ def chunked_head_cross_entropy(
         return ModuleHead(head, hidden, parameters)
 
     terms = terms or TokenLoss()
-    return _reduced(through, hidden, tuple(parameters), labels, terms, chunk_size, token_weights, reduction)
+    vocabulary = max((len(parameter) for parameter in parameters if parameter.ndim), default=_VOCABULARY)
+    arguments = (terms, chunk_size, token_weights, reduction, vocabulary)
+    return _reduced(through, hidden, tuple(parameters), labels, *arguments)
 
 
 def _reduced(
@@ -182,6 +185,7 @@ def _reduced(
     chunk_size: int | None,
     token_weights: Tensor | None,
     reduction: str,
+    vocabulary: int,
 ) -> Tensor:
     check_number(_WHO, "chunk_size", chunk_size, least=1, whole=True, null=True)
     check_choice(_WHO, "reduction", reduction, REDUCTIONS)
@@ -211,13 +215,12 @@ def _reduced(
 
 
 def chunk_size_of(device: torch.device, vocabulary: int, tokens: int) -> int:
-    """Tokens at a time: 256 on a CPU, whose cache holds them; on a GPU as many as have 2 GiB of logits.
+    """Tokens at a time: 256 on a CPU, whose cache holds them; on a GPU as many as have 1 GiB of logits.
 
     Each chunk reads the head's gradient, adds to it and writes it, for V rows of H numbers: with the product in between
     12 V H bytes in float32, whatever the chunk's size, besides what grows with the tokens. For N = 8,192 tokens,
-    V = 128,256 ids and H = 4,096 that are 6.3 GB a chunk: 202 GB in the 32 chunks of 256, 13 GB in two of 4,096 (2.1 GB
-    of logits, in place of 4.2), of which a GPU that moves 3 TB/s makes 67 and 4 ms. This is arithmetic: it was not
-    measured on a GPU.
+    V = 128,256 ids and H = 4,096 that are 6.3 GB a chunk: 202 GB in the 32 chunks of 256, 25 GB in four of 2,048, for
+    which a GPU that moves 3 TB/s takes 67 and 8 ms. This is arithmetic: it was not measured on a GPU.
 
     Args:
         device: Of the hidden states.
@@ -237,7 +240,7 @@ def computes_ignored(device: torch.device) -> bool:
 
 
 def is_expanded(gradient: Tensor) -> bool:
-    """Whether all its numbers are one number in memory, as those that come from a sum or a mean: nothing is read."""
+    """Whether all its numbers are one in memory, as for the terms of a sum (not of a mean): nothing is read."""
     return gradient.numel() <= 1 or not any(gradient.stride())
 
 

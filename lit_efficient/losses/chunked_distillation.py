@@ -8,7 +8,7 @@ backward pass scales them. What stays are those gradients, N H + V H numbers, in
 Saves: memory of 4 tokens x vocabulary tensors and more; a few chunks are left. For 2,048 tokens, 32,768 ids and float32
     on a CPU the forward KL and its gradients took 270 MiB at their peak, whole logits 2,064, in the same CPU time.
 Costs: nothing to compute twice, unless tokens are weighted differently afterwards (on a GPU: by other means than a
-    plain sum or mean) and the head trains: then a second pass over the heads in the backward pass. One more gradient of
+    plain sum) and the head trains: then a second pass over the heads in the backward pass. One more gradient of
     the head's size while it is summed.
 Source: gradients in the forward pass as in https://github.com/mgmalek/efficient_cross_entropy; divergences as in
     `lit_efficient.losses.distillation`.

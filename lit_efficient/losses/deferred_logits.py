@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.losses.chunked_cross_entropy import TokenLoss, chunked_cross_entropy, chunked_head_cross_entropy
+from lit_efficient.losses.chunked_cross_entropy import (
+    TokenLoss,
+    chunk_size_of,
+    chunked_cross_entropy,
+    chunked_head_cross_entropy,
+)
 from lit_efficient.losses.liger_cross_entropy import installed, liger_cross_entropy
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.surgery import mix_in, moved
@@ -33,13 +38,13 @@ class ChunkedLoss:
     """How the loss is computed.
 
     Args:
-        chunk_size: Tokens at a time.
+        chunk_size: Tokens at a time; ``None``: by the device.
         backend: ``torch``, ``liger``, or ``auto``: Liger's where it is installed, on a GPU, for a plain head.
         label_smoothing: In training only.
         z_loss: In training only.
     """
 
-    chunk_size: int
+    chunk_size: int | None
     backend: str = "auto"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -135,15 +140,16 @@ class _Request:
         if self._liger(hidden, plain):
             assert plain is not None
             return liger_cross_entropy(hidden, plain.weight, self.labels, plain.bias, self.terms)
+        size = self.how.chunk_size or chunk_size_of(hidden.device, vocabulary_of(head), len(hidden))
         if plain is not None:
             return chunked_cross_entropy(
                 hidden, plain.weight, self.labels, plain.bias,
-                chunk_size=self.how.chunk_size, reduction=self.reduction, **vars(self.terms),
+                chunk_size=size, reduction=self.reduction, **vars(self.terms),
             )  # fmt: skip
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         return chunked_head_cross_entropy(
             call, hidden, self.labels, trained, self.terms,
-            chunk_size=self.how.chunk_size, reduction=self.reduction,
+            chunk_size=size, reduction=self.reduction,
         )  # fmt: skip
 
     def _liger(self, hidden: Tensor, plain: nn.Linear | None) -> bool:
@@ -280,6 +286,13 @@ def output_head(network: Any) -> nn.Module | None:
         return network.get_output_embeddings()
     head = getattr(network, "head", None)
     return head if isinstance(head, nn.Module) else None
+
+
+def vocabulary_of(head: Any) -> int:
+    """How many logits a head gives."""
+    if hasattr(head, "out_features"):
+        return int(head.out_features)
+    return max(parameter.shape[0] for parameter in head.parameters())
 
 
 def takes_labels(network: nn.Module) -> bool:

@@ -254,7 +254,7 @@ def test_refuses_logits_that_are_more_than_scaled_and_bounded() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1 or null, got 0"),
         ({"backend": "cuda"}, "backend must be one of auto, torch, liger, got 'cuda'"),
         ({"z_loss": -1.0}, "z_loss must be at least 0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch._dynamo.utils import counters
@@ -460,3 +461,17 @@ def test_paged_states_stay_paged_after_a_resume() -> None:
 def test_arguments_are_checked_when_it_is_built(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"LowBitOptimizer: {message}"):
         LowBitOptimizer(**arguments)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, Lion])
+def test_its_loop_steps_as_that_of_bitsandbytes_does(kind: type) -> None:
+    """Which waits for the device after each tensor."""
+    ours, theirs = network(), network()
+    for module, loop in ((ours, None), (theirs, Optimizer8bit.step)):
+        optimizer, _ = rewritten(module, LowBitOptimizer(backend="bitsandbytes"), kind, weight_decay=0.1)
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            module(torch.randint(128, (4, 4))).square().mean().backward()
+            optimizer.step() if loop is None else loop(optimizer)
+    assert_equal(weights(ours), weights(theirs))

@@ -132,7 +132,7 @@ class _Autocast(torch.autocast):
 
 
 @contextmanager
-def _standing_in(waits: Waits) -> Iterator[None]:
+def standing_in(waits: Waits) -> Iterator[None]:
     """What no dispatch shows: tensors made of Python's numbers, generators of the device, and waits by name."""
 
     def made(make: Any) -> Any:
@@ -188,7 +188,7 @@ class MetaStrategy(SingleDeviceStrategy):
                 if type(parameter) is not nn.Parameter:
                     module._parameters[name] = parameter.to(META)
         super().model_to_device()
-        self._watching.enter_context(_standing_in(self.waits))
+        self._watching.enter_context(standing_in(self.waits))
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """A batch begins."""

@@ -74,3 +74,34 @@ def test_a_configuration_says_its_class_of_causal_models():
 
     assert hugging_face.causal_model_of(LlamaConfig()) is LlamaForCausalLM
     assert hugging_face.causal_model_of(CLIPVisionConfig()) is None
+
+
+@leans_on("transformers", "masking_utils.find_packed_sequence_indices and fast_all", "hugging_face")
+def test_masks_are_made_without_reading_what_lies_on_a_gpu():
+    """As its own where they are needed, and whole where it would leave them out; a forward reads nothing."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+    from tests.cuda.meta_device import META, Waits, standing_in
+
+    packed = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    theirs = masking_utils.find_packed_sequence_indices(packed)
+    with hugging_face.masks_unread(META):
+        assert torch.equal(masking_utils.find_packed_sequence_indices(packed), theirs)
+    assert masking_utils.find_packed_sequence_indices(packed[1:]) is None
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, **sizes))
+    ids = torch.ones_like(packed)
+    given = ({"position_ids": packed}, {"attention_mask": torch.ones_like(packed)})
+    for inputs in given:
+        expected = model(ids, **inputs).logits
+        with hugging_face.masks_unread(META):
+            torch.testing.assert_close(model(ids, **inputs).logits, expected)
+    model.to(META)
+    for unread, reads in ((hugging_face.masks_unread, 0), (lambda _: torch.no_grad(), 1)):
+        for inputs in given:
+            on_meta = {name: tensor.to(META) for name, tensor in inputs.items()}
+            there = ids.to(META)
+            with standing_in(waits := Waits()), unread(META):
+                model(there, use_cache=False, **on_meta)
+            assert waits.places.total() == reads

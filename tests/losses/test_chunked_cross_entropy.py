@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.losses.chunked_cross_entropy import TokenLoss, chunked_cross_entropy, chunked_head_cross_entropy
+from lit_efficient.losses.chunked_cross_entropy import (
+    TokenLoss,
+    chunk_size_of,
+    chunked_cross_entropy,
+    chunked_head_cross_entropy,
+    is_expanded,
+)
 
 N, H, V = 50, 12, 37
 SETTINGS = {
@@ -275,7 +281,7 @@ def test_a_second_backward_pass_adds_the_same_gradient():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1 or null, got 0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1, got 1.0"),
         ({"z_loss": -1.0}, "z_loss must be at least 0, got -1.0"),
         ({"softcap": 0.0}, "softcap must be above 0 or null, got 0.0"),
@@ -290,3 +296,55 @@ def test_refuses_bad_arguments(arguments, message):
     hidden, weight, labels, _ = tensors()
     with pytest.raises(ConfigurationError, match=message):
         chunked_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **arguments})
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens go through the head, and no value is read."""
+    for module in ("chunked_cross_entropy", "chunked_distillation"):
+        monkeypatch.setattr(f"lit_efficient.losses.{module}.computes_ignored", lambda device: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ["plain", "ignore_index", "all"])
+def test_on_a_gpu_ignored_tokens_are_computed_and_count_for_nothing(name, weighted, reduction):
+    test_equals_the_dense_loss_and_its_gradients(name, torch.float64, 1e-10, weighted, reduction)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_on_a_gpu_ignored_tokens_may_be_anything():
+    hidden, weight, labels = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([1, -100, 3, -100, 2, 8])
+    hidden[labels == -100] = torch.nan
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
+    loss.backward()
+    kept = labels != -100
+    expected = F.cross_entropy(hidden.detach()[kept] @ weight.detach().T, labels[kept])
+    torch.testing.assert_close(loss.detach(), expected)
+    assert bool(weight.grad.isfinite().all())
+    assert bool((hidden.grad[~kept] == 0).all())
+
+
+def test_what_comes_from_a_sum_is_known_to_be_alike():
+    losses = torch.randn(12, requires_grad=True)
+    seen = []
+    losses.register_hook(lambda gradient: seen.append(is_expanded(gradient)))
+    for reduced in (
+        losses.view(3, 4).sum(1).sum() / 5,
+        (losses * torch.arange(12)).sum(),
+        losses.view(3, 4).sum(1).square().sum(),
+    ):
+        reduced.backward()
+    assert seen == [True, False, False]
+
+
+def test_a_gpu_has_fewer_and_larger_chunks():
+    cuda = torch.device("cuda")
+    assert chunk_size_of(torch.device("cpu"), 128_256, 8192) == 256
+    assert chunk_size_of(cuda, 128_256, 8192) == 2048
+    assert chunk_size_of(cuda, 32_000, 8192) == 8192
+    assert chunk_size_of(cuda, 10**8, 8192) == 256
+    assert chunk_size_of(cuda, 50, 0) == 1

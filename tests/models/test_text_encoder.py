@@ -7,6 +7,7 @@ import torch
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.models import text_encoder
 from lit_efficient.models.text_encoder import CaptionReading, TextEncoder, TextEncoderConfig
+from tests.cuda.meta_device import Waits, standing_in
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CLIP = {"model_type": "clip_text_model", "max_position_embeddings": 16, "projection_dim": 8, **SMALL}
@@ -117,11 +118,16 @@ def test_a_gpu_takes_all_new_captions_at_once_and_keeps_them_there():
         for whole, part in zip(together, single, strict=True):
             torch.testing.assert_close(whole[row], part[0], rtol=1e-5, atol=1e-6)
     ours.network.register_forward_hook(lambda *call: sizes.append(len(call[2].last_hidden_state)))
-    for captions in (["", "a", "b", "a"], [""], ["", "c"]):
-        found = ours.encode(captions, "meta")
-        assert found.hidden.device.type == "meta"
-        assert len(found.hidden) == len(captions)
-    assert sizes == [3, 1]  # the empty caption once
+    with standing_in(waits := Waits()):
+        for captions in (["", "a", "b", "a"], [""], ["", "c"]):
+            found = ours.encode(captions, "meta")
+            assert found.hidden.device.type == "meta"
+            assert len(found.hidden) == len(captions)
+        assert sizes == [3, 1]  # the empty caption once
+        waits.places.clear()
+        ours.encode(["c", "", "a"], "meta")
+        ours.encode(["new", ""], "meta")
+    assert not waits.places
 
 
 def test_a_caption_that_is_cut_is_said_once():

@@ -139,6 +139,32 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(family: str) -> No
     torch.testing.assert_close(mixed + output.get("extra_loss", 0.0), output["loss"])
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens go through the heads, and no value is read."""
+    for module in ("tasks.distillation", "losses.chunked_distillation"):
+        monkeypatch.setattr(f"lit_efficient.{module}.computes_ignored", lambda device: True)
+
+
+def test_on_a_gpu_tokens_that_are_not_learned_count_for_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = {"cache_top_k": 8, "cache_dir": str(tmp_path)}
+
+    def found() -> dict[str, Any]:
+        task, logged = ready(FAMILIES["llama"], FAMILIES["gemma2"], JSD)
+        output = task.training_step(batch(), 0)
+        output["loss"].backward()
+        gradients = {name: parameter.grad for name, parameter in task.network.named_parameters()}  # type: ignore[union-attr]
+        return {**logged, **output, **gradients, **fitted(home, 0, **cached)["weights"]}
+
+    expected = found()
+    as_on_a_gpu(monkeypatch)
+    whole = found()
+    assert expected.keys() == whole.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_losses_of_samples_have_gradients_of_their_own() -> None:
     task, _ = ready(FAMILIES["llama"], FAMILIES["qwen3"], JSD)
     network: Any = task.network
