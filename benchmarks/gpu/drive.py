@@ -6,8 +6,9 @@
 Each piece is a process of its own (an error of CUDA poisons its process), with a limit of time; one that crashes, hangs
 or lacks a package is a row, not the end. Rows are lines of ``results.jsonl`` in the folder ``--out``, and ``report.md``
 beside it is written anew after each. A second call skips what is done and tries what was skipped or cut off; with
-``--again`` what has failed, too. Needs torch 2.10 or newer and Python 3.11 or newer; other packages that are missing
-are named, or come from ``--wheels``: folders of wheels, installed beside the rest for this call alone.
+``--again`` what has failed, too. Where one command may last ten minutes, ask for ``--minutes 9`` several times. Needs
+torch 2.10 or newer and Python 3.11 or newer; other packages that are missing are named, or come from ``--wheels``:
+folders of wheels, installed beside the rest for this call alone.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def main(arguments: list[str] | None = None, start: Launch = launch) -> int:
     places = [path, str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTHONUNBUFFERED": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "2" if options.jobs > 1 else "4"}
-    environment["LIT_EFFICIENT_CACHE"] = str(options.out.resolve() / "cache")
+    environment["LIT_EFFICIENT_CACHE"] = str(ROOT / "runs" / "gpu_cache")
     driver = Driver(
         options.out,
         header(options.device, path, refused),

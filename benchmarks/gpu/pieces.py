@@ -186,7 +186,17 @@ def _tests(device: str) -> list[Piece]:
                 group = "paging" if "paged" in node.name else "tests"
                 words = ["-m", "pytest", "-q", "-n", "0", "-W", "default", "-m", "gpu", f"{file}::{node.name}"]
                 skip = "" if device == "cuda" else "needs a CUDA device"
-                found.append(Piece(f"{file}::{node.name}", group, words, 180, ("pytest", "xdist"), skip, keep=300))
+                found.append(
+                    Piece(
+                        f"{file}::{node.name}",
+                        group,
+                        words,
+                        180,
+                        ("pytest", "xdist", "jsonargparse", "transformers"),
+                        skip,
+                        keep=300,
+                    )
+                )
     return found
 
 
@@ -202,7 +212,7 @@ def _benchmarks(device: str) -> list[Piece]:
 def _ladder(device: str) -> list[Piece]:
     skip = "" if device == "cuda" else "needs a CUDA device"
     return [
-        Piece(f"ladder/{name}", "ladder", ["benchmarks/ladder_gpu.py", name], 75, rung.needs, skip,
+        Piece(f"ladder/{name}", "ladder", ["benchmarks/ladder_gpu.py", name], 120, rung.needs, skip,
               expected=rung.expected)
         for name, rung in RUNGS.items()
     ]  # fmt: skip

@@ -128,8 +128,8 @@ class CountWaits(L.Callback):
         self.cuda, self.places = cuda, collections.Counter[str]()
         self.shown: Any = None
 
-    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
-        if self.cuda and trainer.fit_loop.total_batch_idx + 1 in COUNTED and self.shown is None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.cuda and batch_idx in COUNTED and self.shown is None:
             self.shown, self.filters = warnings.showwarning, warnings.filters[:]
             warnings.simplefilter("always")
             warnings.showwarning = self.note
@@ -145,7 +145,7 @@ class CountWaits(L.Callback):
             self.shown = None
 
     def note(self, message: Any, category: Any, filename: str, lineno: int, *_: object) -> None:
-        if "synchroniz" not in str(message):
+        if "called a synchronizing" not in str(message):  # the mode itself is announced, too
             return
         frames = [f for f in traceback.extract_stack()[:-1] if "warnings.py" not in f.filename]
         ours = [f for f in frames if "/lit_efficient/" in f.filename]
