@@ -204,8 +204,12 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-_STREAM = types.SimpleNamespace(synchronize=_nothing, is_capturing=lambda: False)
 _PROPERTIES = types.SimpleNamespace(name="fake", major=8, minor=0, total_memory=2**34, multi_processor_count=1)
+_STREAM = types.SimpleNamespace(
+    device=DEVICE,
+    is_capturing=lambda: False,
+    **dict.fromkeys(("synchronize", "wait_stream", "wait_event", "record_event"), _nothing),
+)
 _CUDA: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -223,6 +227,7 @@ _CUDA: dict[str, Any] = {
     "set_rng_state_all": lambda states: _Side.draws.set_state(states[0]),
     "device": contextlib.nullcontext,
     "stream": contextlib.nullcontext,
+    "Stream": lambda *_, **__: _STREAM,
     "current_stream": lambda *_: _STREAM,
     "get_per_process_memory_fraction": lambda *_: 1.0,
     "set_per_process_memory_fraction": _nothing,
