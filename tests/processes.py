@@ -31,7 +31,8 @@ HEAVY = (
     "jsonargparse",
     "yaml",
 )  # what importing Lightning imports, too
-TOYS = ("tests.callbacks.interrupted_run", "tests.ranks.toys")
+# bitsandbytes brings torch's compiler along, which takes longer than what most children do.
+TOYS = ("tests.callbacks.interrupted_run", "tests.ranks.toys", "bitsandbytes")
 
 
 class Process:

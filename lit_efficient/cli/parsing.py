@@ -196,9 +196,6 @@ def _slot(key: str) -> str:
     return leaf if (leaf := _leaf(key.removeprefix("--"))) in _SLOTS else ""
 
 
-_COLLECTION = re.compile(r"[:?\[{-]")  # without any of these there is none in a text
-
-
 def load_yaml(text: str) -> Any:
     """Load YAML as jsonargparse does, but refuse duplicate and misspelt keys and know our short class names.
 
@@ -206,7 +203,7 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: If the text is no YAML, a mapping has a key twice or holds itself, or what names a class does
             not do so. The message names the lines.
     """
-    if _COLLECTION.search(text):  # most are single values
+    if re.search(r"[:?\[{-]", text):  # else it is a single value
         _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), set(), ())
     return expand_short_names(get_loader("yaml")(text))
 

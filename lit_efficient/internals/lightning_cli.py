@@ -18,9 +18,7 @@ class OpenCLI(LightningCLI):
 
     def dump_config(self) -> None:
         """Set ``config_dump``, as ``_dump_config`` does, to the config as plain data, which parsing has checked."""
-        text = self.parser.dump(
-            self.config, skip_link_targets=False, skip_unset=False, skip_validation=True, format="yaml"
-        )
+        text = self.parser.dump(self.config, "yaml", False, skip_validation=True, skip_link_targets=False)
         dump = yaml.safe_load(text)
         self.config_dump = dump[self.config.subcommand] if "subcommand" in self.config else dump
 

@@ -57,7 +57,7 @@ def test_it_learns_to_reconstruct_and_loads_from_its_checkpoint(tmp_path):
     module, data = Autoencoding(AutoencoderConfig(latent_channels=2, width=8)), DigitImages(image_size=16)
     module.configure_model()
     (before,) = trainer(default_root_dir=tmp_path).validate(module, data, verbose=False)
-    run = trainer(default_root_dir=tmp_path, max_steps=150, limit_val_batches=0)
+    run = trainer(default_root_dir=tmp_path, max_steps=90, limit_val_batches=0)
     run.fit(module, data)
     (after,) = trainer(default_root_dir=tmp_path).validate(module, data, verbose=False)
     assert after["val/loss"] < 0.3 * before["val/loss"]

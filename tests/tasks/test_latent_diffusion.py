@@ -53,7 +53,7 @@ def built(**arguments) -> LatentDiffusion:
 def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
     L.seed_everything(0, verbose=False)
     module = task(learning_rate=1e-2, samples=Samples(0))
-    run = trainer(default_root_dir=tmp_path, max_steps=150, num_sanity_val_steps=0, check_val_every_n_epoch=100)
+    run = trainer(default_root_dir=tmp_path, max_steps=90, num_sanity_val_steps=0, check_val_every_n_epoch=100)
     data = digits()
     run.fit(module, data)
     loss = run.validate(module, data, verbose=False)[0]["val/loss"]
