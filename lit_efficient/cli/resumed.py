@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from itertools import compress
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -82,6 +83,9 @@ class ConfigWins(Callback):
             return
         for said in _set(trainer, self._then, self._now):
             rank_zero_info(f"The config wins: {said}")
+        if self._then["optimizers"] != self._now["optimizers"]:
+            for optimizer in trainer.optimizers:
+                _check_state(optimizer)
 
     def _check(self, trainer: Any) -> None:
         """Refuse the state of another optimizer, as soon as both are known."""
@@ -161,6 +165,28 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return said
 
 
+def _check_state(optimizer: Any) -> None:
+    """Refuse options that need states which the checkpoint has not, by a step of a parameter of one element."""
+    for group in optimizer.param_groups:
+        states = [optimizer.state[p] for p in group["params"] if optimizer.state.get(p)]
+        parameter = torch.nn.Parameter(torch.zeros(()))
+        try:
+            twin = type(optimizer)([{**_options(group), "params": [parameter]}])
+            parameter.grad = torch.zeros(())
+            twin.step()
+        except Exception:  # one of other arguments, or for other shapes
+            return
+        for state in states[:1]:
+            twin.state[parameter] = {key: twin.state[parameter].get(key, torch.zeros(())) for key in state}
+            try:
+                twin.step()
+            except KeyError as error:
+                raise CheckpointError(
+                    f"ckpt_path: the optimizer's state there has no {error}, which {type(optimizer).__name__} needs "
+                    f"with the config's arguments. {_ADVICE}"
+                ) from None
+
+
 def _schedules(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Any]:
     """Of each schedule of an optimizer: Lightning's record, what it was built as, what it is built as."""
     before = [*then["schedulers"], *[{"class": None, "state": {}}] * len(now["schedulers"])]
@@ -212,8 +238,13 @@ def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any
             config.scheduler.load_state_dict(copy.deepcopy(built["state"]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-        for *_, scheduler in sorted(steps, key=lambda step: step[:3]):
-            scheduler.step()
+        try:
+            for *_, scheduler in sorted(steps, key=lambda step: step[:3]):
+                scheduler.step()
+        except ValueError as error:  # its own, of a schedule that is over
+            raise CheckpointError(
+                f"ckpt_path: {type(scheduler).__name__} cannot get where the run is: {error}"
+            ) from None
     return counts
 
 

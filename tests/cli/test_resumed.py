@@ -187,6 +187,30 @@ def test_the_state_of_another_optimizer_is_refused_in_a_sentence(first, then, wo
     assert "Traceback" not in text
 
 
+ADAM, CYCLE = ["--optimizer=AdamW"], ["--optimizer=SGD", "--optimizer.lr=0.1", "--lr_scheduler=OneCycleLR"]
+CYCLE.append("--lr_scheduler.max_lr=0.1")
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "words"),
+    [
+        (ADAM, "--optimizer.amsgrad=true", "no 'max_exp_avg_sq', which AdamW needs"),
+        ([*CYCLE, "--lr_scheduler.total_steps=30"], "--lr_scheduler.total_steps=6", "OneCycleLR cannot get where"),
+    ],
+)
+def test_arguments_that_the_checkpoint_cannot_go_on_with_are_refused(first, change, words, capsys):
+    assert fit(SAVE, *first) == 0
+    assert fit(SAVE, CKPT, *first, change, "--trainer.max_epochs=3") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_momentum_that_begins_on_resume_is_set():
+    sgd = ["--optimizer=SGD", "--optimizer.lr=0.1"]
+    assert fit(SAVE, *sgd) == 0
+    assert fit(SAVE, CKPT, *sgd, "--optimizer.momentum=0.9", "--trainer.max_epochs=3") == 0
+    assert groups()[0]["momentum"] == 0.9
+
+
 def test_callbacks_that_load_their_arguments_get_those_of_the_config():
     def stop(patience: int) -> str:
         arguments = f"{{monitor: val/loss, patience: {patience}}}"
