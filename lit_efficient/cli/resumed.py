@@ -7,8 +7,10 @@ the restore; a schedule is run anew, from its first step to the present one, whe
 import copy
 import warnings
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_efficient.cli.checkpoint import numbered
 from lit_efficient.errors import CheckpointError
+from lit_efficient.optimizers.rates import nested_schedulers
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what schedules move
 _ADVICE = "Resume with what it was trained with, or begin a new run"
@@ -80,6 +83,9 @@ class ConfigWins(Callback):
             return
         for said in _set(trainer, self._then, self._now):
             rank_zero_info(f"The config wins: {said}")
+        if self._then["optimizers"] != self._now["optimizers"]:
+            for optimizer in trainer.optimizers:
+                _check_state(optimizer)
 
     def _check(self, trainer: Any) -> None:
         """Refuse the state of another optimizer, as soon as both are known."""
@@ -113,11 +119,24 @@ def _built(trainer: Any) -> dict[str, Any]:
                 for one in trainer.optimizers
             ],
             "schedulers": [
-                {"class": type(one.scheduler).__name__, "state": one.scheduler.state_dict()}
+                {
+                    "class": type(one.scheduler).__name__,
+                    "state": one.scheduler.state_dict(),
+                    **_functions(one.scheduler),
+                }
                 for one in trainer.lr_scheduler_configs
             ],
         }
     )
+
+
+def _functions(scheduler: Any) -> dict[str, Any]:
+    """What the functions of a schedule give here and there: its state leaves them out."""
+    functions = [f for one in nested_schedulers([scheduler]) for f in getattr(one, "lr_lambdas", ())]
+    try:
+        return {"functions": [[float(f(2**n)) for n in range(17)] for f in functions]} if functions else {}
+    except Exception:  # of the user's own, beyond its last step
+        return {}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,6 +148,7 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """Set in the restored optimizers and schedulers what is built otherwise now; say what was set."""
     said = []
     unscheduled = bool(then["schedulers"]) and not now["schedulers"]
+    reductions = [_reductions(trainer, optimizer, then, now) for optimizer in trainer.optimizers]
     for optimizer, before, built in zip(trainer.optimizers, then["optimizers"], now["optimizers"]):
         for index, (group, old, new) in enumerate(zip(optimizer.param_groups, before["groups"], built["groups"])):
             held = _options(group)
@@ -140,35 +160,118 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
                 _put(group, name, float(group["lr"]) * new["lr"] / old["lr"] if scaled else new[name])
                 was = held[name] if left else old[name]
                 said.append(f"{type(optimizer).__name__}, group {index}: {name} {was!r} -> {new[name]!r}")
-    for index, (config, built) in enumerate(zip(trainer.lr_scheduler_configs, now["schedulers"])):
-        before = then["schedulers"][index] if index < len(then["schedulers"]) else {"class": None, "state": {}}
-        if before != built:
-            groups = now["optimizers"][trainer.optimizers.index(config.scheduler.optimizer)]["groups"]
-            said.append(_run_anew(trainer, config, before, built, groups))
+    for optimizer, built, factors in zip(trainer.optimizers, now["optimizers"], reductions):
+        said += _run_anew(trainer, optimizer, then, now, built["groups"], factors)
     return said
 
 
-def _run_anew(trainer: Any, config: Any, then: Mapping[str, Any], now: Mapping[str, Any], groups: list[Any]) -> str:
-    scheduler, optimizer, same = config.scheduler, config.scheduler.optimizer, then["class"] == now["class"]
-    if isinstance(scheduler, ReduceLROnPlateau) and same:  # what it has seen cannot be run again: its arguments change
-        changed = {name: value for name, value in now["state"].items() if then["state"].get(name) != value}
-        scheduler.load_state_dict({**scheduler.state_dict(), **changed})
-        how = "with the config's arguments"
-    else:
-        taken = trainer.global_step if config.interval == "step" else trainer.current_epoch
-        steps = scheduler.last_epoch if same else taken // config.frequency
-        for group, built in zip(optimizer.param_groups, groups):
-            group |= {name: built[name] for name in _SCHEDULED[1:] if name in built}
-            _put(group, "lr", built["lr"])
-        scheduler.load_state_dict(copy.deepcopy(now["state"]))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-            follows = isinstance(scheduler, ReduceLROnPlateau)
-            for _ in range(0 if follows else steps):
+def _check_state(optimizer: Any) -> None:
+    """Refuse options that need states which the checkpoint has not, by a step of a parameter of one element."""
+    for group in optimizer.param_groups:
+        states = [optimizer.state[p] for p in group["params"] if optimizer.state.get(p)]
+        parameter = torch.nn.Parameter(torch.zeros(()))
+        try:
+            twin = type(optimizer)([{**_options(group), "params": [parameter]}])
+            parameter.grad = torch.zeros(())
+            twin.step()
+        except Exception:  # one of other arguments, or for other shapes
+            return
+        for state in states[:1]:
+            twin.state[parameter] = {key: twin.state[parameter].get(key, torch.zeros(())) for key in state}
+            try:
+                twin.step()
+            except KeyError as error:
+                raise CheckpointError(
+                    f"ckpt_path: the optimizer's state there has no {error}, which {type(optimizer).__name__} needs "
+                    f"with the config's arguments. {_ADVICE}"
+                ) from None
+
+
+def _schedules(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Any]:
+    """Of each schedule of an optimizer: Lightning's record, what it was built as, what it is built as."""
+    before = [*then["schedulers"], *[{"class": None, "state": {}}] * len(now["schedulers"])]
+    rows = zip(trainer.lr_scheduler_configs, before, now["schedulers"])
+    return [row for row in rows if row[0].scheduler.optimizer is optimizer]
+
+
+def _follows(config: Any) -> bool:
+    return isinstance(config.scheduler, ReduceLROnPlateau)
+
+
+def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[float]:
+    """By what factor the schedules that follow metrics have changed each group's rate beside the others."""
+    schedules = _schedules(trainer, optimizer, then, now)
+    groups = optimizer.param_groups
+    if len({_follows(config) for config, *_ in schedules}) < 2 or any(
+        a["class"] != b["class"] for _, a, b in schedules
+    ):
+        return [1.0] * len(groups)
+    held, states = (
+        copy.deepcopy([_options(group) for group in groups]),
+        [one.scheduler.state_dict() for one, *_ in schedules],
+    )
+    built = then["optimizers"][trainer.optimizers.index(optimizer)]["groups"]
+    _replay(trainer, optimizer, [(config, before, True) for config, before, _ in schedules], built)
+    factors = [old["lr"] / float(group["lr"]) if float(group["lr"]) else 1.0 for group, old in zip(groups, held)]
+    for (config, *_), state in zip(schedules, states):
+        config.scheduler.load_state_dict(state)
+    for group, old in zip(groups, held):
+        group |= {name: old[name] for name in _SCHEDULED[1:] if name in old}
+        _put(group, "lr", old["lr"])
+    return factors
+
+
+def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any]) -> list[int]:
+    """Run schedules, but for those that follow a metric, from their first steps to now, mixed as in a fit."""
+    counts, steps = [], []
+    for config, _, same in schedules:
+        taken = (trainer.global_step if config.interval == "step" else trainer.current_epoch) // config.frequency
+        counted = getattr(config.scheduler, "last_epoch", taken) if same else taken  # ChainedScheduler counts not
+        counts.append(0 if _follows(config) else counted)
+        late = config.interval == "epoch"
+        steps += [((step + 1) / counts[-1], late, len(counts), config.scheduler) for step in range(counts[-1])]
+    for group, built in zip(optimizer.param_groups, groups):
+        group |= {name: built[name] for name in _SCHEDULED[1:] if name in built}
+        _put(group, "lr", built["lr"])
+    for config, built, _ in schedules:
+        if not _follows(config):
+            config.scheduler.load_state_dict(copy.deepcopy(built["state"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        try:
+            for *_, scheduler in sorted(steps, key=lambda step: step[:3]):
                 scheduler.step()
-        how = "from its beginning" if follows else f"as if it had been so for its {steps} steps"
-    rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
-    return f"{type(scheduler).__name__} {how}; the rate is {rates}"
+        except ValueError as error:  # its own, of a schedule that is over
+            raise CheckpointError(
+                f"ckpt_path: {type(scheduler).__name__} cannot get where the run is: {error}"
+            ) from None
+    return counts
+
+
+def _run_anew(
+    trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any], groups: Any, factors: list[float]
+) -> list[str]:
+    """Set the schedules of an optimizer that are built otherwise now; those of its others run again beside them."""
+    schedules = _schedules(trainer, optimizer, then, now)
+    parts = [(config, built, before["class"] == built["class"]) for config, before, built in schedules]
+    changed = [before != built for _, before, built in schedules]
+    kept = [_follows(config) and same for config, _, same in parts]  # what they have seen cannot be run again
+    counts = [0] * len(parts)
+    if any(other and not keep for other, keep in zip(changed, kept)):
+        counts = _replay(trainer, optimizer, parts, groups)
+        for group, factor in zip(optimizer.param_groups, factors):
+            _put(group, "lr", float(group["lr"]) * factor)
+    said = []
+    for (config, before, built), keep, count in compress(zip(schedules, kept, counts), changed):
+        scheduler, how = config.scheduler, f"as if it had been so for its {count} steps"
+        if _follows(config):
+            old = before["state"] if keep else {}
+            new = {name: value for name, value in built["state"].items() if not keep or old.get(name) != value}
+            scheduler.load_state_dict({**scheduler.state_dict(), **new})
+            how = "with the config's arguments" if keep else "from its beginning"
+        rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
+        said.append(f"{type(scheduler).__name__} {how}; the rate is {rates}")
+    return said
 
 
 def _put(group: dict[str, Any], name: str, value: Any) -> None:

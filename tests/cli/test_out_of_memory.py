@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import lit_efficient
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PURPOSES, helping, read_cards
 from tests.cli.toy_runs import fit
-from tests.support_cli import ToyModel
+from tests.support_cli import ToyData, ToyModel
 
 
 class Greedy(ToyModel):
@@ -33,6 +34,26 @@ def test_an_out_of_memory_error_says_what_this_run_could_do(capsys):
         assert fit("-c", "overlay.yaml", "--trainer.max_steps", "1") == 0, line
     assert fit("--model", f"{__name__}.Greedy", "--trainer.callbacks+=LoRA", "--trainer.max_steps", "1") == 3
     assert "[LoRA]" not in capsys.readouterr().err
+
+
+class Fixed(ToyData):
+    """Data whose batch size no attribute holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(torch.zeros(4, 3)), 2)
+
+    val_dataloader = train_dataloader
+
+
+def test_no_other_batch_size_is_advised_where_none_can_be_set(capsys):
+    assert fit("--model", f"{__name__}.Greedy", "--data", f"{__name__}.Fixed") == 3
+    said = capsys.readouterr().err
+    assert "[LoRA]" in said
+    assert "MaxBatchSize" not in said
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)

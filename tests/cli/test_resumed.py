@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
 
 from tests.cli.toy_runs import STEPS, fit
-from tests.support_cli import Recorder
+from tests.support_cli import Recorder, ToyModel
 
 SAVE = "--trainer.enable_checkpointing=true"
 CKPT = "--ckpt_path=runs/base/latest/last.ckpt"
@@ -89,6 +90,45 @@ def test_a_schedule_goes_on_as_if_the_config_had_been_so_from_the_start(schedule
     assert Recorder.last.rates == pytest.approx(whole[STEPS:], rel=1e-12)
 
 
+class Scheduled(ToyModel):
+    """Schedules of a module's own: one that holds others, one of a function, and several for one optimizer."""
+
+    def __init__(self, kind: str, lr: float = 0.1, warmup: int = 3) -> None:
+        super().__init__()
+        self.kind, self.lr, self.warmup = kind, lr, warmup
+
+    def validation_step(self, batch, batch_idx):
+        self.log("constant", 1.0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        if self.kind == "function":
+            return [optimizer], [
+                {"scheduler": LambdaLR(optimizer, lambda n: 0.9 ** (n / self.warmup)), "interval": "step"}
+            ]
+        warmup, decay = LinearLR(optimizer, total_iters=self.warmup), ExponentialLR(optimizer, 0.9)
+        if self.kind == "chained":
+            return [optimizer], [{"scheduler": ChainedScheduler([warmup, decay]), "interval": "step"}]
+        follows = ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+        return [optimizer], [
+            {"scheduler": warmup, "interval": "step"},
+            decay,
+            {"scheduler": follows, "monitor": "constant"},
+        ]
+
+
+@pytest.mark.parametrize("kind", ["chained", "function", "several"])
+@pytest.mark.parametrize("change", ["lr=0.04", "warmup=6"])
+def test_schedules_of_a_module_s_own_go_on_as_if_the_config_had_been_so(kind, change):
+    model = ["--model=tests.cli.test_resumed.Scheduled", f"--model.init_args.kind={kind}"]
+    other = [*model, f"--model.init_args.{change}", "--trainer.max_epochs=4"]
+    assert fit(*other) == 0
+    whole = Recorder.last.rates
+    assert fit(SAVE, *model, "--trainer.max_epochs=3") == 0
+    assert fit(SAVE, CKPT, *other) == 0
+    assert Recorder.last.rates == pytest.approx(whole[12:], rel=1e-12)
+
+
 def test_a_schedule_that_follows_a_metric_keeps_what_it_has_seen(said):
     plateau = ["--optimizer=SGD", "--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val/loss"]
     plateau += ["--lr_scheduler.mode=max", "--lr_scheduler.factor=0.5"]  # losses fall: the second is one too many
@@ -145,6 +185,30 @@ def test_the_state_of_another_optimizer_is_refused_in_a_sentence(first, then, wo
     assert [word for word in words if word not in said] == []
     assert len(said.splitlines()) <= 3
     assert "Traceback" not in text
+
+
+ADAM, CYCLE = ["--optimizer=AdamW"], ["--optimizer=SGD", "--optimizer.lr=0.1", "--lr_scheduler=OneCycleLR"]
+CYCLE.append("--lr_scheduler.max_lr=0.1")
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "words"),
+    [
+        (ADAM, "--optimizer.amsgrad=true", "no 'max_exp_avg_sq', which AdamW needs"),
+        ([*CYCLE, "--lr_scheduler.total_steps=30"], "--lr_scheduler.total_steps=6", "OneCycleLR cannot get where"),
+    ],
+)
+def test_arguments_that_the_checkpoint_cannot_go_on_with_are_refused(first, change, words, capsys):
+    assert fit(SAVE, *first) == 0
+    assert fit(SAVE, CKPT, *first, change, "--trainer.max_epochs=3") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_momentum_that_begins_on_resume_is_set():
+    sgd = ["--optimizer=SGD", "--optimizer.lr=0.1"]
+    assert fit(SAVE, *sgd) == 0
+    assert fit(SAVE, CKPT, *sgd, "--optimizer.momentum=0.9", "--trainer.max_epochs=3") == 0
+    assert groups()[0]["momentum"] == 0.9
 
 
 def test_callbacks_that_load_their_arguments_get_those_of_the_config():
