@@ -30,8 +30,10 @@ SIZES: dict[str, dict[str, Any]] = {
         },
     },
 }
-# What their own overlays name cannot be had here (a teacher from the hub), or has no place in these tasks.
-ELSEWHERE = {"feature_matching", "hidden_alignment", "latent_alignment", "replace_head", "compile"}
+# What these overlays name cannot be had here (a teacher from the hub), or has no place in these tasks: they have
+# ExactResume already, and nothing is large enough for 8 bits.
+ELSEWHERE = {"feature_matching", "hidden_alignment", "latent_alignment", "replace_head", "compile", "exact_resume"}
+ELSEWHERE |= {"low_bit_optimizer"}
 LANGUAGE = {"chunked_cross_entropy", "ia3", "lora", "prefix_tuning", "qalora", "qlora", "quantize_base"}
 OVERLAYS = sorted({path.stem for path in (CONFIGS / "techniques").glob("*.yaml")} - ELSEWHERE)
 

@@ -35,8 +35,8 @@ class WideLayer(StaysFloat32, NewLayer):
         """The layer's own output, in the format of its input."""
         own = next(self.parameters()).dtype
         if x.dtype == own or torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)  # type: ignore[misc]
-        y: Tensor = super().forward(x.to(own))  # type: ignore[misc]
+            return super().forward(x)
+        y: Tensor = super().forward(x.to(own))
         return y.to(x.dtype)
 
 
