@@ -44,7 +44,7 @@ from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _DEFAULT_STUDENT = GPTConfig()
 _RATIONALE = "rationale_"
-_TOLD = ("teacher_ids", "teacher_log_probs")  # of a batch whose teacher is a cache
+_ANSWERS = ("teacher_ids", "teacher_log_probs")  # of a batch whose teacher is a cache
 
 
 @dataclass(frozen=True)
@@ -234,23 +234,23 @@ class Distillation(LanguageModeling):
             hidden, output = hidden_states(network, inputs)
         return hidden.view(*batch["input_ids"].shape, -1), output
 
-    def _told(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _looked_up(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of a batch on the CPU: what the cache holds, ``[B, T, ...]``, zeros for tokens that are not learned."""
         assert self._cache is not None
-        learned, told = targets_of(batch) != IGNORE, {}
-        for name, found in zip(_TOLD, self._cache.find({name: batch[name] for name in ROW if name in batch})):
-            told[name] = found.new_zeros(*learned.shape, found.shape[1])
-            told[name][learned] = found
-        return told
+        learned, answers = targets_of(batch) != IGNORE, {}
+        for name, found in zip(_ANSWERS, self._cache.find({name: batch[name] for name in ROW if name in batch})):
+            answers[name] = found.new_zeros(*learned.shape, found.shape[1])
+            answers[name][learned] = found
+        return answers
 
     def _teacher_of(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> Teacher:
         """What is known of the tokens ``chosen``, of all."""
         if self._cache is None:
             return self._asked(batch, chosen, vocab_size)
-        told: Mapping[str, Tensor] = batch
-        if _TOLD[0] not in batch:  # not by the trainer's loop
-            told = self._told({name: batch[name].cpu() for name in ROW if name in batch})
-        ids, log_probs = (moved(told[name].flatten(0, 1), self.device)[chosen] for name in _TOLD)
+        answers: Mapping[str, Tensor] = batch
+        if _ANSWERS[0] not in batch:  # not by the trainer's loop
+            answers = self._looked_up({name: batch[name].cpu() for name in ROW if name in batch})
+        ids, log_probs = (moved(answers[name].flatten(0, 1), self.device)[chosen] for name in _ANSWERS)
         return TopKTeacher(ids, log_probs, vocab_size)
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class Distillation(LanguageModeling):
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """The strategy's; what the teacher has said of a batch of training is looked up while that is still on the host."""
     if self.lightning_module.trainer.training:
-        batch = {**batch, **self.lightning_module._told(batch)}
+        batch = {**batch, **self.lightning_module._looked_up(batch)}
     return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
 
 
