@@ -385,7 +385,8 @@ class MergesMappings(ChangesValues):
     def _fields(self, path: str) -> list[str]:
         """What the dataclass at a path takes, if it is one that may stand here."""
         hint = type_hint(self)
-        known = [part for part in (typing.get_args(hint) or (hint,)) if dataclasses.is_dataclass(part)]
+        parts = typing.get_args(hint) or (hint,)
+        known = [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
         named = next((part for part in known if part.__name__ == path.rpartition(".")[2]), None)
         return [field.name for field in dataclasses.fields(named)] if named else []
 
