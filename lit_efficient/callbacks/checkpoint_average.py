@@ -136,8 +136,8 @@ class CheckpointAverage(ShadowWeights):
         dtypes = {n: precise(p.dtype) if self.last_k is None else p.dtype for n, p in tracked.items()}
         # Shards stay with their mesh, all else goes to the CPU.
         devices = {n: None if is_sharded(p) else "cpu" for n, p in tracked.items()}
-        names = [n for n, device in devices.items() if device]
-        host = dict(zip(names, on_host([tracked[n].detach() for n in names])))
+        whole = [n for n, device in devices.items() if device]
+        host = dict(zip(whole, on_host([tracked[n].detach() for n in whole])))
         self._snapshots.append({n: placed_like(host.get(n, p), p, dtypes[n], devices[n]) for n, p in tracked.items()})
         del self._snapshots[: -(self.last_k or 1)]
 

@@ -266,8 +266,9 @@ class _DeferringNetwork:
         total = head(logits.hidden, request=_Request(flat, terms, how, "sum"))
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum().clamp(min=1)
-        counted = num_items_in_batch
-        return total / (moved(counted, total.device) if isinstance(counted, Tensor) else counted)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = moved(num_items_in_batch, total.device)
+        return total / num_items_in_batch
 
 
 def _deferred(value: object) -> bool:

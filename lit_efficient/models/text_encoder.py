@@ -83,10 +83,10 @@ class TextEncoder:
         """
         device = torch.device(device)
         memory = self._memories.setdefault(device, _Memory(_REMEMBERED_BYTES[device.type == "cpu"]))
-        found = {caption: memory.get(caption) for caption in dict.fromkeys(captions)}
+        found: dict[str, Any] = {caption: memory.get(caption) for caption in dict.fromkeys(captions)}
         new = [caption for caption, embedding in found.items() if embedding is None]
         for group in [[caption] for caption in new] if device.type == "cpu" else [new] if new else []:
-            joined = join(self.spec.pipeline, [part.embed(group, device) for part in self.parts])
+            joined: Any = join(self.spec.pipeline, [part.embed(group, device) for part in self.parts])
             for number, caption in enumerate(group):  # copies: a row would hold on to its batch
                 found[caption] = TextEmbedding(*(None if t is None else t[number].clone() for t in joined))
                 memory.put(caption, found[caption])
