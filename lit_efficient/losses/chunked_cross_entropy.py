@@ -266,7 +266,7 @@ class _Sweep:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Losses [N] times the token weights and, with ``scale`` [N], the gradients of the scaled losses' sum."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        losses = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
+        losses = hidden.new_zeros(len(hidden), dtype=wide)
         gradient = torch.zeros_like(hidden) if scale is not None and needed[0] else None
         head = self.head(hidden, parameters, needed, self.autocast)
         valid, labels, starts = self.valid(), self.labels, range(0, len(hidden), self.chunk_size)

@@ -41,7 +41,7 @@ class MatrixHead:
         """Logits [n, V] of ``x`` [n, H], to be overwritten; ``keep`` if :meth:`backward` follows."""
         self.x = x.to(self.dtype)
         if self.buffer is None:  # one for all chunks: fresh pages cost the CPU more than the products' edges
-            self.buffer = torch.empty(len(x), len(self.weight), dtype=self.weight.dtype, device=x.device)
+            self.buffer = x.new_empty(len(x), len(self.weight), dtype=self.weight.dtype)
         logits = self.buffer[: len(x)]
         with torch.autocast(self.device_type, enabled=False):
             torch.mm(self.x, self.weight.T, out=logits)

@@ -210,6 +210,13 @@ _STREAM = types.SimpleNamespace(
     is_capturing=lambda: False,
     **dict.fromkeys(("synchronize", "wait_stream", "wait_event", "record_event"), _nothing),
 )
+
+
+class _Stream(torch.Stream):  # a type, for annotations
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return _STREAM
+
+
 _CUDA: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -227,7 +234,7 @@ _CUDA: dict[str, Any] = {
     "set_rng_state_all": lambda states: _Side.draws.set_state(states[0]),
     "device": contextlib.nullcontext,
     "stream": contextlib.nullcontext,
-    "Stream": lambda *_, **__: _STREAM,
+    "Stream": _Stream,
     "current_stream": lambda *_: _STREAM,
     "get_per_process_memory_fraction": lambda *_: 1.0,
     "set_per_process_memory_fraction": _nothing,
