@@ -136,7 +136,7 @@ class MaxBatchSize(Technique):
                 f"{name}: {type(module).__name__} optimizes manually, where Lightning does not accumulate; "
                 "use keep_effective_batch=False"
             )
-        if trainer.optimizers:  # asked in the midst of a run: the data are set up by then
+        if trainer.state.fn == "fit" and trainer.optimizers:  # asked in the midst of a run: the data are set up by then
             BatchSizeTarget(trainer, self.target, name)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -137,8 +136,8 @@ class TokenWeightedAccumulation(Technique):
         self._window, self._reference = {}, None
         self._alone = trainer.world_size == 1
         wrap_method(pl_module, "backward", _backward)
-        owners = (pl_module, trainer.datamodule)
-        if not any(is_overridden("on_after_batch_transfer", owner) for owner in owners if owner is not None):
+        hooks = [owner.on_after_batch_transfer for owner in (pl_module, trainer.datamodule) if owner is not None]
+        if all(getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning.")) for hook in hooks):
             wrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -486,6 +487,7 @@ class Trainer:
     """What of Lightning's tells a data module which part is its process's."""
 
     distributed_sampler_kwargs = {"num_replicas": 3, "rank": 2}  # noqa: RUF012
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
 
 
 class Images(ImageModule):
