@@ -266,13 +266,13 @@ def read_third_party() -> tuple[list[Card], list[str]]:
             continue
         module, slot, card = one.path.rpartition(".")[0], SLOTS["callbacks"], None
         with contextlib.suppress(OSError, SyntaxError, ValueError):  # what cannot be read is still listed
-            path = _source(module)
+            path = source(module)
             card = _read_card(name, module, slot, path, one.owner) if path else None
         cards.append(card or Card(name, slot, module, summary="", distribution=one.owner))
     return cards, refused
 
 
-def _source(module: str) -> Path | None:
+def source(module: str) -> Path | None:
     """The file of a module that is not imported for it: only the package at its top is looked for."""
     top, *rest = module.split(".")
     spec = find_spec(top)

@@ -72,6 +72,7 @@ class GradualUnfreezing(Technique):
 
     phase = Phase.FREEZE
     alters = ("optimizer",)
+    needs = ("every_n_epochs",)
     conflicts: ClassVar[dict[str, str]] = {
         "BaseFinetuning": "both decide what trains, and it adds groups to the optimizer in the run: keep one of them",
         "PrefixTuning": "of a frozen network nothing but the prefix trains, so there is no depth to thaw by: keep one",

@@ -56,6 +56,7 @@ class PrefixTuning(Technique):
 
     phase = Phase.ADAPT
     alters = ("weights",)
+    needs = ("init_tokens",)
     keeps = "prefix"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them",

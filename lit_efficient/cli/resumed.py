@@ -5,6 +5,7 @@ the restore; a schedule is run anew, from its first step to the present one, whe
 """
 
 import copy
+import inspect
 import warnings
 from collections.abc import Mapping
 from itertools import compress
@@ -104,10 +105,41 @@ class ConfigWins(Callback):
                 f"ckpt_path: the checkpoint's optimizer holds {self._sizes} parameters by group, this run's {ours}: "
                 f"other parameters train. {_ADVICE}"
             )
-        if self._then is not None:  # the state of another class: its own takes the place
+        if self._then is None:
+            for config, built, state in zip(trainer.lr_scheduler_configs, self._now["schedulers"], self._schedules):
+                if alone := _alone(config.scheduler, state, built["state"]):
+                    raise CheckpointError(
+                        f"ckpt_path: the checkpoint was trained with another scheduler than {built['class']}: of their "
+                        f"states one alone has {', '.join(sorted(alone))}. {_ADVICE}"
+                    )
+        else:  # the state of another class: its own takes the place
             for index, (before, built) in enumerate(zip(self._then["schedulers"], self._now["schedulers"])):
                 if before["class"] != built["class"] and index < len(self._schedules):
                     self._schedules[index] = copy.deepcopy(built["state"])
+
+
+def _alone(scheduler: Any, state: Mapping[str, Any], built: Mapping[str, Any]) -> set[str]:
+    """What the state of one class of schedulers has and that of another has not, whichever torch wrote them.
+
+    Versions differ in what is private and in what they derive from arguments, which is left aside.
+    """
+    arguments = {name for one in nested_schedulers([scheduler]) for name in inspect.signature(type(one)).parameters}
+    arguments |= {f"{name}s" for name in arguments}  # a value a group
+    theirs = type(scheduler).__module__.startswith("torch.")  # steps of somebody's own may add to its state
+
+    def compare(state: Mapping[str, Any], built: Mapping[str, Any]) -> set[str]:
+        found = {key for key in built.keys() - state.keys() if key.lstrip("_") in arguments}
+        more = state.keys() - built.keys() - {"verbose"}  # which was there before torch 2.7
+        found |= {key for key in more if theirs and not key.startswith("_")}
+        for key in state.keys() & built.keys():
+            if isinstance(state[key], list) and isinstance(built[key], list):
+                pairs = zip(state[key], built[key])
+                found |= {
+                    name for a, b in pairs if isinstance(a, dict) and isinstance(b, dict) for name in compare(a, b)
+                }
+        return found
+
+    return compare(state, built)
 
 
 def _built(trainer: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from lit_efficient.catalog import PURPOSES, Card, helping, pairs, read_cards, read_third_party
+from lit_efficient.commands.card_python import python_lines
 
 USAGE = """usage: python -m lit_efficient techniques [NAME | --for PURPOSE | --matrix | --markdown]
 
@@ -94,7 +95,7 @@ def _wrapped_row(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def card_text(card: Card) -> str:
-    """Render everything that a card knows, with the lines of YAML that use it."""
+    """Render everything that a card knows, with the lines of YAML and Python that use it."""
     lines = [f"{card.name}   (slot {card.slot})", "", card.summary, ""]
     facts = card.facts | {"file": card.module, "of": card.distribution}
     lines += [f"{label:<8}{text}" for label, text in facts.items() if text]
@@ -102,7 +103,9 @@ def card_text(card: Card) -> str:
     lines += ["", f"{card.name}({card.signature})"]
     if card.arguments:
         lines += ["", textwrap.indent(card.arguments, "  ")]
-    return "\n".join([*lines, "", "In YAML:", *textwrap.indent(_yaml(card), "  ").splitlines()])
+    lines += ["", "In YAML:", textwrap.indent(_yaml(card), "  ")]
+    python = textwrap.indent("\n".join(python_lines(card)), "  ")
+    return "\n".join([*lines, *(["", "In Python:", python] if python else [])])
 
 
 def _yaml(card: Card) -> str:

@@ -56,8 +56,8 @@ class LanguageData(ChatDataModule):
     tasks find it or refuse, see :mod:`lit_efficient.mechanisms.documents`. Testing uses the validation rows.
 
     Args:
-        train: files (.jsonl, .json, .csv, .tsv, .parquet; any other suffix is text; .gz after it), folders of them or
-            of ``save_to_disk``, names on the Hugging Face hub, ``stdlib-instructions`` (2,000 functions to write, from
+        train: files (.jsonl, .json, .csv, .tsv, .parquet, texts; .gz, .bz2 or .xz after it), folders of them or of
+            ``save_to_disk``, names on the Hugging Face hub, ``stdlib-instructions`` (2,000 functions to write, from
             the modules of Python's own library) or ``stdlib-packages`` (the sources of its packages, other files than
             those of the functions).
         val: the same for validation; null holds out ``val_fraction`` of the training rows, of a single text its end.

@@ -66,9 +66,9 @@ class PreferenceData(ChatDataModule):
     no pairs are counted and shown. Testing uses the validation pairs.
 
     Args:
-        train: files (.jsonl, .json, .csv, .tsv, .parquet; .gz after it), folders of them or of ``save_to_disk``, names
-            on the Hugging Face hub, or ``stdlib-preferences`` (2,000 functions of Python's own library, each with its
-            own body and another's).
+        train: files (.jsonl, .json, .csv, .tsv, .parquet; .gz, .bz2 or .xz after it), folders of them or of
+            ``save_to_disk``, names on the Hugging Face hub, or ``stdlib-preferences`` (2,000 functions of Python's own
+            library, each with its own body and another's).
         val: the same for validation; null holds out ``val_fraction`` of the prompts.
         tokenizer: folder or name of a Hugging Face tokenizer, a ``tokenizer.json``, or a checkpoint of
             `LanguageModeling`: the model's own; null trains a byte-level BPE with a ChatML template on the pairs.

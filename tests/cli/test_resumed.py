@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
 
+from lit_efficient.cli.resumed import _alone
 from tests.cli.toy_runs import STEPS, fit
 from tests.support_cli import Recorder, ToyModel
 
@@ -246,3 +248,51 @@ def test_of_a_checkpoint_that_does_not_say_it_nothing_is_promised(said):
     text = said()
     assert "model.scale: 1.0 in the checkpoint -> 2.0 in the config" in text
     assert "optimizer.lr" not in text
+
+
+KINDS = {
+    "Chained": lambda o: ChainedScheduler([lr_scheduler.StepLR(o, 1), ExponentialLR(o, 0.5)]),
+    "ChainedOthers": lambda o: ChainedScheduler([lr_scheduler.StepLR(o, 1), LinearLR(o)]),
+    "Constant": lr_scheduler.ConstantLR,
+    "Cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "Cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2),
+    "Exponential": lambda o: ExponentialLR(o, 0.5),
+    "Lambda": lambda o: LambdaLR(o, lambda n: 1.0),
+    "Linear": LinearLR,
+    "MultiStep": lambda o: lr_scheduler.MultiStepLR(o, [1]),
+    "OneCycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=4),
+    "Plateau": ReduceLROnPlateau,
+    "Polynomial": lr_scheduler.PolynomialLR,
+    "Sequential": lambda o: lr_scheduler.SequentialLR(o, [LinearLR(o), ExponentialLR(o, 0.5)], [2]),
+    "SequentialOthers": lambda o: lr_scheduler.SequentialLR(o, [LinearLR(o), lr_scheduler.StepLR(o, 1)], [2]),
+    "Step": lambda o: lr_scheduler.StepLR(o, 1),
+}
+
+
+def test_states_of_schedulers_tell_their_classes_apart_whichever_torch_wrote_them():
+    made = {name: make(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)) for name, make in KINDS.items()}
+    states = {name: one.state_dict() for name, one in made.items()}
+    for then, state in states.items():
+        older = {k: v for k, v in state.items() if k not in ("_is_initial", "_last_lr", "default_min_lr")}
+        for now, scheduler in made.items():
+            alone = _alone(scheduler, {**older, "verbose": False}, states[now])
+            assert bool(alone) is (then != now), (then, now, alone)
+
+
+def test_without_a_record_another_scheduler_is_refused_in_a_sentence(capsys):
+    """Torch ends in a KeyError, or mixes the two, where a checkpoint does not say what its schedule was."""
+    steps = ["--optimizer=SGD", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]
+    assert fit(SAVE, *steps) == 0
+    older = torch.load("runs/base/latest/last.ckpt", weights_only=True)
+    del older["lit_efficient"]
+    torch.save(older, "older.ckpt")
+    function = ["--model=tests.cli.test_resumed.Scheduled", "--model.init_args.kind=function"]
+    for other in (function, ["--optimizer=SGD", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]):
+        assert fit(SAVE, "--ckpt_path=older.ckpt", *other, "--trainer.max_epochs=3") == 2
+        said = capsys.readouterr().err
+        assert "trained with another scheduler than" in said
+        assert "step_size" in said
+        assert "Traceback" not in said
+    with pytest.warns(UserWarning, match="goes on with the checkpoint's rate, decay and betas"):
+        assert fit(SAVE, "--ckpt_path=older.ckpt", *steps, "--trainer.max_epochs=3") == 0

@@ -77,12 +77,16 @@ class Document:
         yield from [message["content"] for message in self.messages] or [self.text]
 
 
-def recognise(rows: Iterable[Mapping[str, Any]], where: str) -> tuple[Format, str]:
+def recognise(
+    rows: Iterable[Mapping[str, Any]], where: str, hint: str = "", among: Iterable[str] = KEYS
+) -> tuple[Format, str]:
     """The format of a source, from its first rows.
 
     Args:
         rows: some rows; the format that most of them fit is taken, the earlier in `KEYS` if two are even.
         where: name of the source, for the sentence.
+        hint: what may be wrong if there is none.
+        among: the formats that it may be of.
 
     Returns:
         The format, and a sentence that says by which keys, and which other formats would have fitted.
@@ -90,22 +94,28 @@ def recognise(rows: Iterable[Mapping[str, Any]], where: str) -> tuple[Format, st
     Raises:
         ConfigurationError: If no row has the keys of any format.
     """
-    votes = dict.fromkeys(KEYS, 0)
+    formats = {name: KEYS[name] for name in among}
+    votes = dict.fromkeys(formats, 0)
     seen: dict[str, None] = {}
     for row in rows:
         seen.update(dict.fromkeys(row))
-        for name, keys in KEYS.items():
+        for name, keys in formats.items():
             votes[name] += all(row.get(key) is not None for key in keys)
     best = max(votes, key=lambda name: votes[name])
     if not votes[best]:
-        known = "; ".join(f"{name} ({', '.join(keys)})" for name, keys in KEYS.items())
+        known = "; ".join(f"{name} ({', '.join(keys)})" for name, keys in formats.items())
         raise ConfigurationError(
-            f"{where}: no format has the keys {list(seen)}. Formats and their keys: {known}. Name yours by columns, as "
-            "in columns: {prompt: question, completion: answer}."
+            f"{where}: no format has the keys {keys_shown(seen)}. Formats and their keys: {known}. Name yours by "
+            f"columns, as in columns: {{prompt: question, completion: answer}}.{hint}"
         )
     also = [name for name, count in votes.items() if count and name != best]
     sentence = f"{where}: format {best}, by the keys {', '.join(KEYS[best])}"
     return best, sentence + (f" (set format to read it as {' or '.join(also)})" if also else "")  # type: ignore[return-value]
+
+
+def keys_shown(keys: Iterable[str | None]) -> list[str]:
+    """Names of columns for people; what is data by mistake may be long."""
+    return [key if len(key) <= 40 else f"{key[:40]}..." for key in map(str, keys)]
 
 
 def read_row(row: Mapping[str, Any], kind: Format) -> Document:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lit_efficient.data.text.chat_formats import Document, MalformedRow, read_row
+from lit_efficient.data.text.chat_formats import Document, MalformedRow, keys_shown, read_row
 from lit_efficient.errors import ConfigurationError
 
 PairFormat = Literal["prompt", "conversations"]
@@ -52,12 +52,13 @@ class Pair:
         yield from (message["content"] for message in (*self.chosen.messages, self.rejected.messages[-1]))
 
 
-def recognise_pairs(rows: Iterable[Mapping[str, Any]], where: str) -> tuple[PairFormat, str]:
+def recognise_pairs(rows: Iterable[Mapping[str, Any]], where: str, hint: str = "") -> tuple[PairFormat, str]:
     """The format of a source, from its first rows, and a sentence that says by which keys.
 
     Args:
         rows: some rows; most of them decide.
         where: name of the source, for the sentence.
+        hint: what may be wrong if there are none.
 
     Raises:
         ConfigurationError: If no row has the keys of any format.
@@ -72,7 +73,7 @@ def recognise_pairs(rows: Iterable[Mapping[str, Any]], where: str) -> tuple[Pair
     if not both:
         raise ConfigurationError(
             f"{where}: pairs have the keys chosen and rejected, and prompt unless these are whole conversations; got "
-            f"{list(seen)}. Name yours by columns, as in columns: {{prompt: question, chosen: answer}}."
+            f"{keys_shown(seen)}. Name yours by columns, as in columns: {{prompt: question, chosen: answer}}.{hint}"
         )
     kind: PairFormat = "prompt" if 2 * prompts >= both else "conversations"
     return kind, f"{where}: pairs, format {kind}, by the keys {', '.join(PAIR_KEYS[kind])}"

@@ -76,9 +76,11 @@ class Reader:
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         if source.is_text:
             return "text", f"{source.name}: text, one document a file"
-        if kind != "auto":
-            return kind, f"{source.name}: format {kind}, as asked"
-        return recognise(self._first_rows(source), source.name)
+        if kind == "auto":
+            return recognise(self._first_rows(source), source.name, source.hint)
+        if source.hint:  # its columns are known: rows of another format come no more
+            recognise(self._first_rows(source), source.name, source.hint, [kind])
+        return kind, f"{source.name}: format {kind}, as asked"
 
     def _first_rows(self, source: Source) -> list[dict[str, Any]]:
         first = islice((row for _, row in source.rows() if isinstance(row, dict)), _PEEKED)
@@ -118,7 +120,7 @@ class PairReader(Reader):
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         if source.is_text:
             raise ConfigurationError(f"{source.name} is a text; pairs come as .jsonl, .json, .csv, .tsv or .parquet.")
-        return recognise_pairs(self._first_rows(source), source.name)
+        return recognise_pairs(self._first_rows(source), source.name, source.hint)
 
 
 def check_malformed(what: str, rows: int, malformed: int, shown: Sequence[Sequence[str]], most: float) -> str | None:

@@ -4,11 +4,13 @@ A source is read as often as needed and never whole into memory. What cannot be 
 comes as the reason, so that it can be counted with its line number. No code of a data set is ever run.
 """
 
+import bz2
 import csv
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +30,8 @@ STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
 ROW_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson", ".json", ".csv", ".tsv", ".tab", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+_COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
+READ = f"files that end with {', '.join(ROW_SUFFIXES + TEXT_SUFFIXES)}, compressed or not ({', '.join(_COMPRESSED)})"
 
 Row = tuple[str, dict[str, Any] | str]
 """Where it stands ("data.jsonl:17"), and its keys and values, or the reason why it has none."""
@@ -42,12 +46,14 @@ class Source:
         rows: begins to read; the order is always the same.
         digest: hash of the content; "" for a stream, which is not known before it is read.
         is_text: whether every row is a file's text, whatever it holds.
+        hint: what may be wrong if no row has the keys of any format.
     """
 
     name: str
     rows: Callable[[], Iterator[Row]]
     digest: str
     is_text: bool = False
+    hint: str = ""
 
 
 def open_sources(
@@ -56,7 +62,7 @@ def open_sources(
     """Find what a name in a config stands for; a folder of files is one source a file.
 
     Args:
-        name: a file (.jsonl, .json, .csv, .tsv, .parquet, or text of any other suffix; .gz after it), a folder of such
+        name: a file (.jsonl, .json, .csv, .tsv, .parquet, or a text; .gz, .bz2 or .xz after it), a folder of such
             files, a folder written by ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``, or the
             name of a data set on the Hugging Face hub.
         split: which split of a Hugging Face data set.
@@ -78,15 +84,17 @@ def open_sources(
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return [_saved(path, split)]
-        files = sorted(p for p in path.rglob("*") if _suffix(p) in ROW_SUFFIXES + TEXT_SUFFIXES and p.is_file())
+        found = sorted(p for p in path.rglob("*") if p.is_file())
+        files = [file for file in found if _suffix(file) in ROW_SUFFIXES + TEXT_SUFFIXES]
         rows_only = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
-        if rows_only and len(rows_only) < len(files):  # a README beside the data is no data
-            passed = [file.name for file in files if file not in rows_only]
-            rank_zero_info(f"{name}: {len(rows_only)} files of rows; passed over {', '.join(passed[:5])}")
-            files = rows_only
+        files = rows_only or files  # a README beside the data is no data
         if not files:
-            known = ", ".join(ROW_SUFFIXES + TEXT_SUFFIXES)
-            raise ConfigurationError(f"{name}: the folder holds no data: files that end with {known} are taken.")
+            raise ConfigurationError(f"{name}: the folder holds no data: {READ} are taken.")
+        taken = set(files)
+        if passed := [file.name for file in found if file not in taken and not file.name.startswith(".")]:
+            kind = "rows" if rows_only else "text"
+            more = f" and {len(passed) - 5} more" if len(passed) > 5 else ""
+            rank_zero_info(f"{name}: {len(files)} files of {kind}; passed over {', '.join(passed[:5])}{more}")
         return [_file(file, file.relative_to(path).as_posix()) for file in files]
     if _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
         raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
@@ -130,28 +138,37 @@ def halves(source: Source, held_out: float) -> tuple[Source, Source] | None:
 
 def _suffix(path: Path) -> str:
     """What kind of file it is, compressed or not."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    lower = Path(path.name.lower())
+    return Path(lower.stem).suffix if lower.suffix in _COMPRESSED else lower.suffix
 
 
 def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+    return _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")  # type: ignore[no-any-return]
 
 
 def _file(path: Path, name: str) -> Source:
     readers = dict.fromkeys((".jsonl", ".jsonlines", ".ndjson"), _json_lines) | {".json": _json_list}
     readers |= {".parquet": _parquet} | dict.fromkeys((".csv", ".tsv", ".tab"), _table)
-    reader = readers.get(_suffix(path), _whole_text)
+    readers |= dict.fromkeys((*TEXT_SUFFIXES, ""), _whole_text)
+    reader = readers.get(_suffix(path))
+    if reader is None:
+        raise ConfigurationError(
+            f"{path} is no data that is read: {READ} are. A text that is to be learned ends in .txt."
+        )
     try:
         digest = sha256_of(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
-    return Source(name, partial(_readable, reader, path, name), digest, reader is _whole_text)
+    hint = " The first row of a table names its columns: if this one's is data, put names above it." * (
+        reader is _table
+    )
+    return Source(name, partial(_readable, reader, path, name), digest, reader is _whole_text, hint)
 
 
 def _readable(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: str) -> Iterator[Row]:
     try:
         yield from reader(path, name)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ConfigurationError(f"{path} cannot be read to its end: {error}.") from error
 
 
@@ -208,6 +225,9 @@ def _table(path: Path, name: str) -> Iterator[Row]:
             sign = "\t" if tab else ";" if ";" in first and "," not in first else ","
             text.seek(0)
             reader = csv.DictReader(text, delimiter=sign, strict=True)
+            names = [column for column in reader.fieldnames or () if column]
+            if twice := {column for column in names if names.count(column) > 1}:
+                raise ConfigurationError(f"{path}: two columns have the name {min(twice)!r}: one would hide the other.")
             for number, row in enumerate(reader, 1):
                 cells = sum(value is not None for key, value in row.items() if key is not None) + len(row.get(None, ()))
                 fits = cells == len(reader.fieldnames or ())

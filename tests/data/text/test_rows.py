@@ -1,6 +1,10 @@
+import bz2
 import csv
 import gzip
 import json
+import logging
+import lzma
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 
 from lit_efficient import ConfigurationError, LanguageData
 from lit_efficient.data.text.chat_formats import recognise
+from lit_efficient.data.text.reading import PairReader, Reader
 from lit_efficient.data.text.rows import open_sources
 
 ROWS = [{"instruction": 'Say "two,\nthree"', "output": "Zwölf; ä"}, {"instruction": "x" * 200_000, "output": "long"}]
@@ -105,3 +110,51 @@ def test_other_names_of_the_same_kinds_are_no_raw_text(tmp_path) -> None:
     assert read(tmp_path / "a.jsonlines") == read(tmp_path / "C.JSONL.GZ") == [{"text": "a"}]
     assert read(tmp_path / "b.tab") == [{"text": "a, b", "label": "c"}]
     assert read(tmp_path / "d.txt") == [{"text": "a text"}]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".bz2", bz2.compress), (".xz", lzma.compress), (".lzma", lzma.compress)])
+def test_what_python_unpacks_is_read_as_what_is_in_it(tmp_path: Path, suffix: str, pack: Any) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    table = write_table(tmp_path / "a.csv", ",").read_bytes()
+    for name, content, rows in (("a.jsonl", lines, ROWS), ("a.csv", table, ROWS), ("a.txt", b"a", [{"text": "a"}])):
+        (tmp_path / f"{name}{suffix}").write_bytes(pack(content))
+        assert read(tmp_path / f"{name}{suffix}") == rows
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(pack(lines * 20)[:-20])
+    with pytest.raises(ConfigurationError, match="cannot be read to its end"):
+        read(tmp_path / f"b.jsonl{suffix}")
+    damaged = bytearray(pack(lines * 20))
+    damaged[len(damaged) // 2] ^= 255
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(damaged)
+    with pytest.raises(ConfigurationError, match="cannot be read to its end"):
+        read(tmp_path / f"b.jsonl{suffix}")
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.toml", "a.XML", "a.html", "a.jsonl.zst", "a.zip", "a.tar.gz", "a.arrow"])
+def test_files_of_other_kinds_are_no_text_by_themselves(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_text("- {text: a}\n")
+    with pytest.raises(ConfigurationError, match=rf"{name} is no data that is read: .*\.jsonl, .*\.txt, .*\.xz"):
+        open_sources(str(tmp_path / name))
+    with pytest.raises(ConfigurationError, match=r"holds no data: files that end with \.jsonl"):
+        open_sources(str(tmp_path))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "book").write_text("a text")  # as data sets of text are called, without any suffix
+    with caplog.at_level(logging.INFO):
+        assert [source.name for source in open_sources(str(tmp_path))] == ["a.jsonl"]
+    assert f"1 files of rows; passed over {', '.join(sorted([name, 'book']))}" in caplog.text
+    assert read(tmp_path / "book") == [{"text": "a text"}]
+
+
+@pytest.mark.parametrize("reader", [Reader, PairReader, partial(Reader, kind="alpaca")])
+def test_a_table_without_names_is_told_how_to_get_them(tmp_path: Path, reader: Any) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"How much is two and two?,{'Four. ' * 99}\nAnd three and three?,Six.\n")
+    with pytest.raises(
+        ConfigurationError, match=r"'How much is two and two\?', 'Four. .*first row.*names above it"
+    ) as error:
+        reader(open_sources(str(path)))
+    assert len(str(error.value)) < 500
+    path.write_text("instruction,output,output\na,b,c\n")
+    with pytest.raises(ConfigurationError, match="two columns have the name 'output'"):
+        read(path)

@@ -1,0 +1,71 @@
+"""The lines of Python on a technique's card, from what its class and its bases define. Standard library only."""
+
+import ast
+
+from lit_efficient import PUBLIC
+from lit_efficient.catalog import Card, source
+
+_CONTRACT = {"lit_efficient.declaration", "lit_efficient.technique"}  # what it defines says nothing of one technique
+_IN_RUNS = {"prepare_parameters", "sample_weights", "extra_loss", "after_step"}  # what only a trainer has done
+
+
+def python_lines(card: Card) -> list[str]:
+    """How a module of one's own gets it, and the weights of its runs; arguments that must be given are names.
+
+    ``apply`` is there for what does all of its work on the network; ``restore`` for adapters, averages and whatever
+    else no other way of loading a checkpoint knows.
+    """
+    key, path = card.slot.rpartition(".")[2], source(card.module)
+    if path is None or key not in ("callbacks", "plugins", "optimizer"):
+        return []
+    defined = _defined(card.name, ast.parse(path.read_text(encoding="utf-8")))
+    applies = "transform" in defined and not defined.keys() & _IN_RUNS
+    restores = "average" in defined or "weights" in _texts(defined.get("alters"))
+    needed = [*_without_default(card.signature), *_texts(defined.get("needs"))]
+    part = f"{card.name}({', '.join(f'{name}={name}' for name in needed)})"
+    uses = [f"trainer = Trainer({key}=[{part}])"]
+    if key == "optimizer":
+        uses = [f"optimizer = {card.name}(module.parameters())  # which configure_optimizers returns"]
+    elif applies:
+        uses = [f"apply(module, [{part}])  # or in a run: Trainer({key}=[{part}])"]
+    if restores:
+        uses.append('module = restore(new_module, "best.ckpt")  # new_module: as its class builds it')
+    home = card.module if card.distribution else "lit_efficient"
+    imports = {"lightning.pytorch": ["Trainer"] * uses[0].startswith("trainer"), home: [card.name]}
+    imports["lit_efficient"] = imports.get("lit_efficient", []) + ["apply"] * applies + ["restore"] * restores
+    return [*(f"from {place} import {', '.join(names)}" for place, names in imports.items() if names), *uses]
+
+
+def _defined(name: str, tree: ast.Module) -> dict[str, ast.expr]:
+    """What a class and its bases define, attributes and methods; what all techniques inherit is not among it."""
+    node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
+    if node is None:
+        modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and name in {a.name for a in n.names}]
+        module = (modules[0] if modules else None) or ""
+        module = f"{module}.{PUBLIC[name]}" if module == "lit_efficient" and name in PUBLIC else module
+        path = source(module) if module.startswith("lit_efficient.") and module not in _CONTRACT else None
+        return _defined(name, ast.parse(path.read_text(encoding="utf-8"))) if path else {}
+    found: dict[str, ast.expr] = {}
+    for base in reversed([ast.unparse(base).split(".")[-1] for base in node.bases]):
+        found |= _defined(base, tree) if base != name else {}
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef):
+            found[statement.name] = ast.Name(statement.name)
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+            found[statement.target.id] = statement.value
+        elif isinstance(statement, ast.Assign):
+            found |= {target.id: statement.value for target in statement.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _texts(value: ast.expr | None) -> list[str]:
+    """The texts in a tuple as it is written; what somebody else's class computes is not known."""
+    return [part.value for part in getattr(value, "elts", ()) if isinstance(getattr(part, "value", None), str)]
+
+
+def _without_default(signature: str) -> list[str]:
+    (function,) = ast.parse(f"def f({signature}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    named = [one for one, default in zip(given.kwonlyargs, given.kw_defaults) if default is None]
+    return [one.arg for one in (*given.args[: len(given.args) - len(given.defaults)], *named)]

@@ -1,0 +1,94 @@
+"""The Python that a card prints runs, and says `restore` where nothing else reads a run's checkpoint, only there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lit_efficient
+from lit_efficient.application import ledger
+from lit_efficient.catalog import Card, read_cards
+from lit_efficient.commands.catalog_text import card_text
+from lit_efficient.testing import WIDTH, Case, Net, Toy, data
+from tests.contract.table import CASES, _teacher, case
+from tests.support import AttentionNet
+
+CARDS = read_cards()
+NEEDED: dict[str, Any] = {  # arguments without a default
+    "block": 2, "teacher": _teacher(), "student": "net", "layers": {r"blocks\.1": ""}, "num_outputs": 16,
+    "init_tokens": [1, 5], "every_n_epochs": 1,
+}  # fmt: skip
+
+
+class TenOutputs(Net):
+    """What a module has before another head takes the place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10)
+
+
+def _case(name: str) -> Case:
+    """As the table says; other networks where that of the table is none that somebody would use it on."""
+    networks: dict[str, dict[str, Any]] = {
+        "IA3": {"network": AttentionNet, "make": lambda: [lit_efficient.IA3()]},
+        "ReplaceHead": {"network": TenOutputs},
+    }
+    return dataclasses.replace(case(name), **networks.get(name, {}))
+
+
+def _lines(card: Card) -> list[str]:
+    return [line.strip() for line in card_text(card).partition("In Python:\n")[2].splitlines()]
+
+
+def _loss(module: Any) -> float:
+    with torch.no_grad():
+        return float(torch.stack([module._sample_loss(batch).mean() for batch in data()]).mean())
+
+
+def _loads(module: Toy, state: dict[str, Any], wanted: float) -> bool:
+    """Whether a fresh module has the weights of the validation as anybody would load them."""
+    try:
+        module.load_state_dict(state)
+    except RuntimeError:
+        return False
+    return _loss(module.eval()) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_each_part_of_a_run_has_lines_of_python() -> None:
+    silent = {card.slot for card in CARDS if not _lines(card)}
+    assert silent == {"model", "data"}
+    assert not silent & {card.slot for card in CARDS if _lines(card)}
+    assert set(CASES) <= {card.name for card in CARDS if _lines(card)}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # as torch's inductor is imported
+@pytest.mark.parametrize("card", [card for card in CARDS if _lines(card)], ids=lambda card: card.name)
+def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    *lines, last = _lines(card)
+    lines, reads = (lines, last) if "restore(" in last else ([*lines, last], "")
+    one = _case(card.name) if card.name in CASES else None
+    names: dict[str, Any] = {**NEEDED, "module": one.toy("init") if one else nn.Linear(8, 8)}
+    exec("\n".join(lines), names)
+    made = [entry.record["name"] for entry in ledger(names["module"])]
+    if (trainer := names.get("trainer")) is not None:
+        made += [type(part).__name__ for part in (*trainer.callbacks, trainer.strategy.checkpoint_io)]
+    if (optimizer := names.get("optimizer")) is not None:
+        made.append(type(optimizer).__name__)
+    assert made.count(card.name) == 1
+    if one is None:
+        assert not reads
+        return
+    run = one.fit(one.make())
+    validated = float(run.trainer.callback_metrics["val/loss"])
+    assert _loads(one.toy("init"), run.checkpoint["state_dict"], validated) is not bool(reads)
+    if reads:
+        torch.save(run.checkpoint, "best.ckpt")
+        exec(reads, names | {"new_module": one.toy()}, loaded := {})
+        assert _loss(loaded["module"]) == pytest.approx(validated, rel=1e-5)
