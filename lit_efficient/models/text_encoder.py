@@ -88,11 +88,12 @@ class TextEncoder:
         for group in [[caption] for caption in new] if device.type == "cpu" else [new] if new else []:
             joined: Any = join(self.spec.pipeline, [part.embed(group, device) for part in self.parts])
             for number, caption in enumerate(group):  # copies: a row would hold on to its batch
-                found[caption] = TextEmbedding(*(None if t is None else t[number].clone() for t in joined))
+                row: list[Any] = [None if t is None else t[number].clone() for t in joined]
+                found[caption] = TextEmbedding(*row)
                 memory.put(caption, found[caption])
-        rows = [found[caption] for caption in captions]
-        hidden, mask = (torch.stack(parts) for parts in zip(*((row.hidden, row.mask) for row in rows)))
-        pooled = [row.pooled for row in rows if row.pooled is not None]
+        among = [found[caption] for caption in captions]
+        hidden, mask = (torch.stack(parts) for parts in zip(*((one.hidden, one.mask) for one in among)))
+        pooled = [one.pooled for one in among if one.pooled is not None]
         return TextEmbedding(hidden, mask, torch.stack(pooled) if pooled else None)
 
     @property
