@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import lit_efficient
 from lit_efficient.catalog import helping, read_cards
-from lit_efficient.declaration import Declaration, check_conflicts, overrides
+from lit_efficient.declaration import Declaration, Phase, check_conflicts, overrides
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
@@ -31,9 +31,20 @@ def memory_advice(trainer: Any, module: Any) -> list[str]:
     lines = []
     for name, reason in helping(read_cards(), "memory"):
         kind = getattr(lit_efficient, name)
-        if isinstance(kind, type) and issubclass(kind, Declaration) and _fits(kind(), trainer, module):
+        if not isinstance(kind, type) or not issubclass(kind, Declaration):
+            continue
+        if _spares(technique := kind(), trainer) and _fits(technique, trainer, module):
             lines.append(f"  trainer: {{callbacks+: [{name}]}}  # {reason}")
     return lines[:_MOST]
+
+
+def _spares(technique: Declaration, trainer: Any) -> bool:
+    """Whether it spares anything where the run is: evaluations keep no activations, and states come with a step."""
+    if trainer.training:
+        return True
+    if overrides(technique, "rewrite_optimizer"):
+        return bool(trainer.optimizers) and trainer.global_step > 0
+    return technique.phase is not Phase.RECOMPUTE and (trainer.state.fn == "fit" or overrides(technique, "transform"))
 
 
 def _fits(technique: Declaration, trainer: Any, module: Any) -> bool:

@@ -191,10 +191,36 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
                 scaled = name == "lr" and not unscheduled and old["lr"] and group["lr"] != old["lr"]  # by somebody
                 _put(group, name, float(group["lr"]) * new["lr"] / old["lr"] if scaled else new[name])
                 was = held[name] if left else old[name]
-                said.append(f"{type(optimizer).__name__}, group {index}: {name} {was!r} -> {new[name]!r}")
+                begun = any(optimizer.state.get(p) for p in group["params"])
+                vain = ", without effect: it shapes states as they begin, and the checkpoint's go on"
+                said.append(
+                    f"{type(optimizer).__name__}, group {index}: {name} {was!r} -> {new[name]!r}"
+                    f"{vain if begun and _only_begins(optimizer, {**held, name: was}, name, new[name]) else ''}"
+                )
     for optimizer, built, factors in zip(trainer.optimizers, now["optimizers"], reductions):
         said += _run_anew(trainer, optimizer, then, now, built["groups"], factors)
     return said
+
+
+def _only_begins(optimizer: Any, options: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether another value makes other steps of a new optimizer, and none of one whose states have begun."""
+
+    def steps(first: Any, then: Any) -> Tensor:
+        parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+        accepted = inspect.signature(type(optimizer)).parameters
+        taken = {key: given for key, given in options.items() if key in accepted} | {name: first}
+        twin = type(optimizer)([parameter], **taken)
+        for step in range(4):
+            parameter.grad = torch.tensor([[1.0, -1.0], [0.5, -2.0]], dtype=torch.float64) * (1 + 0.1 * step)
+            twin.step()
+            twin.param_groups[0][name] = then
+        return parameter.detach()
+
+    try:
+        before = steps(options[name], options[name])
+        return torch.equal(before, steps(options[name], value)) and not torch.equal(before, steps(value, value))
+    except Exception:  # one of other arguments, or for other shapes
+        return False
 
 
 def _check_state(optimizer: Any) -> None:

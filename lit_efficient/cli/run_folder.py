@@ -61,8 +61,17 @@ def candidates(word: str | None, root: Path) -> list[Path]:
         if found := [path for _, _, path in checkpoints(place)]:
             return sorted(found, key=lambda path: path != first)
         parent = (read_record(place) or {}).get("parent")
-        first, place = (Path(parent), Path(parent).parent) if isinstance(parent, str) else (None, None)
+        first = None
+        if isinstance(parent, str):  # of older runs relative to where they were started
+            first = real(path if (path := place / parent).exists() else Path(parent))
+        place = first.parent if first else None
     return []
+
+
+def _parent(checkpoint: Path, root: Path) -> str:
+    """What a folder below ``root`` names its parent: found from anywhere, and where the root has been moved, too."""
+    path, root = Path(os.path.realpath(checkpoint)), Path(os.path.realpath(root))
+    return os.path.relpath(path, root / "run") if path.is_relative_to(root) else str(path)
 
 
 class RunFolder(Callback):
@@ -82,7 +91,10 @@ class RunFolder(Callback):
             assert checkpoint is not None
             self.path = checkpoint.parent
             return
-        self.record = {"parent": str(checkpoint) if checkpoint else None, "job": os.environ.get("SLURM_JOB_ID")}
+        self.record = {
+            "parent": _parent(checkpoint, root) if checkpoint else None,
+            "job": os.environ.get("SLURM_JOB_ID"),
+        }
         self.path = root  # of the other ranks, until rank 0 tells them
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             missing = [folder for folder in (root, *root.parents) if not folder.exists()]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lit_efficient
@@ -54,6 +55,29 @@ def test_no_other_batch_size_is_advised_where_none_can_be_set(capsys):
     said = capsys.readouterr().err
     assert "[LoRA]" in said
     assert "MaxBatchSize" not in said
+
+
+class Deep(ToyModel):
+    """Blocks, and too little memory in the hook of a name."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)])
+        setattr(self, hook, lambda *_: torch.empty(2**58))
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments", "advised"),
+    [
+        ("training_step", [], {"MaxBatchSize", "ActivationCheckpointing", "LoRA"}),
+        ("on_validation_epoch_end", ["--trainer.num_sanity_val_steps=0"], {"MaxBatchSize", "LoRA"}),
+        ("on_validation_epoch_end", [], {"MaxBatchSize"}),
+    ],
+)
+def test_an_evaluation_is_not_told_to_save_what_only_training_has(hook, arguments, advised, capsys):
+    assert fit("--model", f"{__name__}.Deep", "--model.hook", hook, *arguments) == 3
+    said = capsys.readouterr().err
+    assert {name for name in ("MaxBatchSize", "ActivationCheckpointing", "LoRA") if f"[{name}]" in said} == advised
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)

@@ -55,6 +55,22 @@ def test_every_key_that_changed_is_named_and_no_other(said):
     assert (trainer.precision, trainer.gradient_clip_val, trainer.global_step) == ("bf16-mixed", 0.5, STEPS + 2)
 
 
+@pytest.mark.parametrize(("name", "option"), [("Rprop", "lr"), ("Adagrad", "initial_accumulator_value"), ("SGD", "lr")])
+def test_what_only_shapes_states_as_they_begin_is_said_to_have_no_effect(name, option, said):
+    def weights(value: str, *arguments: str) -> torch.Tensor:
+        assert fit(SAVE, f"--optimizer={name}", f"--optimizer.{option}={value}", *arguments) == 0
+        return torch.nn.utils.parameters_to_vector(Recorder.last.trainer.lightning_module.parameters())
+
+    weights("0.01")
+    longer = weights("0.01", CKPT, "--trainer.max_epochs=3")
+    weights("0.01")
+    said()
+    other = weights("0.02", CKPT, "--trainer.max_epochs=3")
+    text = said()
+    assert f"{name}, group 0: {option} 0.01 -> 0.02" in text
+    assert ("without effect" in text) == torch.equal(longer, other) == (name != "SGD")
+
+
 def test_rate_decay_and_betas_are_those_of_the_config(said):
     assert fit(SAVE, "--optimizer=AdamW", "--optimizer.lr=0.01") == 0
     said()

@@ -104,7 +104,7 @@ def test_an_older_checkpoint_or_another_config_begins_a_run_that_names_its_paren
         assert fit(*arguments, "--trainer.max_epochs=3", "--ckpt_path", *changes) == 0
         begun = runs()[-1]
         record = json.loads((begun / "run.json").read_text())
-        assert Path(record["parent"]).resolve() == parent
+        assert (begun / record["parent"]).resolve() == parent
         assert last(begun)["global_step"] == 12
         assert (RUNS / "latest").resolve() == begun.resolve()
     assert len(runs()) == 3
@@ -138,7 +138,7 @@ def test_last_is_the_newest_whole_checkpoint_of_the_newest_run(caplog):
     assert len(Recorder.last.rates) == 16 - step
 
 
-def test_last_of_a_run_without_any_is_the_one_that_it_started_from(caplog):
+def test_last_of_a_run_without_any_is_the_one_that_it_started_from(caplog, monkeypatch):
     caplog.set_level("INFO")
     arguments = [SAVE, "--ckpt_path=last"]
     assert fit(*arguments) == 0
@@ -147,6 +147,13 @@ def test_last_of_a_run_without_any_is_the_one_that_it_started_from(caplog):
     assert fit(*arguments, "--model.scale=1e30", "--trainer.max_epochs=3") == 4  # it ends before it saves
     child = next(run for run in runs() if run != first)
     assert not list(child.glob("*.ckpt"))
+    shutil.copytree("runs", "elsewhere/runs", symlinks=True)
+    with monkeypatch.context() as context:
+        context.chdir("elsewhere")
+        for root in (RUNS, Path("..", RUNS)):
+            assert [path.resolve() for path in candidates("last", root)] == [
+                Path(root, first.name, "last.ckpt").resolve()
+            ]
     assert fit(*arguments, "--model.scale=2", "--trainer.max_epochs=3") == 0
     assert last()["global_step"] == 12
     assert f"ckpt_path: {first / 'last.ckpt'} starts the run" in caplog.text
