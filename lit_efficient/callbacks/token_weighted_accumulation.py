@@ -5,7 +5,7 @@
 Saves: nothing; it makes accumulation and data parallelism equal the big batch they stand for (plain Lightning averages
     the means, and divides a short last window by too many micro-batches)
 Costs: two sums of one number over the ranks and a pass over the gradients an optimizer step; batches are counted on the
-    host, or, where a hook changes them behind their transfer, read from the device
+    host, or, where a hook has a hand in their transfer, read from the device
 Source: the analysis of transformers' and Unsloth's accumulation bug, https://huggingface.co/blog/gradient_accumulation
 
 Each loss is scaled by n_rk / n, where n is the mean over the ranks of the window's first counts, and the gradients'
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, refusal
-from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_loops import accumulates, arrives_unchanged
 from lit_efficient.internals.torch_foreach import foreach_mul_
 from lit_efficient.internals.torch_tensors import hooks_after_accumulation
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -136,8 +136,7 @@ class TokenWeightedAccumulation(Technique):
         self._window, self._reference = {}, None
         self._alone = trainer.world_size == 1
         wrap_method(pl_module, "backward", _backward)
-        hooks = [owner.on_after_batch_transfer for owner in (pl_module, trainer.datamodule) if owner is not None]
-        if all(getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning.")) for hook in hooks):
+        if arrives_unchanged(trainer):
             wrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -239,7 +238,7 @@ def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """The strategy's; a batch of training is counted before, as a count on a GPU has to be waited for."""
     trainer = self.lightning_module.trainer
-    if trainer.training:
+    if trainer.training and batch is not None:  # which Lightning passes over
         technique = next(c for c in trainer.callbacks if isinstance(c, TokenWeightedAccumulation))
         technique._counted = technique._count(self.lightning_module, batch)
     return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)

@@ -5,12 +5,21 @@ Checked with lightning 2.6.6.
 
 from typing import Any
 
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
 DATA_FETCHER = "_DataFetcher"  # the class of what hands batches to a loop
 
 
 def accumulates(trainer: Any) -> bool:
     """Whether the optimizer does not step after this batch: ``fit_loop._should_accumulate``."""
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def arrives_unchanged(trainer: Any) -> bool:
+    """Whether a batch of training is on the device what it was on the host: no hook has a hand in its transfer."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    return not any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
 
 def validates_next(trainer: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
 
@@ -30,7 +31,7 @@ class HostStates:
         self.optimizer, self.piece_bytes = optimizer, piece_bytes
         self._hosts: dict[tuple[Tensor, str], Tensor] = {}
         self._fetched: dict[tuple[Tensor, str], Tensor] = {}
-        self._chunks: list[list[Any]] = []  # storages, and how much of each is taken
+        self._chunks: list[list[Any]] = []  # bytes, and how many of each are taken
 
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream | None:
@@ -45,7 +46,7 @@ class HostStates:
     @property
     def held(self) -> int:
         """Bytes of CPU memory that are taken."""
-        return sum(storage.nbytes() for storage, _ in self._chunks)
+        return sum(memory.nbytes for memory, _ in self._chunks)
 
     @property
     def state_bytes(self) -> int:
@@ -113,24 +114,26 @@ class HostStates:
     def _take(self, value: Tensor, new: int) -> Tensor:
         """CPU memory for a state, of the first chunk with room, else of one as large as the ``new`` bytes of its piece.
 
-        Chunks are powers of two, to which torch would round the pinned memory of each state.
+        Chunks are powers of two, to which torch would round the pinned memory of each state. Each state has a storage
+        of its own within: a checkpoint writes whole storages, and none that is read as two types.
         """
         size = -(-value.nbytes // _ALIGNED) * _ALIGNED
-        chunk = next((chunk for chunk in self._chunks if chunk[1] + size <= chunk[0].nbytes()), None)
+        chunk = next((chunk for chunk in self._chunks if chunk[1] + size <= chunk[0].nbytes), None)
         if chunk is None:
             room = 1 << max((size - 1).bit_length(), new.bit_length() - 1)
             chunk = [pinned(room, pin=self.stream is not None), 0]
             self._chunks.append(chunk)
-        storage, offset = chunk
+        memory, offset = chunk
         chunk[1] += size
+        part = torch.from_numpy(memory.numpy()[offset : offset + value.nbytes])
         shape = torch.empty_like(value, device="meta")
         empty = torch.empty(0, dtype=value.dtype, device="cpu")
-        return empty.set_(storage, offset // value.itemsize, shape.shape, shape.stride())
+        return empty.set_(part.untyped_storage(), 0, shape.shape, shape.stride())
 
 
-def pinned(size: int, pin: bool) -> torch.UntypedStorage:
+def pinned(size: int, pin: bool) -> Tensor:
     """CPU memory that a device copies from and to by itself, if it is pinned."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin).untyped_storage()
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
 
 class Streamed(Optimizer):
@@ -154,6 +157,22 @@ def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
     if step is not None:
         optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
         mark_counted(optimizer.__dict__["step"])
+
+
+def check_unchanged(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Refuse an optimizer whose step has written to the group of a piece: that of all parameters would not have it.
+
+    Args:
+        optimizer: Between the steps of two pieces.
+        group: The group that the piece is of.
+    """
+    (stepped,) = optimizer.param_groups
+    written = [key for key, value in stepped.items() if key != "params" and value is not group.get(key, optimizer)]
+    if written:
+        raise ConfigurationError(
+            f"OffloadOptimizer: the step of {type(optimizer).__name__} writes {', '.join(map(repr, written))} to its "
+            "groups, for all their parameters at once, which has no pieces; leave OffloadOptimizer out"
+        )
 
 
 def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +200,7 @@ def _streamed(base: type[Optimizer]) -> type[Optimizer]:
                 fetched = store.fetch(stepped[number][1]) if number < len(stepped) else None
                 self.param_groups = [group | {"params": piece}]
                 inner(self)
+                check_unchanged(self, group)
                 store.put_back(piece)
         finally:
             self.param_groups = groups

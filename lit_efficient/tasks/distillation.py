@@ -20,6 +20,7 @@ from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, wri
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.internals.hugging_face import masks_unread
+from lit_efficient.internals.lightning_loops import arrives_unchanged
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.chunked_cross_entropy import computes_ignored
@@ -147,7 +148,8 @@ class Distillation(LanguageModeling):
     def on_train_start(self) -> None:
         if self.cache_top_k is not None:
             self._cache = self._cached(self.cache_top_k)
-            wrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
+            if arrives_unchanged(self.trainer):
+                wrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
 
     def on_train_end(self) -> None:
         unwrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
@@ -248,7 +250,7 @@ class Distillation(LanguageModeling):
         if self._cache is None:
             return self._asked(batch, chosen, vocab_size)
         answers: Mapping[str, Tensor] = batch
-        if _ANSWERS[0] not in batch:  # not by the trainer's loop
+        if _ANSWERS[0] not in batch:  # where a hook has a hand in the transfer, or not by the trainer's loop
             answers = self._looked_up({name: batch[name].cpu() for name in ROW if name in batch})
         ids, log_probs = (moved(answers[name].flatten(0, 1), self.device)[chosen] for name in _ANSWERS)
         return TopKTeacher(ids, log_probs, vocab_size)
@@ -309,7 +311,7 @@ class Distillation(LanguageModeling):
 
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """The strategy's; what the teacher has said of a batch of training is looked up while that is still on the host."""
-    if self.lightning_module.trainer.training:
+    if self.lightning_module.trainer.training and batch is not None:
         batch = {**batch, **self.lightning_module._looked_up(batch)}
     return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
 

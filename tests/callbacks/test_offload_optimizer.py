@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,8 +98,8 @@ def test_memory_is_taken_once_and_is_what_is_reported(monkeypatch: pytest.Monkey
     store = optimizer.host_states
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     where = [moment.data_ptr() for moment in moments]
-    chunks = {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in moments}
-    assert sum(taken) == store.held == sum(chunks.values())
+    assert sum(taken) == store.held
+    assert all(moment.untyped_storage().nbytes() == moment.nbytes for moment in moments)
     assert store.state_bytes == sum(moment.nbytes for moment in moments)
     assert store.state_bytes == 8 * sum(p.numel() for p in module.parameters())
     assert store.held < 1.1 * store.state_bytes
@@ -107,6 +108,35 @@ def test_memory_is_taken_once_and_is_what_is_reported(monkeypatch: pytest.Monkey
     train(module, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
     assert not taken
     assert [value.data_ptr() for s in optimizer.state.values() for key, value in s.items() if key != "step"] == where
+
+
+def test_a_checkpoint_has_the_bytes_of_the_states_whatever_their_types(tmp_path: Path) -> None:
+    module = network()
+    module[0].bfloat16()
+    optimizer = torch.optim.AdamW(module.parameters())
+    stream_states(optimizer, piece_bytes=2**20)
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved, path = optimizer.state_dict(), tmp_path / "optimizer.pt"
+    torch.save(saved, path)
+    assert_equal(torch.load(path), saved)
+    assert path.stat().st_size < optimizer.host_states.held  # chunks have room to spare, which no file is to have
+
+
+def test_a_step_that_writes_to_its_group_is_refused() -> None:
+    class Counted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    module = network()
+    optimizer = Counted(module.parameters(), lr=0.1)
+    stream_states(optimizer, piece_bytes=1)
+    module(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(ConfigurationError, match="the step of Counted writes 'count' to its groups"):
+        optimizer.step()
 
 
 def test_the_next_piece_comes_and_the_last_one_goes_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,29 @@ def test_micro_batches_without_tokens_count_for_nothing(style: str, counts: list
     torch.testing.assert_close(ours[0], exact(counts, 3)[0], rtol=1e-12, atol=1e-14)
 
 
+class _Cut(Ragged):
+    """Labels past the eighth go while the batch is moved."""
+
+    def transfer_batch_to_device(self, batch: Any, *_: Any) -> Any:
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"].index_fill(1, torch.arange(8, 12), -100)}
+
+
+def test_tokens_are_counted_behind_a_transfer_that_changes_them() -> None:
+    module = Ragged()
+    cut = [_Cut().transfer_batch_to_device(batch) for batch in batches([24, 9])]
+    big = {key: torch.cat([batch[key] for batch in cut]) for key in cut[0]}
+    (gradient,) = torch.autograd.grad(module.training_step(big, 0), module.table)
+    ours = gradients([24, 9], [TokenWeightedAccumulation()], _Cut(), accumulate_grad_batches=2)
+    torch.testing.assert_close(ours[0], gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+def test_a_batch_that_is_none_is_passed_over_as_lightning_does() -> None:
+    module, made = Ragged(), batches([5, 8])
+    trainer([TokenWeightedAccumulation()], limit_val_batches=0).fit(module, _Listed([made[0], None, made[1]]))
+    assert len(module.gradients) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*training_step.* returned .None.")
 def test_a_step_that_returns_none_is_left_out_of_the_tokens() -> None:
     ours = gradients([5, 8, 9], [TokenWeightedAccumulation()], Ragged("skip"), accumulate_grad_batches=3)
