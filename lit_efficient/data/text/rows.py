@@ -143,7 +143,7 @@ def _suffix(path: Path) -> str:
 
 
 def _open(path: Path) -> IO[bytes]:
-    return _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")  # type: ignore[no-any-return]
+    return _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")
 
 
 def _file(path: Path, name: str) -> Source:
