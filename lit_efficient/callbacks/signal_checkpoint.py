@@ -122,7 +122,7 @@ class SignalCheckpoint(Callback):
             _print(trainer, f"Interrupted by {name} before training began: there is nothing to save.")
         else:
             path = self._folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)  # all processes together; returns when the file is there
+            trainer.save_checkpoint(path, weights_only=False)  # all processes together, until it is there
             if stepped:
                 log_step(trainer)  # the resumed run begins with the next one
             _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")

@@ -40,6 +40,7 @@ from lit_efficient.cli.run import (
 from lit_efficient.cli.run_folder import RunFolder, candidates, keep_rows, place_loggers
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.errors import ConfigurationError, DivergedError
+from lit_efficient.files.checkpoints import state_of
 from lit_efficient.files.runs import real
 from lit_efficient.internals.lightning_cli import OpenCLI
 
@@ -113,17 +114,21 @@ class LitEfficientCLI(OpenCLI):
         """Read the checkpoint that is given, and say where its config is another."""
         root, path = Path(self.part(self.config, "trainer")["default_root_dir"]), self.config_dump.get("ckpt_path")
         fits = self.subcommand == "fit"
+        searches = fits and (path in checkpoint.WORDS or path is None)
         self.checkpoint: dict[str, Any] = {}
         self.changed: dict[str, tuple[Any, Any]] = {}
-        if fits and (path in checkpoint.WORDS or path is None):
-            word, (path, self.checkpoint) = path, checkpoint.read_last(candidates(path, root))
+        tried = candidates(path, root) if searches else [real(Path(path))] if path else []
+        states = {str(file): state_of(file) for file in tried}  # before they are read
+        if searches:
+            word, (path, self.checkpoint) = path, checkpoint.read_last(tried)
             if word and path is None:
                 rank_zero_info(f"ckpt_path: {word}: {root} holds no checkpoint to go on from yet; the run begins anew")
         elif path:
             self.checkpoint = checkpoint.read(path, str(self.subcommand))
-            path = str(real(Path(path)))
-            if os.sep not in path:  # a file whose name may be a word of Lightning's: last, best
-                path = os.path.join(os.curdir, path)
+            path = str(tried[0])
+        self.checked = states.get(path or "")
+        if path and os.sep not in path:  # a file whose name may be a word of Lightning's: last, best
+            path = os.path.join(os.curdir, path)
         if self.subcommand:
             self.config[self.subcommand]["ckpt_path"] = path
         if self.checkpoint:
@@ -175,7 +180,7 @@ class LitEfficientCLI(OpenCLI):
         self.config = self._written  # which is saved
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
         trainer = self.part(self.config_init, "trainer", default={})
-        add_default_parts(trainer, self.subcommand, optimizer, self.folder)
+        add_default_parts(trainer, self.subcommand, optimizer, self.folder, self.checked)
         trainer["callbacks"] += [CheckSharding(), MemoryAdvice()]
         if self.subcommand == "fit":
             trainer["callbacks"].append(ConfigWins(self.config_dump, self.changed))

@@ -44,7 +44,11 @@ _NOISE = (
 
 
 def add_default_parts(
-    trainer_config: dict[str, Any], subcommand: str | None, optimizer: str = "", folder: RunFolder | None = None
+    trainer_config: dict[str, Any],
+    subcommand: str | None,
+    optimizer: str = "",
+    folder: RunFolder | None = None,
+    checked: tuple[int, ...] | None = None,
 ) -> None:
     """Give a run the CheckpointIO that can be trusted and a ``fit`` the answers to signals and to NaN, or keep its own.
 
@@ -55,6 +59,7 @@ def add_default_parts(
         subcommand: Which subcommand runs.
         optimizer: Class path of the config's optimizer, if it names one.
         folder: Where a fit writes.
+        checked: The state of the checkpoint's file when its checksums were compared.
     """
     if folder:
         trainer_config["default_root_dir"] = str(folder.path)
@@ -62,7 +67,10 @@ def add_default_parts(
         _place_checkpoints(trainer_config, folder.path)
     plugins = _as_list(trainer_config.get("plugins"))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-        trainer_config["plugins"] = [*plugins, default_part("checkpoints")()]
+        plugins = trainer_config["plugins"] = [*plugins, default_part("checkpoints")()]
+    for plugin in plugins:
+        if isinstance(plugin, default_part("checkpoints")):
+            plugin.checked = checked
     callbacks = _as_list(trainer_config.get("callbacks"))
     kind = optimizer.rsplit(".", 1)[-1]
     for key in ("signals", "divergence", kind) if subcommand == "fit" else ():

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from lit_efficient.errors import LitEfficientError
 
@@ -40,7 +39,6 @@ def run(argv: Sequence[str]) -> int:
     diffusers = arguments.format == "diffusers"
     if arguments.lora is not None and not diffusers:
         parser.error(f"--lora does not belong to --format {arguments.format}")
-    weights: Any = "average" if arguments.weights == "ema" else arguments.weights
     try:
         if diffusers:
             from lit_efficient.export.pipelines import export_pipeline
@@ -48,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
             folder = export_pipeline(
                 arguments.checkpoint,
                 arguments.output,
-                weights,
+                arguments.weights,
                 lora=arguments.lora or "merged",
                 base=arguments.base,
                 check=arguments.check,
@@ -61,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
                 arguments.output,
                 arguments.format,
                 base=arguments.base,
-                weights=weights,
+                weights=arguments.weights,
                 check=arguments.check,
             )
     except LitEfficientError as error:

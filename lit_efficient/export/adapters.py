@@ -39,7 +39,7 @@ from lit_efficient.mechanisms.adapters.peft_vectors import (
     vectors_to_peft,
 )
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
-from lit_efficient.mechanisms.restore import Weights, weights_of
+from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
 from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
@@ -51,7 +51,7 @@ def export_checkpoint(
     output: str | os.PathLike[str],
     format: str,
     base: str | os.PathLike[str] | None = None,
-    weights: Weights = "auto",
+    weights: Asked | None = "auto",
     check: bool = True,
 ) -> Path:
     """Turn a checkpoint into one of three formats; return the folder, which has hashes of its files in it.
@@ -66,7 +66,8 @@ def export_checkpoint(
             module, adapters merged; QA-LoRA's weights stay in int4.
         base: What the adapters stand beside, where the checkpoint neither holds it (``save_base=True``) nor names it:
             the folder of a transformers model, or a checkpoint or safetensors file (``safetensors``).
-        weights: ``auto``: those that validation used, the ``average`` of a run that kept one, else the ``raw`` ones.
+        weights: ``auto`` or None: those that validation used, the ``average`` (or ``ema``) of a run that kept one, else
+            the ``raw`` ones.
         check: Let the library that the folder is for load it, in a fresh process, and compare it with what was trained.
             It needs memory for the model once more.
 
@@ -75,7 +76,7 @@ def export_checkpoint(
         CheckpointError: If a file cannot be read safely, tensors are missing, or the check finds another model.
     """
     check_choice("export", "format", format, FORMATS)
-    check_choice("export", "weights", weights, ("auto", "average", "raw"))
+    weights = wanted_weights("export", weights)
     check_new_folder(Path(output), "export")
     checkpoint, named = read(path), None if base is None else str(base)
     make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]

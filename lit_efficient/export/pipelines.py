@@ -27,9 +27,9 @@ from lit_efficient.files.sums import write_sums
 from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, write_diffusers_lora
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
+from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
 from lit_efficient.surgery import own_draws, unmixed
 
-Weights = Literal["auto", "average", "raw", "ema"]
 Lora = Literal["merged", "diffusers"]
 
 _NETWORK = "network."
@@ -38,7 +38,7 @@ _NETWORK = "network."
 def export_pipeline(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    weights: Weights | None = None,
+    weights: Asked | None = None,
     lora: Lora = "merged",
     base: str | os.PathLike[str] | None = None,
     check: bool = True,
@@ -61,7 +61,7 @@ def export_pipeline(
         ConfigurationError: For an argument out of range, and for what no pipeline of diffusers can hold.
         CheckpointError: If the file cannot be read, or does not hold the weights that are asked for.
     """
-    check_choice("export", "weights", weights, ("auto", "average", "raw", "ema"), null=True)
+    weights = wanted_weights("export", weights)
     check_choice("export", "lora", lora, ("merged", "diffusers"))
     check_new_folder(Path(output), "export")
     checkpoint = read(Path(path))
@@ -100,8 +100,7 @@ class _Run:
     held: str
 
 
-def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping[str, Tensor] | None) -> _Run:
-    from lit_efficient.mechanisms.restore import take_weights
+def _restored(checkpoint: dict[str, Any], weights: Weights, base: Mapping[str, Tensor] | None) -> _Run:
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
     arguments = checkpoint["hyper_parameters"]
@@ -114,9 +113,8 @@ def _restored(checkpoint: dict[str, Any], weights: Weights | None, base: Mapping
     if base is not None:
         _load_base(module, base)
     module.on_load_checkpoint(checkpoint)
-    wanted: Any = {None: "auto", "ema": "average"}.get(weights, weights)
     try:
-        held = take_weights(module, checkpoint, wanted)
+        held = take_weights(module, checkpoint, weights)
     except CheckpointError as error:
         raise CheckpointError(f"export: {error}") from error
     return _Run(module, checkpoint, held)

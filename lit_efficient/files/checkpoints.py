@@ -121,6 +121,15 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: boo
         raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
 
 
+def state_of(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
+    """What changes with a file's content, None of what is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
     """Names of floating tensors that hold NaN, or infinity beside different numbers: a mask has but one beside -inf."""
     floats = {name: tensor for name, tensor in tensors.items() if _is_floating(tensor)}

@@ -20,6 +20,7 @@ from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.surgery import memory_of
 
 Weights = Literal["auto", "average", "raw"]
+Asked = Literal["auto", "average", "raw", "ema"]
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -56,6 +57,12 @@ def restore(
     held = take_weights(module, checkpoint, weights)
     rank_zero_info(f"restore: {type(module).__name__} has the weights {held!r} of the checkpoint")
     return module
+
+
+def wanted_weights(owner: str, asked: Asked | None) -> Weights:
+    """What exports are asked for: ``ema`` is the average, and None is ``auto``."""
+    check_choice(owner, "weights", asked, get_args(Asked), null=True)
+    return "average" if asked == "ema" else asked or "auto"
 
 
 def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weights) -> str:

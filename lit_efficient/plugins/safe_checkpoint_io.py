@@ -19,7 +19,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_efficient.errors import CheckpointError, DivergedError, refusal
 from lit_efficient.files.atomic_file import remove_whole
-from lit_efficient.files.checkpoints import DamagedError, load_verified, local_file, not_finite, save_atomically
+from lit_efficient.files.checkpoints import (
+    DamagedError,
+    load_verified,
+    local_file,
+    not_finite,
+    save_atomically,
+    state_of,
+)
 
 
 class SafeCheckpointIO(CheckpointIO):
@@ -46,6 +53,7 @@ class SafeCheckpointIO(CheckpointIO):
         self.verify = verify
         self.fallback = fallback
         self.finite = finite
+        self.checked: tuple[int, ...] | None = None  # the state of a file whose checksums are known to be right
         # The standalone pytorch_lightning brings a base class of its own and asks for it with isinstance.
         if "lightning_fabric" in sys.modules:
             sys.modules["lightning_fabric.plugins"].CheckpointIO.register(type(self))
@@ -82,7 +90,7 @@ class SafeCheckpointIO(CheckpointIO):
         if map_location is not None and str(map_location) != "cpu":
             raise refusal("SafeCheckpointIO", "map_location", "cpu or null", map_location)
         try:
-            return load_verified(path, self.verify)
+            return load_verified(path, self.verify and (self.checked is None or state_of(path) != self.checked))
         except DamagedError as error:
             other = self.last_good(path)
             if other is None:

@@ -46,6 +46,7 @@ def test_a_signal_saves_exits_and_resumes_exactly(tmp_path, expected, name, at, 
     said = log.read_text()
     assert f"Interrupted by {name}: the checkpoint is {path}" in said
     assert f"--ckpt_path {path}" in said
+    assert "`weights_only` was not set" not in said
     assert "finalized failed" in said
     assert "handlers restored True" in said
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_efficient.__main__ import main
+from lit_efficient.files import checkpoints
 from tests.cli.toy_runs import ALLOW, STEPS, fit, refused
 from tests.support_cli import Recorder, ToyData, ToyModel
 
@@ -77,6 +78,27 @@ def test_one_flipped_bit_in_a_checkpoint_is_seen(trained, capsys):
         said = refused(capsys, "--ckpt_path", str(flipped), command=command)
         assert "flipped.ckpt is damaged" in said
         assert "The last good one beside it: alone/good.ckpt" in said
+
+
+def test_a_checkpoint_is_compared_with_its_checksums_once_unless_it_changes_meanwhile(trained, capsys, monkeypatch):
+    compared, compare = [], checkpoints._check_records
+    monkeypatch.setattr(checkpoints, "_check_records", lambda file, name: compared.append(name) or compare(file, name))
+    saves = "--trainer.enable_checkpointing=true"
+    resume = [saves, "--optimizer=SGD", "--trainer.max_epochs=3", "--ckpt_path", trained]
+    assert fit(*resume) == 0
+    assert main(["validate", *ALLOW, "-c", "base.yaml", saves, "--ckpt_path", trained]) == 0
+    assert [str(name) for name in compared] == [trained] * 2  # once a command
+
+    weights = torch.load(trained, weights_only=True)["state_dict"]["net.0.weight"].numpy().tobytes()
+
+    def setup(self, stage):
+        content = bytearray(Path(trained).read_bytes())
+        content[content.index(weights) + 5] ^= 1
+        Path(trained).write_bytes(content)
+
+    monkeypatch.setattr(ToyModel, "setup", setup)
+    assert fit(*resume) == 2
+    assert "last.ckpt is damaged" in capsys.readouterr().err
 
 
 def test_words_for_checkpoints_need_a_training(capsys):

@@ -90,5 +90,6 @@ def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch:
     assert _loads(one.toy("init"), run.checkpoint["state_dict"], validated) is not bool(reads)
     if reads:
         torch.save(run.checkpoint, "best.ckpt")
-        exec(reads, names | {"new_module": one.toy()}, loaded := {})
+        loaded: dict[str, Any] = {}
+        exec(reads, names | {"new_module": one.toy()}, loaded)
         assert _loss(loaded["module"]) == pytest.approx(validated, rel=1e-5)
