@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
-from lit_efficient.cli.parsing import ALLOWED_IMPORTS, did_you_mean
-from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError
+from lit_efficient.cli.parsing import ALLOWED_IMPORTS
+from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError, did_you_mean
+from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_path
 from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
@@ -261,7 +262,7 @@ def _config_files(argv: Sequence[str]) -> list[str]:
         for flag, value in pairs
         if flag.split("=")[0] in ("-c", "--config")
     ]
-    return [path for path in given if os.path.isfile(path)]
+    return [path for path in map(configs.located, given) if os.path.isfile(path)]
 
 
 def _line_of(key: str, files: Sequence[str]) -> str:

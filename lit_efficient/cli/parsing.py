@@ -5,14 +5,14 @@ Everything here is decided before a class is imported, because importing what a 
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import re
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import registered, third_party
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, did_you_mean
+from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_key
 from lit_efficient.internals.jsonargparse_parser import (
     ChangesValues,
@@ -107,10 +108,10 @@ def _registered_classes() -> list[str]:
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without ``--allow-import PKG``, short class names in full, and the packages.
+    """The arguments without ``--allow-import PKG``, short class names in full and configs by path, and the packages.
 
     Raises:
-        ConfigurationError: If ``--allow-import`` stands without a package.
+        ConfigurationError: If ``--allow-import`` stands without a package, or there is no such config.
     """
     arguments: list[str] = []
     allowed: list[str] = []
@@ -123,6 +124,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if not package or package.startswith("-"):
                 raise ConfigurationError("--allow-import needs the name of a package, as in --allow-import my_project")
             allowed.append(package)
+            continue
+        if key in ("-c", "--config"):
+            arguments += [key, *map(configs.find, [value] if equals else islice(tokens, 1))]
             continue
         if key.startswith("--") and key.endswith(".strategy"):
             value = value if equals else next(tokens, "")
@@ -255,13 +259,6 @@ def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) 
 def _is_class(name: str) -> bool:
     known = name in _LIGHTNINGS or hasattr(lr_scheduler, name) or full_name(name) != name
     return known or ("." in name and name.rpartition(".")[2][:1].isupper())
-
-
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    names = {one.lower(): one for one in known} | {one: one for one in known}
-    near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name.lower(), names, n=1)
-    return f", did you mean {names[near[0]]!r}?" if near else ""
 
 
 # The ways in which jsonargparse says that an option does not exist.
