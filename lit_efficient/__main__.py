@@ -87,18 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(arguments)
 
 
-def underscored(argument: str) -> str:
-    """An option as the parsers know it: ``--device-memory=8`` is ``--device_memory=8``."""
-    name, equals, value = argument.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else argument
-
-
 def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
     from importlib import import_module
 
+    from lit_efficient.internals.jsonargparse_parser import plain
+
     try:
-        given = [underscored(argument) for argument in arguments if argument != "--debug"]
+        options = [(argument.partition("=")[0], argument) for argument in arguments if argument != "--debug"]
+        given = [plain(name) + whole[len(name) :] if name[:2] == "--" else whole for name, whole in options]
         return int(import_module(f"lit_efficient.commands.{name}").run(given))
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None

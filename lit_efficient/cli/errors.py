@@ -174,6 +174,8 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         return _refused_import(match[1])
     if match := re.search(r"no option '([^']+)'", line):
         return 8, line, match[1].split(".")[-1]
+    if match := re.match(r"there is no '(\S+)' to take out|every run has (\w+)", line):
+        return 8, line, match[1] or match[2]
     if match := re.search(r"arguments are required: (.+)", line):
         names = re.sub(r"\b(fit|validate|test|predict)\.", "", match[1])
         return 8, f"required and missing: {names}", ""
