@@ -8,6 +8,8 @@ from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
 
 # Files in lit_efficient/commands.
 COMMANDS = {
+    "configs": "configs",
+    "copy": "copy",
     "preview": "preview",
     "cache-latents": "cache_latents",
     "average": "average",
@@ -24,12 +26,14 @@ resume bit-exactly and prove what they save.
 
 usage: python -m lit_efficient COMMAND ...
 
-  fit         train:    -c CONFIG.yaml [-c OVERLAY.yaml ...] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
-  validate    evaluate a checkpoint on the validation data:    -c CONFIG.yaml --ckpt_path FILE
+  fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
+  validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
   techniques  list all techniques; `techniques NAME` prints a card, `--matrix` what goes with what, `--for memory` what
               helps, `--for speed` and `--for quality`, too
+  configs     list the configs that come along: CONFIG is one's name, or a file    [--json]
+  copy        write one of them into a file, to edit it:    NAME [FILE]
   preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
   cache-latents  encode the images of a config once, for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
   average     the weighted mean of checkpoints:    CKPT... --output FILE
@@ -47,8 +51,8 @@ exit codes: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items
   128+n after signal n
 
 examples:
-  python -m lit_efficient fit -c configs/tasks/language_model.yaml
-  python -m lit_efficient fit -c configs/tasks/language_model.yaml -c configs/techniques/stochastic_depth.yaml"""
+  python -m lit_efficient fit -c language_model
+  python -m lit_efficient fit -c language_model -c stochastic_depth"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,8 +91,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
     from importlib import import_module
 
+    from lit_efficient.internals.jsonargparse_parser import plain
+
     try:
-        return int(import_module(f"lit_efficient.commands.{name}").run([a for a in arguments if a != "--debug"]))
+        options = [(argument.partition("=")[0], argument) for argument in arguments if argument != "--debug"]
+        given = [plain(name) + whole[len(name) :] if name[:2] == "--" else whole for name, whole in options]
+        return int(import_module(f"lit_efficient.commands.{name}").run(given))
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
         if code is None:

@@ -123,3 +123,17 @@ def check_number(
     range_ = " and ".join(f"{words} {bound:.10g}" for words, (bound, _) in given.items())
     noun = ("a whole number" if whole else "" if given else "a number") + (" of " if whole and given else "")
     raise refusal(owner, name, noun + range_ + (" or null" if null else ""), value)
+
+
+def nearest(name: str, known: Collection[str], most: int = 1) -> list[str]:
+    """Return those of the known names that ``name`` may be meant for, the nearest first."""
+    import difflib  # which nobody needs who makes no mistake
+
+    names = {one.lower(): one for one in known} | {one: one for one in known}
+    near = difflib.get_close_matches(name, names, most) or difflib.get_close_matches(name.lower(), names, most)
+    return list(dict.fromkeys(names[one] for one in near))
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    return f", did you mean {near[0]!r}?" if (near := nearest(name, known)) else ""

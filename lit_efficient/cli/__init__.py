@@ -42,6 +42,7 @@ from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_en
 from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import state_of
 from lit_efficient.files.runs import real
+from lit_efficient.internals.jsonargparse_parser import spelt
 from lit_efficient.internals.lightning_cli import OpenCLI
 
 
@@ -87,7 +88,7 @@ class LitEfficientCLI(OpenCLI):
             set_import_policy(self.allowed)
             self.config = parser.parse_object(args)
             return
-        arguments, allowed = split_arguments(sys.argv[1:] if args is None else args)
+        arguments, allowed = split_arguments(spelt(parser, sys.argv[1:] if args is None else args))
         self.allowed += allowed
         set_import_policy(self.allowed)
         self.config = parser.parse_args(arguments)

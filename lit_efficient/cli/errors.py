@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
-from lit_efficient.cli.parsing import ALLOWED_IMPORTS, did_you_mean
-from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError
+from lit_efficient.cli.parsing import ALLOWED_IMPORTS
+from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError, did_you_mean
+from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_path
 from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
@@ -173,6 +174,8 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         return _refused_import(match[1])
     if match := re.search(r"no option '([^']+)'", line):
         return 8, line, match[1].split(".")[-1]
+    if match := re.match(r"there is no '(\S+)' to take out|every run has (\w+)", line):
+        return 8, line, match[1] or match[2]
     if match := re.search(r"arguments are required: (.+)", line):
         names = re.sub(r"\b(fit|validate|test|predict)\.", "", match[1])
         return 8, f"required and missing: {names}", ""
@@ -261,7 +264,7 @@ def _config_files(argv: Sequence[str]) -> list[str]:
         for flag, value in pairs
         if flag.split("=")[0] in ("-c", "--config")
     ]
-    return [path for path in given if os.path.isfile(path)]
+    return [path for path in map(configs.located, given) if os.path.isfile(path)]
 
 
 def _line_of(key: str, files: Sequence[str]) -> str:

@@ -5,14 +5,14 @@ Everything here is decided before a class is imported, because importing what a 
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import re
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import registered, third_party
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.cli.without import TakesOut, marked, options
+from lit_efficient.errors import ConfigurationError, did_you_mean
+from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_key
 from lit_efficient.internals.jsonargparse_parser import (
     ChangesValues,
@@ -35,6 +37,7 @@ from lit_efficient.internals.jsonargparse_parser import (
     changing,
     is_section,
     nested,
+    plain,
     subcommands,
     type_hint,
 )
@@ -107,22 +110,29 @@ def _registered_classes() -> list[str]:
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without ``--allow-import PKG``, short class names in full, and the packages.
+    """The arguments without ``--allow-import PKG``, class names in full and configs by path, and the packages.
 
     Raises:
-        ConfigurationError: If ``--allow-import`` stands without a package.
+        ConfigurationError: If ``--allow-import`` stands without a package, or there is no such config.
     """
     arguments: list[str] = []
     allowed: list[str] = []
+    without: list[str] = []
     tokens = iter(argv)
     names_class = False
     for token in tokens:
         key, equals, value = token.partition("=")
-        if key == "--allow-import":
-            package = value or next(tokens, "")
-            if not package or package.startswith("-"):
-                raise ConfigurationError("--allow-import needs the name of a package, as in --allow-import my_project")
-            allowed.append(package)
+        if plain(key) in ("--allow_import", "--without"):
+            name = value or next(tokens, "")
+            if not name or name.startswith("-"):
+                example = (
+                    "class, as in --without EMA" if key == "--without" else "package, as in --allow-import my_project"
+                )
+                raise ConfigurationError(f"{key.replace('_', '-')} needs the name of a {example}")
+            (without if key == "--without" else allowed).append(name)
+            continue
+        if key in ("-c", "--config"):
+            arguments += [key, *map(configs.find, [value] if equals else islice(tokens, 1))]
             continue
         if key.startswith("--") and key.endswith(".strategy"):
             value = value if equals else next(tokens, "")
@@ -140,7 +150,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             arguments.append(full_name(token) if names_class else token)
         names_class = is_slot and not equals
-    return arguments, allowed
+    return [*arguments, *options(without)], allowed
 
 
 def _check_text(option: str, text: str) -> None:
@@ -178,7 +188,7 @@ def strategy_class(name: str) -> str | dict[str, str]:
 def expand_short_names(tree: Any, key: str = "") -> Any:
     """Write the short class names in a loaded config in full: those in ``class_path`` and in the slots."""
     if isinstance(tree, dict):
-        return {k: expand_short_names(value, str(k)) for k, value in tree.items()}
+        return {k: expand_short_names(value, str(k)) for k, value in marked(tree).items()}
     if isinstance(tree, list):
         return [expand_short_names(item, key) for item in tree]
     if isinstance(tree, str) and _leaf(key) == "strategy":
@@ -257,13 +267,6 @@ def _is_class(name: str) -> bool:
     return known or ("." in name and name.rpartition(".")[2][:1].isupper())
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    names = {one.lower(): one for one in known} | {one: one for one in known}
-    near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name.lower(), names, n=1)
-    return f", did you mean {names[near[0]]!r}?" if near else ""
-
-
 # The ways in which jsonargparse says that an option does not exist.
 _UNKNOWN_OPTION = re.compile(
     r"(?:does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
@@ -287,6 +290,8 @@ class Parser(ChecksValues, LightningArgumentParser):
             if _holds_mappings(type_hint(action)):
                 kind: Any = type(action)
                 action.__class__ = changing(kind, MergesMappings)
+            if _leaf(action.dest) in _LISTS and not isinstance(action, TakesOut) and type_hint(action):
+                action.__class__ = changing(type(action), TakesOut)
             if action.dest in known:
                 action.required = False
                 action.default = None

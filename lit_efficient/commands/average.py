@@ -101,6 +101,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--output", required=True, help="file to write: .ckpt, or .safetensors for weights alone")
     parser.add_argument("--weights", default="uniform", help="uniform, linear, exponential, or numbers: 0.2,0.3,0.5")
     parser.add_argument(
+        "--weights_of",
         "--weights-of",
         choices=get_args(Weights),
         default="auto",

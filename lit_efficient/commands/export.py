@@ -25,6 +25,7 @@ def run(argv: Sequence[str]) -> int:
         help="auto: those that validation used, the average if the run kept one",
     )
     parser.add_argument(
+        "--no_check",
         "--no-check",
         dest="check",
         action="store_false",

@@ -1,6 +1,7 @@
 """What a parser of jsonargparse holds, and where it checks a value. Checked with jsonargparse 4.53."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -50,8 +51,39 @@ class ChangesValues:
         return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
 
 
+class ChangesAppended:
+    """Put in front of an action: ``appended`` may change what is appended, and to what: ``_check_type_``."""
+
+    dest: str
+
+    def appended(self, value: Any, earlier: Any) -> tuple[Any, list[Any]] | None:
+        """What to append and the items before it; None for what stays as it is."""
+        raise NotImplementedError
+
+    def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
+        changed = self.appended(value, cfg.get(self.dest) if cfg else None) if append else None
+        value, cfg = (changed[0], {self.dest: changed[1]}) if changed else (value, cfg)
+        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
+
+
+def spelt(parser: Any, argv: Sequence[str]) -> list[str]:
+    """Arguments with each option as the parser or a subcommand's has it: ``-`` and ``_`` are alike in its name."""
+    parsers = (parser, *subcommands(parser).values())
+    dashed = {plain(name): name for one in parsers for action in actions(one) for name in action.option_strings}
+    names = [(token.partition("=")[0], token) for token in argv]
+    return [
+        dashed.get(plain(name), plain(name)) + token[len(name) :] if name.startswith("--") else token
+        for name, token in names
+    ]
+
+
+def plain(name: str) -> str:
+    """The name of an option with ``_`` alone."""
+    return name[:2] + name[2:].replace("-", "_")
+
+
 @functools.cache
-def changing(kind: type, mixin: type[ChangesValues]) -> type:
+def changing(kind: type, mixin: type) -> type:
     """The class of actions ``kind`` with the mix-in in front, under its own name."""
     return type(kind.__name__, (mixin, kind), {})
 

@@ -38,7 +38,7 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
     assert names >= COMPOSED or not path.stem.endswith("_all")
     assert type(parts.model).__name__ == written["model"]["class_path"]
     header = text[: text.index("seed_everything")]
-    assert f"python -m lit_efficient fit -c configs/diffusion/{path.name}" in header
+    assert f"python -m lit_efficient fit -c diffusion/{path.stem}" in header
 
 
 def test_the_chain_of_the_photographs_ends_in_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
     assert type(parts.model).__name__ == written["model"]["class_path"]
     assert type(parts.datamodule).__name__ == written["data"]["class_path"]
     header = text[: text.index("seed_everything")]
-    assert f"python -m lit_efficient fit -c configs/llm/{path.name}" in header
+    assert f"python -m lit_efficient fit -c llm/{path.stem}" in header
     assert path.name in (FOLDER / "README.md").read_text("utf-8")
 
 

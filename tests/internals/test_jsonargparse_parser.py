@@ -78,3 +78,36 @@ def test_an_action_s_values_can_be_changed_before_it_checks_them():
     action.__class__ = ours.changing(type(action), Doubled)
     assert made.parse_args(["--numbers", '{"b": 1}', "--numbers.c=3"]).numbers == {"a": 2}
     assert (("c", "3"), {"a": 2}) in seen
+
+
+@leans_on("jsonargparse", "ActionTypeHint._check_type_", "jsonargparse_parser")
+def test_what_is_appended_can_be_changed_and_what_it_is_appended_to():
+    class Last(ours.ChangesAppended):
+        def appended(self, value, earlier):
+            return None if value == "[1]" else ([9], earlier[-1:])
+
+    made = ArgumentParser(exit_on_error=False)
+    made.add_argument("--numbers", type=list[int])
+    action = next(a for a in ours.actions(made) if a.dest == "numbers")
+    action.__class__ = ours.changing(type(action), Last)
+    assert made.parse_args(["--numbers=[5,6]", "--numbers+=[1]"]).numbers == [5, 6, 1]
+    assert made.parse_args(["--numbers=[5,6]", "--numbers+=[2]"]).numbers == [6, 9]
+
+
+@leans_on("jsonargparse", "ArgumentParser._actions", "jsonargparse_parser")
+def test_an_option_is_spelt_as_its_parser_has_it():
+    main, fit = ArgumentParser(), ArgumentParser()
+    fit.add_argument("--my-own", type=int)
+    fit.add_argument("--max_steps", type=int)
+    main.add_subcommands().add_subcommand("fit", fit)
+    given = ["fit", "--my_own=1-2", "--max-steps", "a-b", "-c", "d-e", "--other-one.a-b", "--"]
+    assert ours.spelt(main, given) == [
+        "fit",
+        "--my-own=1-2",
+        "--max_steps",
+        "a-b",
+        "-c",
+        "d-e",
+        "--other_one.a_b",
+        "--",
+    ]

@@ -34,7 +34,7 @@ def test_the_config_runs_shows_pictures_and_leaves_an_autoencoder() -> None:
     few += ["--trainer.limit_val_batches=1", "--trainer.logger=false", "--data.init_args.image_size=8"]
     few += ["--trainer.enable_model_summary=false", "--data.init_args.batch_size=4"]
     assert main(["fit", "-c", str(CONFIG), *few]) == 0
-    assert f"python -m lit_efficient fit --config configs/tasks/{CONFIG.name}" in CONFIG.read_text("utf-8")
+    assert f"python -m lit_efficient fit -c {CONFIG.stem}" in CONFIG.read_text("utf-8")
     (picture,) = Path("runs/autoencoder/latest/samples").iterdir()
     assert picture.name == "step_000001.png"
     checkpoint = Path("runs/autoencoder/latest/last.ckpt")
