@@ -162,7 +162,8 @@ def _check_text(option: str, text: str) -> None:
     except yaml.MarkedYAMLError:
         return  # a string
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{option.removeprefix('--')}: {str(error).replace(' in line 1', '')}") from error
+        said = re.sub(r": in line 1 and line 1\b| in line 1\b", "", str(error))
+        raise ConfigurationError(f"{option.removeprefix('--')}: {said}") from error
 
 
 def full_name(name: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lit_efficient import EMA, CausalLMConfig, CheckpointAverage, LanguageModeling, LoRA, RewardModeling
+from lit_efficient import EMA, IA3, CausalLMConfig, CheckpointAverage, LanguageModeling, LoRA, RewardModeling
 from lit_efficient.commands.export import run as export
 from lit_efficient.export import adapters
 from lit_efficient.export.check import difference
@@ -256,6 +256,18 @@ def test_peft_gets_all_that_trained_in_a_module_of_ones_own(tmp_path: Path) -> N
     theirs = PeftModel.from_pretrained(Own(), made(tmp_path / "a.ckpt", tmp_path / "out", "peft")).eval()
     torch.testing.assert_close(theirs(x), module.eval()(x))
     assert not torch.allclose(module(x), Own().eval()(x), atol=1e-2)
+
+
+def test_peft_gets_the_statistics_that_changed_beside_ia3(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    ia3 = IA3(targets=[r"encoder\.2"], feedforward=["score"])
+    trainer = L.Trainer(callbacks=[ia3], **QUIET, max_epochs=2)
+    trainer.fit(module := Own())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    x = torch.randn(3, 4)
+    theirs = PeftModel.from_pretrained(Own(), made(tmp_path / "a.ckpt", tmp_path / "out", "peft")).eval()
+    torch.testing.assert_close(theirs(x), module.eval()(x))
 
 
 def test_an_average_is_exported_with_the_statistics_that_were_computed_for_it(

@@ -4,6 +4,7 @@ A part stands in the rendered text if it does to the letter, as JSON or Python w
 """
 
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,9 @@ def stands(words: str, text: str) -> bool:
     words = words.strip()
     if words in text:
         return True
-    whole = _squeezed(text)
+    if any(form in text for form in _escaped(words)):
+        return True
+    whole = _whole(text)
     return any(_squeezed(form) in whole for form in (words, *_escaped(words)))
 
 
@@ -73,10 +76,14 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from _leaves(item)
 
 
-def _escaped(words: str) -> list[str]:
+def _escaped(words: str) -> Iterator[str]:
     once = [json.dumps(words, ensure_ascii=ascii)[1:-1] for ascii in (False, True)] + [repr(words)[1:-1]]
-    return once + [json.dumps(form)[1:-1] for form in once]  # arguments that are a text already are written as one
+    yield from once
+    yield from (json.dumps(form)[1:-1] for form in once)  # arguments that are a text already are written as one
 
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+_whole = functools.lru_cache(maxsize=2)(_squeezed)  # of a conversation, which is asked for each of its parts

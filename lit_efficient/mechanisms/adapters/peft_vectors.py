@@ -92,7 +92,13 @@ def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple
         factors = whole_factors(state[f"{prefix}{name}.ia3"], layer["first"])
         shape = (1, -1) if layer["side"] == "input" else (-1, 1)
         tensors[f"base_model.model.{name}.ia3_l"] = factors.reshape(shape).contiguous()
+    own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+    norms = [key.removesuffix(".running_mean") for key in own if key.endswith(".running_mean")]  # they change meanwhile
+    for key, tensor in own.items():
+        if key.rpartition(".")[0] in norms:
+            tensors[f"base_model.model.{key}"] = tensor.contiguous()
     return tensors, {
+        "modules_to_save": sorted(norms) or None,
         "peft_type": "IA3",
         "target_modules": where["targets"],
         "feedforward_modules": where["feedforward"],

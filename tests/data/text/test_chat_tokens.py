@@ -4,6 +4,7 @@ import re
 import numpy as np
 import pytest
 
+from lit_efficient.data.text import left_out as left_out_module
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
 from lit_efficient.data.text.chat_tokenizer import (
     CHATML,
@@ -427,3 +428,14 @@ def test_a_turn_that_ends_with_another_token_does_not_learn_what_follows() -> No
     assert template != UNENDED
     found = learned(*encode(CHAT, template, untrained_end="train"))
     assert found == ["Four.<|endoftext|>", "Yes, of course.<|im_end|>"]
+
+
+def test_a_long_conversation_is_searched_without_white_space_once() -> None:
+    """Calls with arguments in quotes stand there escaped; only what is missing is looked for in another text."""
+    calls = [{"function": {"name": "ask", "arguments": {"text": f'"{i}"\n'}}} for i in range(20)]
+    document = Document(messages=({"role": "assistant", "content": "", "tool_calls": calls},))
+    left_out_module._whole.cache_clear()
+    assert not left_out_module.left_out(document, f"ask {json.dumps(calls)}")
+    assert left_out_module._whole.cache_info().misses == 0
+    assert left_out_module.left_out(document, "ask nothing") == {"calls of tools": 1}
+    assert left_out_module._whole.cache_info().misses == 1
