@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import runpy
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,9 @@ def test_three_cases_a_table_and_a_second_call_that_runs_nothing(drive: Any, tmp
     cut.write_text(cut.read_text() + '{"name": "smoke/EMA", "sta')  # the call was killed while it wrote
     assert drive.main(arguments, start=nothing) == 0
     assert (tmp_path / "report.md").read_text() == page
+    header = drive.header("cpu", "", [])
+    header["versions"]["torch"] = "2.0"
+    assert drive.Driver(tmp_path, header, 1, False, {}, nothing).rows == {}  # another torch's rows are not its own
 
 
 def test_a_crash_a_hang_and_a_missing_package_are_rows(drive: Any, tmp_path: Path) -> None:
@@ -77,11 +82,38 @@ def test_a_crash_a_hang_and_a_missing_package_are_rows(drive: Any, tmp_path: Pat
     assert "| missing | skipped: needs no_such_package |" in page
     assert "RuntimeError: no luck" in page
     assert "| works | ok |  | 3 |" in page
+    cut = tmp_path / "results.jsonl"
+    cut.write_text("\n".join(cut.read_text().splitlines()[:-1]) + '\n{"name": "works", "sta')
+    driver = drive.Driver(tmp_path, header, minutes=1, again=False, environment={}, start=drive.launch)
+    driver.run(plan, 1)
     late = drive.Driver(tmp_path, header, minutes=0, again=True, environment={}, start=drive.launch)
     late.run(plan, 1)
     assert {name: row["status"] for name, row in late.rows.items()} == rows  # no time: what was found stays
     late.run([*plan, piece("new", "")], 1)
     assert late.rows["new"]["status"] == "not reached"
+
+
+def test_a_killed_call_takes_the_piece_under_way_with_it(drive: Any, tmp_path: Path) -> None:
+    code = f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(60)"
+    call = f"""
+import sys; sys.path.insert(0, {str(ROOT / "benchmarks" / "gpu")!r})
+import drive; from pathlib import Path
+drive.launch(["-c", {code!r}], Path({str(tmp_path / "log")!r}), 60, {{}})
+"""
+    process = subprocess.Popen([sys.executable, "-c", call])
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    for _ in range(200):
+        alive = [c for c in children if (p := Path(f"/proc/{c}/stat")).exists() and p.read_text().split()[2] != "Z"]
+        if not alive:
+            break
+        time.sleep(0.05)
+    assert children
+    assert not alive
 
 
 def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_one_device_shows(drive: Any) -> None:

@@ -5,15 +5,16 @@
 
 Each piece is a process of its own (an error of CUDA poisons its process), with a limit of time; one that crashes, hangs
 or lacks a package is a row, not the end. Rows are lines of ``results.jsonl`` in the folder ``--out``, and ``report.md``
-beside it is written anew after each. A second call skips what is done and tries what was skipped or cut off; with
-``--again`` what has failed, too. Where one command may last ten minutes, ask for ``--minutes 9`` several times. Needs
-torch 2.10 or newer and Python 3.11 or newer; other packages that are missing are named, or come from ``--wheels``:
-folders of wheels, installed beside the rest for this call alone.
+beside it is written anew after each. A second call on the same device and torch skips what is done and tries what was
+skipped or cut off; with ``--again`` what has failed, too. Where one command may last ten minutes, ask for ``--minutes
+9`` several times. Needs torch 2.10 or newer and Python 3.11 or newer; other packages that are missing are named, or
+come from ``--wheels``: folders of wheels, installed beside the rest for this call alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -42,6 +43,7 @@ PACKAGES = (
 )
 FINAL = {"ok", "failed", "crashed", "out of time"}  # a second call leaves these alone
 LEAST_SECONDS = 8  # with less time left no piece is begun
+LIBC = ctypes.CDLL(None)  # loaded before a fork
 Launch = Callable[[list[str], Path, float, dict[str, str]], int | None]
 
 
@@ -49,14 +51,21 @@ def launch(words: list[str], log: Path, limit: float, environment: dict[str, str
     """Run ``python WORDS`` in a session of its own; its exit code, or None if it was killed after ``limit`` seconds."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  # one call of C, which takes no lock
+        )  # fmt: skip
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return None
+
+
+def _die_with_parent() -> None:
+    """Else what a killed call was running is measured beside the next call's pieces."""
+    if sys.platform == "linux":
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @dataclass
@@ -85,12 +94,22 @@ class Driver:
         self.deadline = time.monotonic() + 60 * self.minutes
         self.rows: dict[str, dict[str, Any]] = {}
         if self.file.exists():
-            for line in self.file.read_text("utf-8").splitlines():
+            text = self.file.read_text("utf-8")
+            if text and not text.endswith("\n"):  # cut off while it was written: the next row has a line of its own
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write("\n")
+            for line in text.splitlines():
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError:  # cut off while it was written
+                except json.JSONDecodeError:
                     continue
-                self.rows[row["name"]] = row
+                if row.get("on") == self.on:  # the report names one device and one torch
+                    self.rows[row["name"]] = row
+
+    @property
+    def on(self) -> list[str]:
+        versions = self.header["versions"]
+        return [self.header["device"], versions["python"], versions.get("torch", "")]
 
     def run(self, plan: list[Piece], jobs: int) -> None:
         """Run what is not done: of a group that may, ``jobs`` at a time."""
@@ -132,7 +151,7 @@ class Driver:
         return find_spec(package) is not None or any((Path(p) / package).is_dir() for p in path if p)
 
     def note(self, piece: Piece, plan: list[Piece], **found: Any) -> None:
-        row = {"name": piece.name, "group": piece.group, "command": piece.command, **found}
+        row = {"name": piece.name, "group": piece.group, "command": piece.command, "on": self.on, **found}
         with self.lock:
             self.rows[piece.name] = row
             with self.file.open("a", encoding="utf-8") as file:
@@ -202,6 +221,9 @@ def main(arguments: list[str] | None = None, start: Launch = launch) -> int:
     parser.add_argument("--jobs", type=int, default=4, help="cases of the smoke test, or tests, at a time")
     parser.add_argument("--again", action="store_true", help="run again what has failed")
     options = parser.parse_args(arguments)
+    for folder in options.wheels:
+        if not any(folder.glob("*.whl")):
+            parser.error(f"--wheels: there is no wheel in {folder}")
     path, refused = installed(options.wheels) if options.wheels else ("", [])
     places = [path, str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTHONUNBUFFERED": "1"}
@@ -222,4 +244,5 @@ def main(arguments: list[str] | None = None, start: Launch = launch) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, and the piece under way with it
     sys.exit(main())

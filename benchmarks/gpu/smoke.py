@@ -202,7 +202,7 @@ def run(case: Case, precision: str, device: str) -> dict[str, Any]:
         "loss": [round(loss[0], 4), round(loss[-1], 4)],
         "seconds": round(seconds, 2),
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1) if cuda else None,
-        "waits_a_step": round(sum(count.places.values()) / len(COUNTED), 1) if cuda else None,
+        "waits_a_step": round(sum(count.places.values()) * accumulate / len(COUNTED), 1) if cuda else None,
         "places": dict(count.places.most_common()),
     }
 

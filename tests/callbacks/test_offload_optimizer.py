@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,47 @@ def test_the_next_piece_comes_and_the_last_one_goes_while_one_is_stepped(monkeyp
     assert done == [
         *("fetch 0", "fetch 1", "step 0", "put_back 0", "fetch 2", "step 1", "put_back 1", "step 2", "put_back 2"),
     ]
+
+
+def test_steps_and_copies_wait_for_each_other_and_the_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def wait_stream(self, other: Any) -> None:
+            done.append("copies wait")
+
+        def record_event(self) -> str:
+            return "fetched"
+
+        def wait_event(self, event: str) -> None:
+            assert event == "fetched"
+            done.append("step waits")
+
+        def synchronize(self) -> None:
+            done.append("cpu waits")
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            done.append("step")
+            return torch.optim.SGD.step.__wrapped__(self)
+
+    pins: list[bool] = []
+    take = host_states.pinned
+    monkeypatch.setattr(host_states, "pinned", lambda size, pin: pins.append(pin) or take(size, False))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    monkeypatch.setattr(host_states.HostStates, "beside", lambda self: nullcontext())
+    p = nn.Parameter(torch.ones(4))
+    optimizer = Noted([p], lr=0.1, momentum=0.9)
+    stream_states(optimizer, piece_bytes=1)
+    optimizer.host_states.stream = Stream()
+    p.grad = torch.ones(4)
+    optimizer.step()
+    assert set(pins) == {True}
+    done.clear()
+    optimizer.step()
+    assert done == ["copies wait", "step waits", "step", "copies wait", "cpu waits"]
 
 
 def test_restored_states_go_where_the_others_were() -> None:
