@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import plugins
 
 from lit_efficient import PUBLIC
@@ -58,7 +59,7 @@ class TakesOut(ChangesAppended):
         names = [item[_OUT] for item in items if isinstance(item, dict) and item.keys() == {_OUT}]
         if not names:
             return None
-        parts = earlier if isinstance(earlier, list) else [earlier] if _path(earlier) else []
+        parts = earlier if isinstance(earlier, list) else [earlier] if earlier else []
         for name in names:
             parts = self._taken(name, parts)
         return [item for item in items if not (isinstance(item, dict) and _OUT in item)], parts
@@ -81,8 +82,10 @@ class TakesOut(ChangesAppended):
 
 
 def _path(part: Any) -> str:
-    """The class path of an item: a mapping, or a name alone."""
-    return part if isinstance(part, str) else str(getattr(part, "get", {}.get)("class_path") or "")
+    """The class path of an item: a mapping, a name alone, or an object that a script has made."""
+    if isinstance(part, Mapping | Namespace):
+        return str(part.get("class_path", ""))
+    return part if isinstance(part, str) else f"{type(part).__module__}.{type(part).__name__}"
 
 
 def _leaf(name: str) -> str:
