@@ -37,13 +37,17 @@ def marked(tree: Mapping[Any, Any]) -> dict[Any, Any]:
     """A loaded mapping in which the names below ``callbacks-`` are the first items below ``callbacks+``.
 
     Raises:
-        yaml.YAMLError: If they are no names.
+        yaml.YAMLError: If they are no names, or stand beside a list that replaces the earlier one.
     """
     result = dict(tree)
     for key in [key for key in tree if _KEY.fullmatch(str(key))]:
         names = [given] if isinstance(given := result.pop(key), str) else given
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise yaml.YAMLError(f"{key} is no list of names of classes, as in [EMA, LoRA]")
+        if key[:-1] in tree:
+            raise yaml.YAMLError(
+                f"{key} takes out of what earlier files give, and beside {key[:-1]} there is none left"
+            )
         more = result.pop(appended := f"{key[:-1]}+", [])
         result[appended] = [{_OUT: name} for name in names] + (more if isinstance(more, list) else [more])
     return result
