@@ -25,7 +25,7 @@ class WithConfigs(build_py):
 def with_addresses(readme: str, repository: str) -> str:
     """A README whose relative links are addresses; without a repository the words of a link are left, no picture."""
 
-    def told(link: re.Match[str]) -> str:
+    def addressed(link: re.Match[str]) -> str:
         picture, words, target = link.groups()
         if "://" in target or target.startswith("#"):
             return link[0]
@@ -33,7 +33,7 @@ def with_addresses(readme: str, repository: str) -> str:
             return "" if picture else words
         return f"{picture}[{words}]({repository}/{'raw' if picture else 'blob'}/HEAD/{target})"
 
-    return re.sub(r"(!?)\[([^\]]+)\]\(([^)\s]+)\)", told, readme)
+    return re.sub(r"(!?)\[([^\]]+)\]\(([^)\s]+)\)", addressed, readme)
 
 
 def project_urls(repository: str) -> dict[str, str]:

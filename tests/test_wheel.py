@@ -21,7 +21,7 @@ import yaml
 from lit_efficient import __version__
 
 ROOT = Path(__file__).parent.parent
-BUILD = "from setuptools.build_meta import build_sdist, build_wheel; build_{}('.')"
+BUILD = "from setuptools.build_meta import build_{0}; build_{0}('.')"
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 
 
@@ -82,6 +82,17 @@ def test_an_unpacked_wheel_finds_the_configs_that_it_carries(wheel: Path, tmp_pa
         Path(each["path"]).relative_to(tmp_path / "lit_efficient" / "configs").as_posix() for each in told.values()
     } == ours
     assert "ema" in told
+
+
+def test_an_editable_install_finds_those_of_its_checkout(tmp_path: Path) -> None:
+    checkout = sources(tmp_path / "checkout")
+    with zipfile.ZipFile(build("editable", checkout)) as archive:
+        assert not [name for name in archive.namelist() if name.startswith("lit_efficient/")]
+        archive.extractall(tmp_path / "site")
+    code = "import site; site.addsitedir('site'); from lit_efficient.files import configs; print(configs.find('ema'))"
+    command = [sys.executable, "-I", "-S", "-c", code]  # without what is installed, which may be this very checkout
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(checkout / "configs" / "techniques" / "ema.yaml")
 
 
 def test_the_published_readme_and_the_urls_lead_to_the_repository(wheel: Path) -> None:

@@ -292,7 +292,8 @@ class Parser(ChecksValues, LightningArgumentParser):
                 kind: Any = type(action)
                 action.__class__ = changing(kind, MergesMappings)
             if _leaf(action.dest) in _LISTS and not isinstance(action, TakesOut) and type_hint(action):
-                action.__class__ = changing(type(action), TakesOut)
+                kind = type(action)
+                action.__class__ = changing(kind, TakesOut)
             if action.dest in known:
                 action.required = False
                 action.default = None

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import plugins
 
 from lit_efficient import PUBLIC
@@ -36,13 +37,17 @@ def marked(tree: Mapping[Any, Any]) -> dict[Any, Any]:
     """A loaded mapping in which the names below ``callbacks-`` are the first items below ``callbacks+``.
 
     Raises:
-        yaml.YAMLError: If they are no names.
+        yaml.YAMLError: If they are no names, or stand beside a list that replaces the earlier one.
     """
     result = dict(tree)
     for key in [key for key in tree if _KEY.fullmatch(str(key))]:
         names = [given] if isinstance(given := result.pop(key), str) else given
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise yaml.YAMLError(f"{key} is no list of names of classes, as in [EMA, LoRA]")
+        if key[:-1] in tree:
+            raise yaml.YAMLError(
+                f"{key} takes out of what earlier files give, and beside {key[:-1]} there is none left"
+            )
         more = result.pop(appended := f"{key[:-1]}+", [])
         result[appended] = [{_OUT: name} for name in names] + (more if isinstance(more, list) else [more])
     return result
@@ -58,7 +63,7 @@ class TakesOut(ChangesAppended):
         names = [item[_OUT] for item in items if isinstance(item, dict) and item.keys() == {_OUT}]
         if not names:
             return None
-        parts = earlier if isinstance(earlier, list) else [earlier] if _path(earlier) else []
+        parts = earlier if isinstance(earlier, list) else [earlier] if earlier else []
         for name in names:
             parts = self._taken(name, parts)
         return [item for item in items if not (isinstance(item, dict) and _OUT in item)], parts
@@ -81,8 +86,10 @@ class TakesOut(ChangesAppended):
 
 
 def _path(part: Any) -> str:
-    """The class path of an item: a mapping, or a name alone."""
-    return part if isinstance(part, str) else str(getattr(part, "get", {}.get)("class_path") or "")
+    """The class path of an item: a mapping, a name alone, or an object that a script has made."""
+    if isinstance(part, Mapping | Namespace):
+        return str(part.get("class_path", ""))
+    return part if isinstance(part, str) else f"{type(part).__module__}.{type(part).__name__}"
 
 
 def _leaf(name: str) -> str:

@@ -7,7 +7,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from lit_efficient.files import configs
 
@@ -27,8 +26,10 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="as a mapping of names to what each is and where it lies")
     if parser.parse_args(argv).json:
-        told = {name: {"summary": configs.summary(path), "path": str(path)} for name, path in configs.known().items()}
-        print(json.dumps(told, indent=2))
+        entries = {
+            name: {"summary": configs.summary(path), "path": str(path)} for name, path in configs.known().items()
+        }
+        print(json.dumps(entries, indent=2))
     else:
         print("\n".join(lines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)))
     return 0
@@ -42,12 +43,7 @@ def lines(width: int | None) -> Iterator[str]:
         yield f"{folder}{f': {title}' if (title := _TITLES.get(folder)) else ''}"
         for name in names:
             text = configs.summary(known[name])
-            told = textwrap.wrap(text, max(30, width - column)) if width else [text]
-            yield f"  {name:<{column - 2}}{told[0]}"
-            yield from (" " * column + line for line in told[1:])
-    yield ""
-    yield f"They lie in {_short(configs.folder())}; `copy NAME` writes one into a file of yours, to edit it."
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(here)) if path.is_relative_to(here := Path.cwd()) else str(path)
+            first, *more = textwrap.wrap(text, max(30, width - column)) if width else [text]
+            yield f"  {name:<{column - 2}}{first}"
+            yield from (" " * column + line for line in more)
+    yield from ("", f"They lie in {configs.folder()}; `copy NAME` writes one into a file of yours, to edit it.")

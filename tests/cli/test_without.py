@@ -71,6 +71,7 @@ def test_what_is_not_there_is_an_error_that_lists_what_is(capsys: pytest.Capture
     assert "callbacks- is no list of names" in refused(
         capsys, *overlay("out.yaml", **{"callbacks-": [{"class_path": "EMA"}]})
     )
+    assert "there is none left" in refused(capsys, *overlay("out.yaml", **{"callbacks-": ["EMA"], "callbacks": []}))
 
 
 def test_the_saved_config_is_without_it(capsys: pytest.CaptureFixture[str]) -> None:
