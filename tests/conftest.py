@@ -14,6 +14,7 @@ import pytest
 
 from tests import processes
 from tests.budget import report
+from tests.turns import commit, resting
 
 if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in pairwise(sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or each trainer that names no accelerator would take it
@@ -90,7 +91,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write("\n".join([*report(), ""]))
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are nightly's leave
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("turns"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        turns = family[0].get_closest_marker("turns")
+        names = [item.nodeid.partition("[")[2][:-1] for item in family]
+        rest = resting(names, *turns.args, commit(), **turns.kwargs)
+        for item, name in zip(family, names, strict=True):
+            if name in rest:
+                item.add_marker("nightly")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return

@@ -30,6 +30,9 @@ from lit_efficient.files.tensors import load_tensors, save_tensors
 
 _DTYPE = r"[?biufcmMOSUV]\d+"  # how numpy's pickles call a dtype, whose class torch asks for as well
 _BUILT = r"but got <class '([\w.]+)'>"  # torch, of an object that an allowed function has made
+# What a safe load takes without a question, of the operations by which a pickle can hold something else.
+_PLAIN = r"collections OrderedDict|torch._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage|_codecs encode"
+_NOT_PLAIN = {"GLOBAL", "LONG4", "POP", "POP_MARK"}
 
 
 class DamagedError(CheckpointError):
@@ -246,6 +249,8 @@ def _size(count: int) -> str:
 
 def _warn_of_classes(temporary: Path, target: Path) -> None:
     """Say it now, and not when it is needed, if a safe load will refuse the file."""
+    if all(re.fullmatch(_PLAIN, str(argument)) for kind, argument in _operations(temporary) if kind in _NOT_PLAIN):
+        return  # a load, which tells for certain, takes longer than the save
     try:
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -269,15 +274,22 @@ def _refused(source: Path, error: Exception) -> str:
 
 
 def _refused_classes(source: Path, error: Exception) -> list[str]:
-    names = set(torch.serialization.get_unsafe_globals_in_checkpoint(source)) | set(re.findall(_BUILT, str(error)))
-    with zipfile.ZipFile(source) as archive:
-        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-    words = [word for _, word, _ in pickletools.genops(pickled) if isinstance(word, str)]
+    names = set(re.findall(_BUILT, str(error)))
+    with contextlib.suppress(pickle.UnpicklingError):  # at an operation that a safe load does not take either
+        names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(source))
+    words = [word for _, word in _operations(source) if isinstance(word, str)]
     if any(word in ("numpy", "numpy dtype") for word in words):
         kinds = {type(np.dtype(word)) for word in words if re.fullmatch(_DTYPE, word)}
         kinds -= set(torch.serialization.get_safe_globals())
         names |= {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
     return sorted(names)
+
+
+def _operations(source: Path) -> Iterator[tuple[str, object]]:
+    """Of the pickle that says how a checkpoint's tensors lie in it: each operation and its argument."""
+    with zipfile.ZipFile(source) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    return ((operation.name, argument) for operation, argument, _ in pickletools.genops(pickled))
 
 
 def _check_records(file: IO[bytes], source: Path | str) -> None:

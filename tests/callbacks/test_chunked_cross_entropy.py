@@ -87,6 +87,7 @@ def assert_same(plain: Any, chunked: Any, **kwargs: Any) -> Any:
     return outputs[1]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_real_architectures_train_as_with_whole_logits(kind: str) -> None:
     plain, chunked = pair(build(kind))

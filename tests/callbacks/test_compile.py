@@ -189,6 +189,7 @@ class GPTOnRows(nn.Module):
         return self.gpt((2 * x + 4).long().clamp(0, 7))[..., 0]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("skip", ["batch", "sample"])
 def test_stochastic_depth_draws_as_without(skip: str) -> None:
     runs = [fit(StochasticDepth(0.6, skip=skip), *c, max_epochs=2) for c in ([], [Compile(backend="eager")])]
@@ -199,6 +200,7 @@ def latent_alignment() -> LatentAlignment:
     return LatentAlignment(teacher(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("backend", "make"),
     [
@@ -237,6 +239,7 @@ def test_inductor_compiles_blocks_that_train_alike() -> None:
         torch.testing.assert_close(ours.grad, plain.grad)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", ["Llama", "DiT"])
 def test_networks_of_others_and_ours_are_compiled(name: str) -> None:
     nets = [built(name).train() for _ in range(2)]

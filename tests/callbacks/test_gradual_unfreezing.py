@@ -109,6 +109,7 @@ def test_accumulation_thaws_between_optimizer_steps() -> None:
     assert [len(_prefixes(names)) for names in watch.training] == [1] * 3 + [2] * 3 + [3] * 3 + [4] * 2
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler_steps_all_groups_in_proportion(scheduler: str) -> None:
     """BackboneFinetuning adds groups in the run, which LambdaLR and OneCycleLR refuse."""

@@ -113,6 +113,7 @@ def test_what_it_cannot_place_is_refused_with_what_could_match() -> None:
         apply(Toy(), [IA3(targets=["k"], feedforward=["down"])])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_loads_the_factors_and_transformers_the_merged_model(family: str, tmp_path: Path) -> None:

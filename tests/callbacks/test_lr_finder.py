@@ -63,6 +63,7 @@ def test_pure_functions() -> None:
     assert not grows([*noisy, 30.0], None)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
 def test_groups_stay_in_proportion_and_every_schedule_holds_the_rate(scheduler: str) -> None:
     """Lightning's finder gives all groups one rate, and LambdaLR undoes it at the next step."""

@@ -148,6 +148,7 @@ def test_an_optimizer_that_was_built_too_early_is_refused() -> None:
         fit(Early(decoder("Llama")), PrefixTuning(init_tokens=TOKENS))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_loads_the_prefix_and_computes_the_same(family: str, tmp_path: Path) -> None:

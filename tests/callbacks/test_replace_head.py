@@ -67,6 +67,7 @@ HEADS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", HEADS)
 def test_the_last_layer_gets_new_weights_under_its_old_names(family: str) -> None:
     make, name = HEADS[family]

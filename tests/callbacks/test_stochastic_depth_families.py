@@ -219,6 +219,7 @@ def calls_of(net: nn.Module, names: list[str]) -> dict[str, tuple[tuple, dict, A
     return seen
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_finds_the_blocks_and_a_dropped_one_passes_its_input(name: str) -> None:
     family, net = FAMILIES[name], built(name)
@@ -248,6 +249,7 @@ def test_finds_the_blocks_and_a_dropped_one_passes_its_input(name: str) -> None:
         assert torch.equal(dict(net.named_buffers())[key], value), key
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_that_skip_pass_and_the_others_are_trained(name: str) -> None:
     family, net = FAMILIES[name], built(name)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -18,6 +16,7 @@ from lit_efficient.declaration import Declaration
 from lit_efficient.technique import Technique
 from lit_efficient.testing import check_resumes
 from tests.contract.table import CASES, NAMES, allowed, case
+from tests.turns import commit
 
 PAIRS = [pair for pair in itertools.combinations(NAMES, 2) if allowed(*pair)]
 SHARE = 10
@@ -42,13 +41,6 @@ def meet(one: str, other: str) -> bool:
     return (len(phases) == 1 and None not in phases) or bool(hooks(one) & hooks(other))
 
 
-def turn() -> int:
-    """Whose turn it is, by the commit that is checked out; 0 where there is none."""
-    here = Path(__file__).parent
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    return int(found.stdout.strip() or "0", 16) % SHARE
-
-
 def chosen(everything: bool, turn: int) -> list[tuple[str, str]]:
     """The pairs to run."""
     apart = [pair for pair in PAIRS if not meet(*pair)]
@@ -58,7 +50,7 @@ def chosen(everything: bool, turn: int) -> list[tuple[str, str]]:
 
 def pytest_generate_tests(metafunc: Any) -> None:
     if "pair" in metafunc.fixturenames:
-        pairs = chosen(metafunc.config.getoption("--all-pairs"), turn())
+        pairs = chosen(metafunc.config.getoption("--all-pairs"), commit() % SHARE)
         metafunc.parametrize("pair", pairs, ids=["+".join(pair) for pair in pairs])
 
 

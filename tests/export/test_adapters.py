@@ -79,6 +79,7 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
 @pytest.mark.parametrize("case", PEFT_CASES)
 def test_peft_loads_the_adapter(case: str, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ QUANTIZED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("save_base", [False, True])
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_a_quantised_base_is_merged_as_it_was_trained(

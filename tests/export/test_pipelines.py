@@ -353,6 +353,7 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pipeline_samples_what_the_run_samples(samples: Samples, name: str) -> None:
     found, expected = samples.found[name], samples.expected[name]

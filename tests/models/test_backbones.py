@@ -248,6 +248,7 @@ def test_flux_with_its_pipelines_packing_and_the_guidance_that_a_distilled_one_i
         assert not torch.equal(wanted, by_hand(network, **arguments, guidance=guidance + 2))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("fields", [CONDITIONED, SDXL, PIXART, SANA, SD3, FLUX], ids=lambda f: f["_class_name"])
 def test_gradients_reach_the_conditions_and_every_trained_output(fields):
     network = built(fields)

@@ -34,6 +34,7 @@ def ids_of(caption, length=12):
     return torch.tensor([ids + [0] * (length - len(ids))]), len(ids)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("fields", EVERY.values(), ids=EVERY)
 def test_embeddings_are_those_of_the_model_called_by_hand(fields):
     ours = encoder(fields)

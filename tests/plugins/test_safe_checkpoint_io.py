@@ -1,7 +1,11 @@
 import argparse
 import os
+import pickle
 import resource
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -100,6 +104,36 @@ def test_all_refused_classes_are_named_with_the_line_that_allows_them(tmp_path):
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged"):
         load_verified(path)
+
+
+class Listed(list):
+    """A list that is not plain."""
+
+
+def _circle() -> tuple[Any, ...]:
+    inside: list[Any] = []
+    inside.append((inside,))
+    return inside[0]
+
+
+def test_saving_warns_of_what_a_safe_load_refuses_and_of_nothing_else(tmp_path):
+    path, refused = tmp_path / "a.ckpt", []
+    values = [content(), OrderedDict(a=1), torch.nn.Parameter(torch.ones(1)), torch.nn.Linear(1, 1).state_dict()]
+    values += [b"bytes", bytearray(b"bytes"), {1}, frozenset({1}), deque([1]), defaultdict(int), Counter("aa")]
+    values += [Listed([1]), 1j, 2**9999, -(2**40), torch.float32, torch.device("cpu"), torch.Size([1])]
+    values += [torch.ones(2).to_sparse(), np.ones(2), np.float32(1), Path("a"), _circle(), range(2), len]
+    for value in values:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            save_atomically({"value": value}, path)
+        try:
+            torch.load(path, weights_only=True)
+        except pickle.UnpicklingError:
+            refused.append(value)
+            assert [str(one.message)[:34] for one in told] == ["a.ckpt will be refused when loaded"], value
+        else:
+            assert not told, value
+    assert 8 < len(refused) < len(values) - 8
 
 
 def test_an_unsafe_load_or_another_device_is_refused(tmp_path):

@@ -105,6 +105,7 @@ def test_loss_by_hand(kind: Any, distance: Any) -> None:
     assert run.global_step == 0
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_diffusers_autoencoders_learn_and_say_how_well(kind: str) -> None:
     module = diffusers(KINDS[kind])
@@ -262,6 +263,7 @@ def test_the_data_modules_judge_may_look() -> None:
 # Checkpoints
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("spec", [OURS, *(DiffusersModelConfig(config_fields=KINDS[kind]) for kind in KINDS)])
 def test_a_checkpoint_alone_gives_the_autoencoder(spec: Any, tmp_path: Path) -> None:
     module = Autoencoding(spec)

@@ -119,6 +119,7 @@ def by_hand(task: Distillation, tokens: dict[str, torch.Tensor]) -> torch.Tensor
     return objective.weight * divergence + (1 - objective.weight) * F.cross_entropy(student, targets[targets != IGNORE])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(family: str) -> None:
     """Gemma's soft bound, GPT-2's tied head and Mixtral's auxiliary loss included."""

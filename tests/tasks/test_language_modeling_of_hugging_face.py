@@ -49,6 +49,7 @@ def _task(family: str) -> LanguageModeling:
     return task
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_and_its_gradients_are_the_models_own(family: str) -> None:
     task, batch = _task(family), _batch()

@@ -132,6 +132,7 @@ def _train(model: Any, output: Callable[[Any], torch.Tensor], steps: int = 2) ->
         optimizer.step()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_adapters_alone_and_merges(name: str) -> None:
     make, output, arguments, layers = MODELS[name]

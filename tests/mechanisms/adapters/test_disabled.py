@@ -46,6 +46,7 @@ def _disturbed(network: nn.Module, technique: Any) -> nn.Module:
     return network
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt"])
 def test_the_base_bit_for_bit(family: str, technique: str) -> None:

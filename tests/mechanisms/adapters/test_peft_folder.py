@@ -53,6 +53,7 @@ def saved(case: str, folder: Path, **arguments: Any) -> torch.Tensor:
     return logits(adapted)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case", CASES)
 def test_it_computes_what_peft_does_and_goes_back(case: str, tmp_path: Path) -> None:
     expected = saved(case, tmp_path)

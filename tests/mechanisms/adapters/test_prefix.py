@@ -36,6 +36,7 @@ def prefixed_gpt(projection: int = 0) -> GPT:
     return model
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("projection", [0, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -48,6 +49,7 @@ def test_the_untrained_prefix_is_the_tokens_it_started_from(family: str, project
     assert plain.state_dict().keys() < model.state_dict().keys()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_generates_with_and_without_a_cache_what_the_tokens_would(family: str) -> None:

@@ -70,6 +70,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], int, list[str], list[str]]] =
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_is_in_one_group_from_head_to_stem(name: str) -> None:
     make, count, first, last = FAMILIES[name]
