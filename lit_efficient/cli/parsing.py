@@ -38,6 +38,7 @@ from lit_efficient.internals.jsonargparse_parser import (
     is_section,
     nested,
     plain,
+    put_whole_numbers_first,
     subcommands,
     type_hint,
 )
@@ -288,6 +289,7 @@ class Parser(ChecksValues, LightningArgumentParser):
         self.described = theclass
         known = next((names for kind, names in _OF_THE_RUN.items() if issubclass(theclass, kind)), ())
         for action in actions(self):
+            put_whole_numbers_first(action)
             if _holds_mappings(type_hint(action)):
                 kind: Any = type(action)
                 action.__class__ = changing(kind, MergesMappings)

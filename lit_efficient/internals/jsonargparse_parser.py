@@ -1,6 +1,8 @@
 """What a parser of jsonargparse holds, and where it checks a value. Checked with jsonargparse 4.53."""
 
 import functools
+import types
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,17 @@ def subcommands(parser: Any) -> dict[str, Any]:
 def type_hint(action: Any, default: Any = None) -> Any:
     """The type of an option that has one: ``_typehint``."""
     return getattr(action, "_typehint", default)
+
+
+def put_whole_numbers_first(action: Any) -> None:
+    """Let a whole number stay one where floats are allowed, too: the first type that takes a value wins.
+
+    ``limit_train_batches: 1`` is one batch and ``1.0`` all of them. Lightning's hint has ``int`` first, but ``typing``
+    takes unions of the same types for one: any package that wrote ``Optional[Union[float, int]]`` before turns it.
+    """
+    kinds = typing.get_args(hint := type_hint(action))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType) and {int, float} <= set(kinds):
+        action._typehint = typing.Union[tuple(sorted(kinds, key=lambda kind: kind is float))]  # noqa: UP007
 
 
 class ChecksValues:

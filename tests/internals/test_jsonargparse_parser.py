@@ -1,3 +1,5 @@
+import typing
+
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
@@ -30,6 +32,20 @@ def test_an_option_can_be_changed_after_it_was_added():
     (action,) = (action for action in ours.actions(made) if action.dest == "size")
     action.required, action.default = False, 3
     assert made.parse_args([]).size == 3
+
+
+@leans_on("jsonargparse", "ActionTypeHint._typehint", "jsonargparse_parser")
+def test_a_whole_number_stays_one_in_whatever_order_types_are_written():
+    def limit(hint):
+        made = ArgumentParser()
+        made.add_argument("--limit", type=hint)
+        ours.put_whole_numbers_first(next(action for action in ours.actions(made) if action.dest == "limit"))
+        return [made.parse_args([f"--limit={given}"]).limit for given in ("1", "1.0", "0.5")]
+
+    expected = [(int, 1), (float, 1.0), (float, 0.5)]
+    for hint in (typing.Union[float, int], typing.Union[None, float, int], typing.Union[int, float]):  # noqa: UP007
+        assert [(type(value), value) for value in limit(hint)] == expected
+    assert limit(typing.Union[float, str]) == [1.0, 1.0, 0.5]  # noqa: UP007
 
 
 @leans_on("jsonargparse", "_ActionConfigLoad", "jsonargparse_parser")
