@@ -297,6 +297,7 @@ DROP_PATHS = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", DROP_PATHS)
 def test_blocks_and_their_depths_are_those_of_timms_drop_path(name: str) -> None:
     blocks, span, branches = DROP_PATHS[name]
@@ -325,6 +326,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_changes_the_shape_is_seen_without_a_batch(name: str) -> None:
     count, expected = LEFT_OUT[name]

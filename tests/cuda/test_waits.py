@@ -33,7 +33,7 @@ SMALLER: dict[str, Any] = {
     "LatentDigits": DIGITS,
     "LanguageData": {"train": "rows.jsonl", "tokenizer": "runs/llm/base", "max_length": 64, "num_workers": 0},
     "PreferenceData": {"rows": {"max_rows": 40}, "val_fraction": 0.2},
-    "PhotoCrops": {"crops": 24, "batch_size": 4, "judge_steps": 0},
+    "PhotoCrops": {"crops": 6, "batch_size": 4, "judge_steps": 0},
     "ImageData": {"batch_size": 2},
     "EncodedData": {"folder": "latents", "held_out": 4, "batch_size": 4, "num_workers": 0},
     "Preference": {"start_from": None},

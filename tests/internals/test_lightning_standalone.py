@@ -36,12 +36,14 @@ print("averaged")
 """
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("lines", [[OURS, THEIRS], [THEIRS, OURS]], ids=["ours_first", "theirs_first"])
 @leans_on("pytorch_lightning", "Callback", "lightning_standalone")
 def test_a_technique_alone_and_in_a_list_is_a_callback_of_the_standalone_package(lines, tmp_path):
     assert "averaged" in run_script("\n".join([*lines, RUN]), tmp_path)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("package", ["sys.modules[name] = None", "Path('pytorch_lightning.py').write_text('1 / 0')"])
 def test_without_it_or_with_a_broken_one_techniques_are_callbacks_of_lightning(package, tmp_path):
     absent = f"""

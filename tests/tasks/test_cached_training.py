@@ -85,6 +85,7 @@ def pair(images, autoencoder, folder, **arguments) -> tuple[LatentData, LatentDa
     return cached, LatentData(images, autoencoder, folder=str(folder), cached=False, **arguments)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("statistics", ["measured", "declared"])
 def test_digits_from_the_cache_train_as_from_images_to_the_bit(tmp_path, statistics):
     images = DigitImages(image_size=16, batch_size=16)

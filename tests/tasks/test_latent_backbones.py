@@ -66,6 +66,7 @@ def fitted(tmp_path, data, backbone=TEXT_DIT, **arguments):
     return module
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("fields", "sampler", "process"),
     [
@@ -131,6 +132,7 @@ def test_guidance_moves_away_from_the_empty_caption():
     assert not torch.equal(cat, nothing)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("fields", [None, T5], ids=["clip", "t5"])
 def test_training_on_caches_is_training_on_images_and_captions(tmp_path, deterministic, fields):
