@@ -121,7 +121,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     ways: dict[str, Callable[[nn.Module], object]] = {
         "plain": lambda net: None,
-        "transformers' own": lambda net: net.activation_checkpointing_enable(),
+        "transformers' own": lambda net: getattr(
+            net, "activation_checkpointing_enable", net.gradient_checkpointing_enable
+        )(),
         "torch's checkpoint": with_torch,
         "ours": ours(),
         "ours, every=2": ours(every=2),
