@@ -14,7 +14,6 @@ come from ``--wheels``: folders of wheels, installed beside the rest for this ca
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -43,29 +42,30 @@ PACKAGES = (
 )
 FINAL = {"ok", "failed", "crashed", "out of time"}  # a second call leaves these alone
 LEAST_SECONDS = 8  # with less time left no piece is begun
-LIBC = ctypes.CDLL(None)  # loaded before a fork
+# A piece dies with its driver: else what a killed call was running is measured beside the next call's pieces. A start
+# of its own sets that, for code between fork and exec can hang in a process of several threads.
+STARTER = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 Launch = Callable[[list[str], Path, float, dict[str, str]], int | None]
 
 
 def launch(words: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
     """Run ``python WORDS`` in a session of its own; its exit code, or None if it was killed after ``limit`` seconds."""
     with log.open("wb") as output:
+        start = [sys.executable, "-S", "-c", STARTER, *words]
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509  # one call of C, which takes no lock
-        )  # fmt: skip
+            start, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return None
-
-
-def _die_with_parent() -> None:
-    """Else what a killed call was running is measured beside the next call's pieces."""
-    if sys.platform == "linux":
-        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @dataclass

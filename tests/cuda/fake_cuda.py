@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -267,6 +268,7 @@ def fake_cuda() -> Iterator[None]:
         partial(mock.patch.object, torch, "get_autocast_dtype", _of_cpu(torch.get_autocast_dtype)),
     ]
     _Side.draws.manual_seed(0)
+    get_torch_obj_rule_map()  # the compiler's, once a process: of the real functions
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(change())

@@ -98,7 +98,7 @@ def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple
         if key.rpartition(".")[0] in norms:
             tensors[f"base_model.model.{key}"] = tensor.contiguous()
     return tensors, {
-        "modules_to_save": sorted(norms) or None,
+        **({"modules_to_save": sorted(norms)} if norms else {}),
         "peft_type": "IA3",
         "target_modules": where["targets"],
         "feedforward_modules": where["feedforward"],
