@@ -88,7 +88,7 @@ class LitEfficientCLI(OpenCLI):
             set_import_policy(self.allowed)
             self.config = parser.parse_object(args)
             return
-        arguments, allowed = split_arguments(spelt(parser, sys.argv[1:] if args is None else args))
+        arguments, allowed = split_arguments(spelt(sys.argv[1:] if args is None else args, parser))
         self.allowed += allowed
         set_import_policy(self.allowed)
         self.config = parser.parse_args(arguments)

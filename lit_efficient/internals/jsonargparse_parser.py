@@ -79,9 +79,9 @@ class ChangesAppended:
         return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
 
 
-def spelt(parser: Any, argv: Sequence[str]) -> list[str]:
+def spelt(argv: Sequence[str], parser: Any = None) -> list[str]:
     """Arguments with each option as the parser or a subcommand's has it: ``-`` and ``_`` are alike in its name."""
-    parsers = (parser, *subcommands(parser).values())
+    parsers = () if parser is None else (parser, *subcommands(parser).values())
     dashed = {plain(name): name for one in parsers for action in actions(one) for name in action.option_strings}
     names = [(token.partition("=")[0], token) for token in argv]
     return [

@@ -117,7 +117,7 @@ def test_an_option_is_spelt_as_its_parser_has_it():
     fit.add_argument("--max_steps", type=int)
     main.add_subcommands().add_subcommand("fit", fit)
     given = ["fit", "--my_own=1-2", "--max-steps", "a-b", "-c", "d-e", "--other-one.a-b", "--"]
-    assert ours.spelt(main, given) == [
+    assert ours.spelt(given, main) == [
         "fit",
         "--my-own=1-2",
         "--max_steps",
