@@ -96,7 +96,7 @@ class RunFolder(Callback):
             "job": os.environ.get("SLURM_JOB_ID"),
         }
         self.path = root  # of the other ranks, until rank 0 tells them
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # of a function
             missing = [folder for folder in (root, *root.parents) if not folder.exists()]
             self.path = new_folder(root)
             self._empty = [self.path, *missing]

@@ -35,7 +35,7 @@ def put_whole_numbers_first(action: Any) -> None:
     """
     kinds = typing.get_args(hint := type_hint(action))
     if typing.get_origin(hint) in (typing.Union, types.UnionType) and {int, float} <= set(kinds):
-        action._typehint = typing.Union[tuple(sorted(kinds, key=lambda kind: kind is float))]  # noqa: UP007
+        action._typehint = typing.Union[tuple(sorted(kinds, key=lambda kind: kind is float))]  # noqa: UP007 (of many)
 
 
 class ChecksValues:
@@ -76,7 +76,7 @@ class ChangesAppended:
     def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
         changed = self.appended(value, cfg.get(self.dest) if cfg else None) if append else None
         value, cfg = (changed[0], {self.dest: changed[1]}) if changed else (value, cfg)
-        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
+        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]  # of the action
 
 
 def spelt(argv: Sequence[str], parser: Any = None) -> list[str]:

@@ -242,7 +242,7 @@ class TurnsOfOptimizers(Toy):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.judge)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        own, judge = self.optimizers()  # type: ignore[misc]
+        own, judge = self.optimizers()
         self.net.calls = batch_idx
         made = self.net(batch)
         for optimizer in (own, judge):
@@ -254,7 +254,7 @@ class TurnsOfOptimizers(Toy):
             self.untoggle_optimizer(optimizer)
 
     on_validation_start = on_train_epoch_end = lambda self: None
-    validation_step = None  # type: ignore[assignment]
+    validation_step = None
 
 
 def test_optimizers_may_take_turns_through_each_others_layers() -> None:

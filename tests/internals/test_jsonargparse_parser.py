@@ -43,9 +43,9 @@ def test_a_whole_number_stays_one_in_whatever_order_types_are_written():
         return [made.parse_args([f"--limit={given}"]).limit for given in ("1", "1.0", "0.5")]
 
     expected = [(int, 1), (float, 1.0), (float, 0.5)]
-    for hint in (typing.Union[float, int], typing.Union[None, float, int], typing.Union[int, float]):  # noqa: UP007
+    for hint in (typing.Union[float, int], typing.Union[None, float, int], typing.Union[int, float]):  # noqa: UP007 (its order counts)
         assert [(type(value), value) for value in limit(hint)] == expected
-    assert limit(typing.Union[float, str]) == [1.0, 1.0, 0.5]  # noqa: UP007
+    assert limit(typing.Union[float, str]) == [1.0, 1.0, 0.5]  # noqa: UP007 (its order counts)
 
 
 @leans_on("jsonargparse", "_ActionConfigLoad", "jsonargparse_parser")
