@@ -69,7 +69,7 @@ class TurnSpans:
         """The text of a conversation, and the turns in it that are learned.
 
         Raises:
-            MalformedRow: If the template does not write it, or not so that its turns can be told apart.
+            MalformedRow: If the template does not write it, or turns of it cannot be separated.
             ConfigurationError: If the template is one whose turns cannot be separated.
         """
         from jinja2 import TemplateError
