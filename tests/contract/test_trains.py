@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, LoRA, ReplaceHead, Report, Technique
 from lit_efficient.declaration import overrides
+from lit_efficient.mechanisms.adapters.disabled import disabled
 from tests.contract.table import CASES, network_of
 from tests.mechanisms.adapters.decoders import Language
 from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
@@ -173,6 +175,15 @@ class Frugal(ListedEarly):
     def __init__(self, network: type[nn.Module] = Tasks) -> None:
         super().__init__(network)
         self.disturbed: list[list[str]] = []
+        self.penalties: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """With a penalty on what trains beside adapters, and a copy of the network that stays as it is."""
+        output, twin = super().training_step(batch, batch_idx), copy.deepcopy(self.net)
+        penalty = sum(p.square().sum() for n, p in self.named_parameters() if p.requires_grad and "lora" not in n)
+        self.disturbed.append([n for n, p in twin.named_parameters() if p.requires_grad and "lora" not in n])
+        self.penalties.append(float(penalty))
+        return {**output, "loss": output["loss"] + penalty} if isinstance(output, dict) else output + penalty
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -192,9 +203,24 @@ def test_tasks_may_alternate_and_waiting_for_them_changes_nothing(extra: Any, re
         trainer(parts, max_steps=6, gradient_clip_val=1e-3).fit(module, data(), data())
         assert all(layer.lora_B.any() for layer in (module.net.first, module.net.other))
         assert not any(module.disturbed)
-        found.append((weights(module), torch.rand(4)))
+        found.append((weights(module), module.penalties, torch.rand(4)))
     assert_equal(found[0], found[1])
     assert not [w for w in recwarn if "adapters" in str(w.message)]
+
+
+class Asides(Tasks):
+    """Whose first batches take the layer for them without its adapter, as a reference."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with disabled(self.other if self.calls < 3 else nn.Module()):
+            return super().forward(x)
+
+
+def test_a_layer_whose_adapter_is_switched_off_within_a_step_is_not_bypassed() -> None:
+    module = ByGradient(Asides)
+    with pytest.warns(UserWarning, match="1 adapters had no gradient"):
+        trainer([LoRA()], max_steps=5).fit(module, data(24), data())
+    assert module.net.other.lora_B.any()
 
 
 class Spare(Tasks):
@@ -208,7 +234,7 @@ class Spare(Tasks):
 @pytest.mark.parametrize("steps", [1, 5])
 def test_a_layer_that_no_batch_uses_is_named_once(steps: int) -> None:
     with pytest.warns(UserWarning, match=r"LoRA: \d adapters had no gradient up to step .*net\.spare") as caught:
-        trainer([LoRA()], max_steps=steps).fit(ByGradient(Spare), data(), data())
+        trainer([LoRA()], max_steps=steps).fit(Frugal(Spare), data(), data())
     said = [str(w.message) for w in caught if "had no gradient" in str(w.message)]
     assert len(said) == 1
     assert ("net.first" in said[0] or "net.other" in said[0]) == (steps == 1)
