@@ -375,8 +375,8 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
         return
     who = "/".join(type(t).__name__ for t in in_order(techniques_of(module.trainer)) if overrides(t, "adapters"))
     watched = [] if traits_of(module.trainer.strategy).flattens else silent  # where there are no layers' weights
-    layers = {owner: module.get_submodule(owner) for owner in watched}
-    session.silent[id(optimizer)] = SilentLayers(who, silent, layers)
+    parts = {owner: module.get_submodule(owner) for owner in watched}
+    session.silent[id(optimizer)] = SilentLayers(who, silent, parts)
     wrap = session.wraps.setdefault("training_step", _training_step_like(module.training_step))
     wrap_method(module, "training_step", wrap)
 
