@@ -280,7 +280,7 @@ def _configure_optimizers(self: Any) -> Any:
     for technique in techniques:
         technique.prepare_parameters(self)
     configured = inner_method(self, "configure_optimizers", _configure_optimizers)()
-    optimizers = list(find_optimizers(configured))
+    optimizers = find_optimizers(configured)
     check_conflicts([*self.trainer.callbacks, *optimizers])
     session.schedulers = find_schedulers(configured)
     try:
@@ -397,33 +397,28 @@ def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
                 technique.after_step(optimizer, module)
 
 
-def find_optimizers(configured: object) -> Iterator[Optimizer]:
+def find_optimizers(configured: object) -> list[Optimizer]:
     """Every optimizer, once, in what ``configure_optimizers`` returned, in any of the forms that Lightning accepts."""
-    seen: set[int] = set()
-    stack = [configured]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Optimizer):
-            if id(item) not in seen:
-                seen.add(id(item))
-                yield item
-        elif isinstance(item, Mapping):
-            stack.append(item.get("optimizer"))
-        elif isinstance(item, list | tuple):
-            stack.extend(reversed(item))
+    return [item for item in _configured_at(configured, "optimizer") if isinstance(item, Optimizer)]
 
 
 def find_schedulers(configured: object) -> list[Any]:
     """Every learning-rate scheduler, once, in what ``configure_optimizers`` returned."""
+    found = _configured_at(configured, "lr_scheduler", "scheduler")
+    return [item for item in found if not isinstance(item, Optimizer)]
+
+
+def _configured_at(configured: object, *keys: str) -> list[Any]:
+    """What stands in lists, and in mappings under ``keys``."""
     found: dict[int, Any] = {}
     stack = [configured]
     while stack:
         item = stack.pop()
         if isinstance(item, Mapping):
-            stack.extend(item.get(key) for key in ("lr_scheduler", "scheduler"))
+            stack.extend(item.get(key) for key in keys)
         elif isinstance(item, list | tuple):
             stack.extend(reversed(item))
-        elif item is not None and not isinstance(item, Optimizer):
+        elif item is not None:
             found.setdefault(id(item), item)
     return list(found.values())
 

@@ -15,7 +15,7 @@ from lit_efficient.cli.without import marked
 from lit_efficient.errors import did_you_mean
 
 # Keys whose value, or the items of whose value, may be a class name alone.
-SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
+_SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
 LISTS = {"callbacks", "plugins"}
 SPEC = ("class_path", "init_args", "dict_kwargs")
 _NULL = ("", "~", "null", "Null", "NULL")
@@ -53,21 +53,21 @@ def expand_short_names(tree: Any, key: str = "") -> Any:
         return {k: expand_short_names(value, str(k)) for k, value in marked(tree).items()}
     if isinstance(tree, list):
         return [expand_short_names(item, key) for item in tree]
-    if isinstance(tree, str) and leaf_of(key) == "strategy":
+    if isinstance(tree, str) and leaf(key) == "strategy":
         return strategy_class(tree)
-    if isinstance(tree, str) and (leaf_of(key) in SLOTS or leaf_of(key) == "class_path"):
+    if isinstance(tree, str) and (leaf(key) in _SLOTS or leaf(key) == "class_path"):
         return full_name(tree)
     return tree
 
 
-def leaf_of(key: str) -> str:
+def leaf(key: str) -> str:
     """The last part of a dotted key."""
     return key.rstrip("+").split(".")[-1]
 
 
 def slot_of(key: str) -> str:
     """The slot that a key or an option names, if it does."""
-    return leaf if (leaf := leaf_of(key.removeprefix("--"))) in SLOTS else ""
+    return last if (last := leaf(key.removeprefix("--"))) in _SLOTS else ""
 
 
 def load_yaml(text: str) -> Any:

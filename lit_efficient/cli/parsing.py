@@ -22,17 +22,7 @@ from lightning.pytorch.loggers import Logger
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient.catalog import registered
-from lit_efficient.cli.config_text import (
-    LISTS,
-    SLOTS,
-    SPEC,
-    check_yaml,
-    full_name,
-    leaf_of,
-    load_yaml,
-    slot_of,
-    strategy_class,
-)
+from lit_efficient.cli.config_text import LISTS, SPEC, check_yaml, full_name, leaf, load_yaml, slot_of, strategy_class
 from lit_efficient.cli.merging import MergesMappings, holds_mappings
 from lit_efficient.cli.without import TakesOut, options
 from lit_efficient.errors import ConfigurationError, did_you_mean
@@ -133,12 +123,12 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             named = strategy_class(value)
             arguments.append(f"{key}={json.dumps(named) if isinstance(named, dict) else named}")
             continue
-        leaf = leaf_of(key[2:]) if key.startswith("--") else ""
+        last = leaf(key[2:]) if key.startswith("--") else ""
         if not key.startswith("--"):
             _check_text(arguments[-1] if arguments else "", token)
         elif equals:
             _check_text(key, value)
-        is_slot = leaf in SLOTS or leaf in ("class_path", "help")
+        is_slot = bool(slot_of(last)) or last in ("class_path", "help")
         if is_slot and equals:
             arguments.append(f"{key}={full_name(value)}")
         else:
@@ -184,7 +174,7 @@ class Parser(ChecksValues, LightningArgumentParser):
             if holds_mappings(type_hint(action)):
                 kind: Any = type(action)
                 action.__class__ = changing(kind, MergesMappings)
-            if leaf_of(action.dest) in LISTS and not isinstance(action, TakesOut) and type_hint(action):
+            if leaf(action.dest) in LISTS and not isinstance(action, TakesOut) and type_hint(action):
                 kind = type(action)
                 action.__class__ = changing(kind, TakesOut)
             if action.dest in known:
@@ -232,7 +222,7 @@ class Parser(ChecksValues, LightningArgumentParser):
         if unknown and "(accepted" not in message:
             parser = getattr(ex, "subcommand_parser", None) or self
             dests = [a.dest for a in actions(parser) if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
-            level, _, leaf = unknown["name"].rpartition(".")
+            level, _, last = unknown["name"].rpartition(".")
             while level and not any(f"{dest}.".startswith(f"{level}.") for dest in dests):
                 level = level.rpartition(".")[0]
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
@@ -240,7 +230,7 @@ class Parser(ChecksValues, LightningArgumentParser):
             key = unknown["name"][len(level) :].lstrip(".").split(".")[0]
             near = did_you_mean(unknown["name"], dests) or did_you_mean(key, [*below, *SPEC])
             advice = f"{near} (accepted: {accepted})"
-            moved = moved_key(parser.described, leaf) or moved_key(parser.described, unknown["name"])
+            moved = moved_key(parser.described, last) or moved_key(parser.described, unknown["name"])
             message = f"no option {unknown['name']!r}{moved or advice}"
         super().error(message, ex)
 
