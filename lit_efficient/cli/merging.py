@@ -31,10 +31,7 @@ class MergesMappings(ChangesValues):
                 raise TypeError(
                     f'Parser key "{self.dest}":\n  no option {key!r}: {earlier!r} is a name, without fields'
                 )
-            if fields and key.split(".")[0] not in (
-                *fields,
-                *SPEC,
-            ):  # but maybe of another class that could stand here
+            if fields and key.split(".")[0] not in (*fields, *SPEC):  # maybe of another class that could stand here
                 self._refuse(key, path, fields)
             value = None if value == "None" else value  # as jsonargparse hands on a null
             with contextlib.suppress(yaml.YAMLError):

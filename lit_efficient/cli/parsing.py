@@ -57,6 +57,7 @@ PARSER_MODE = "lit_efficient"
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
 _OF_THE_RUN: dict[type, tuple[str, ...]] = {LRScheduler: HORIZONS, Logger: ("save_dir",)}
 
+_NAMES = {"--without": "class, as in --without EMA", "--allow_import": "package, as in --allow-import my_project"}
 _granted: set[str] = set()
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning makes the calls, no user can mend them
 
@@ -106,13 +107,10 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     names_class = False
     for token in tokens:
         key, equals, value = token.partition("=")
-        if plain(key) in ("--allow_import", "--without"):
+        if plain(key) in _NAMES:
             name = value or next(tokens, "")
             if not name or name.startswith("-"):
-                example = (
-                    "class, as in --without EMA" if key == "--without" else "package, as in --allow-import my_project"
-                )
-                raise ConfigurationError(f"{key.replace('_', '-')} needs the name of a {example}")
+                raise ConfigurationError(f"{key.replace('_', '-')} needs the name of a {_NAMES[plain(key)]}")
             (without if key == "--without" else allowed).append(name)
             continue
         if key in ("-c", "--config"):

@@ -145,22 +145,14 @@ def _alone(scheduler: Any, state: Mapping[str, Any], built: Mapping[str, Any]) -
 
 def _built(trainer: Any) -> dict[str, Any]:
     """What optimizers and schedulers are made of, before a checkpoint is restored into them."""
-    return copy.deepcopy(
-        {
-            "optimizers": [
-                {"class": type(one).__name__, "groups": [_options(group) for group in one.param_groups]}
-                for one in trainer.optimizers
-            ],
-            "schedulers": [
-                {
-                    "class": type(one.scheduler).__name__,
-                    "state": one.scheduler.state_dict(),
-                    **_functions(one.scheduler),
-                }
-                for one in trainer.lr_scheduler_configs
-            ],
-        }
-    )
+    groups = [(type(one).__name__, [_options(group) for group in one.param_groups]) for one in trainer.optimizers]
+    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+    states = [(type(one).__name__, one.state_dict(), _functions(one)) for one in schedulers]
+    built = {
+        "optimizers": [{"class": kind, "groups": options} for kind, options in groups],
+        "schedulers": [{"class": kind, "state": state, **functions} for kind, state, functions in states],
+    }
+    return copy.deepcopy(built)
 
 
 def _functions(scheduler: Any) -> dict[str, Any]:
@@ -268,14 +260,11 @@ def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapp
     """By what factor the schedules that follow metrics have changed each group's rate beside the others."""
     schedules = _schedules(trainer, optimizer, then, now)
     groups = optimizer.param_groups
-    if len({_follows(config) for config, *_ in schedules}) < 2 or any(
-        a["class"] != b["class"] for _, a, b in schedules
-    ):
+    others = any(before["class"] != built["class"] for _, before, built in schedules)
+    if others or len({_follows(config) for config, *_ in schedules}) < 2:
         return [1.0] * len(groups)
-    held, states = (
-        copy.deepcopy([_options(group) for group in groups]),
-        [one.scheduler.state_dict() for one, *_ in schedules],
-    )
+    held = copy.deepcopy([_options(group) for group in groups])
+    states = [one.scheduler.state_dict() for one, *_ in schedules]
     built = then["optimizers"][trainer.optimizers.index(optimizer)]["groups"]
     _replay(trainer, optimizer, [(config, before, True) for config, before, _ in schedules], built)
     factors = [old["lr"] / float(group["lr"]) if float(group["lr"]) else 1.0 for group, old in zip(groups, held)]

@@ -51,31 +51,24 @@ class ChecksValues:
 
 
 class ChangesValues:
-    """Put in front of an action: ``changed`` may change each value, before its own check: ``_check_type_``."""
+    """Put in front of an action: a value, or what is appended, may change before its own check: ``_check_type_``."""
 
     dest: str
 
     def changed(self, value: Any, earlier: Any) -> Any:
         """The value to check instead; ``earlier`` is what files and options before gave."""
-        raise NotImplementedError
-
-    def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
-        value = value if append or not cfg else self.changed(value, cfg.get(self.dest))
-        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
-
-
-class ChangesAppended:
-    """Put in front of an action: ``appended`` may change what is appended, and to what: ``_check_type_``."""
-
-    dest: str
+        return value
 
     def appended(self, value: Any, earlier: Any) -> tuple[Any, list[Any]] | None:
         """What to append and the items before it; None for what stays as it is."""
-        raise NotImplementedError
+        return None
 
     def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
-        changed = self.appended(value, cfg.get(self.dest) if cfg else None) if append else None
-        value, cfg = (changed[0], {self.dest: changed[1]}) if changed else (value, cfg)
+        earlier = cfg.get(self.dest) if cfg else None
+        if append and (both := self.appended(value, earlier)):
+            value, cfg = both[0], {self.dest: both[1]}
+        elif cfg and not append:
+            value = self.changed(value, earlier)
         return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]  # of the action
 
 

@@ -98,7 +98,7 @@ def test_an_action_s_values_can_be_changed_before_it_checks_them():
 
 @leans_on("jsonargparse", "ActionTypeHint._check_type_", "jsonargparse_parser")
 def test_what_is_appended_can_be_changed_and_what_it_is_appended_to():
-    class Last(ours.ChangesAppended):
+    class Last(ours.ChangesValues):
         def appended(self, value, earlier):
             return None if value == "[1]" else ([9], earlier[-1:])
 
