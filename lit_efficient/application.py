@@ -34,7 +34,7 @@ from lit_efficient.files.records import rebuild
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
-from lit_efficient.models.silent_layers import SilentLayers
+from lit_efficient.models.silent_layers import SilentLayers, unwatch
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
 
@@ -209,8 +209,8 @@ def uninstall(module: Any) -> None:
     session = module.__dict__.pop("_lit_efficient_session", None)
     for name, function in session.wraps.items() if session else ():
         unwrap_method(module, name, function)
+    unwatch(module)
     for layers in session.silent.values() if session else ():
-        layers.close()
         if layers.steps == 1:
             rank_zero_warn(layers.described())
 

@@ -5,7 +5,7 @@ another task. The weight tells which: code outside of the layer gets a parameter
 gradient, and where that gets one, the loss depends on it. The layer's own stays frozen for whoever asks or copies.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ class _Likes:
         self.by_name: dict[str, nn.Parameter] | None = None
         self.heard: list[str] = []  # names of those that have had a gradient
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Likes":
-        return _Likes()
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Likes, ()
 
     def make(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         """One, of a frozen matrix that autograd takes as it is."""
@@ -97,19 +97,13 @@ class SilentLayers:
         bypassed = [name for name, layer in self._layers.items() if name in self.waiting and layer.silent_likes.heard]
         for layer in self._layers.values():
             layer.silent_likes.heard.clear()
-        self.close(self._layers.keys() - self.waiting.keys())
+        for name in self._layers.keys() - self.waiting.keys():
+            unwatch(self._layers.pop(name))
         if bypassed:
             raise ConfigurationError(
                 f"{self.who}: {len(bypassed)} adapters cannot learn, first that of {bypassed[0]!r}: the network reads "
                 "that layer's weight and never calls the layer, as fused kernels do. Leave it out of targets"
             )
-
-    def close(self, names: Iterable[str] | None = None) -> None:
-        """Leave layers as they were, all or those with these names."""
-        for name in [*self._layers] if names is None else names:
-            layer = self._layers.pop(name)
-            mix_out(layer, _Watched)
-            layer.__dict__.pop("silent_likes", None)
 
     def described(self) -> str:
         """Which layers are waiting."""
@@ -119,3 +113,11 @@ class SilentLayers:
             f"{', ...' if len(names) > 5 else ''}. No batch has trained these layers yet; if none will, "
             "leave them out of targets"
         )
+
+
+def unwatch(root: nn.Module) -> None:
+    """Leave all layers in ``root`` as they were before they were watched."""
+    for part in root.modules():
+        if isinstance(part, _Watched):
+            mix_out(part, _Watched)
+            part.__dict__.pop("silent_likes", None)

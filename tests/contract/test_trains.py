@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -178,10 +179,13 @@ class Frugal(ListedEarly):
         self.penalties: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """With a penalty on what trains beside adapters, and a copy of the network that stays as it is."""
-        output, twin = super().training_step(batch, batch_idx), copy.deepcopy(self.net)
+        """With a penalty on what trains beside adapters, and copies of the network that are as without the wait."""
+        output = super().training_step(batch, batch_idx)
         penalty = sum(p.square().sum() for n, p in self.named_parameters() if p.requires_grad and "lora" not in n)
-        self.disturbed.append([n for n, p in twin.named_parameters() if p.requires_grad and "lora" not in n])
+        for net in (copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))):
+            layers = [(n, part.weight) for n, part in net.named_modules() if hasattr(part, "lora_A")]
+            self.disturbed.append([n for n, weight in layers if weight.requires_grad])
+            self.disturbed.append([n for n, p in net.named_parameters() if p.requires_grad and "lora" not in n])
         self.penalties.append(float(penalty))
         return {**output, "loss": output["loss"] + penalty} if isinstance(output, dict) else output + penalty
 
