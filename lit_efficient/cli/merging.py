@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import yaml
 from jsonargparse import Namespace
@@ -32,7 +32,9 @@ class MergesMappings(ChangesValues):
                     f'Parser key "{self.dest}":\n  no option {key!r}: {earlier!r} is a name, without fields'
                 )
             if fields and key.split(".")[0] not in (*fields, *SPEC):  # maybe of another class that could stand here
-                self._refuse(key, path, fields)
+                near = did_you_mean(key.split(".", maxsplit=1)[0], fields)
+                said = f"no option {key!r}{near} (accepted: {', '.join(fields)})"
+                raise TypeError(f'Parser key "{self.dest}":\n  Problem with given class_path {path!r}:\n    {said}')
             value = None if value == "None" else value  # as jsonargparse hands on a null
             with contextlib.suppress(yaml.YAMLError):
                 value = load_yaml(value) if isinstance(value, str) else value
@@ -54,10 +56,6 @@ class MergesMappings(ChangesValues):
         known = [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
         named = next((part for part in known if part.__name__ == path.rpartition(".")[2]), None)
         return [field.name for field in dataclasses.fields(named)] if named else []
-
-    def _refuse(self, key: str, path: str, known: Sequence[str]) -> NoReturn:
-        option = f"no option {key!r}{did_you_mean(key.split('.', maxsplit=1)[0], known)} (accepted: {', '.join(known)})"
-        raise TypeError(f'Parser key "{self.dest}":\n  Problem with given class_path {path!r}:\n    {option}')
 
 
 def _as_mapping(value: Any) -> dict[str, Any] | None:
