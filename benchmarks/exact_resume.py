@@ -117,7 +117,7 @@ def exact_points(with_callback, arguments):
 
 
 def main():
-    global DEVICE  # noqa: PLW0603
+    global DEVICE  # noqa: PLW0603 (read where models are made)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only the first so many")

@@ -91,11 +91,10 @@ def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
     from importlib import import_module
 
-    from lit_efficient.internals.jsonargparse_parser import plain
+    from lit_efficient.internals.jsonargparse_parser import spelt
 
     try:
-        options = [(argument.partition("=")[0], argument) for argument in arguments if argument != "--debug"]
-        given = [plain(name) + whole[len(name) :] if name[:2] == "--" else whole for name, whole in options]
+        given = spelt([argument for argument in arguments if argument != "--debug"])
         return int(import_module(f"lit_efficient.commands.{name}").run(given))
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None

@@ -6,7 +6,6 @@ and put back (:mod:`lit_efficient.internals.wraps`).
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -34,8 +33,8 @@ from lit_efficient.files.moved import translate
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
-from lit_efficient.internals.silent_layers import SilentLayers
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.models.silent_layers import SilentLayers, unwatch
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
 
@@ -210,10 +209,10 @@ def uninstall(module: Any) -> None:
     session = module.__dict__.pop("_lit_efficient_session", None)
     for name, function in session.wraps.items() if session else ():
         unwrap_method(module, name, function)
+    unwatch(module)
     for layers in session.silent.values() if session else ():
-        layers.close()
         if layers.steps == 1:
-            _warn_of(layers)
+            rank_zero_warn(layers.described())
 
 
 def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
@@ -281,7 +280,7 @@ def _configure_optimizers(self: Any) -> Any:
     for technique in techniques:
         technique.prepare_parameters(self)
     configured = inner_method(self, "configure_optimizers", _configure_optimizers)()
-    optimizers = list(find_optimizers(configured))
+    optimizers = find_optimizers(configured)
     check_conflicts([*self.trainer.callbacks, *optimizers])
     session.schedulers = find_schedulers(configured)
     try:
@@ -341,8 +340,13 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
     if _session(module) is not session or id(optimizer) in session.checked:
         return
     reshard(module)
-    if id(optimizer) in session.silent:
-        return _check_silent(module, session, optimizer)
+    if (layers := session.silent.get(id(optimizer))) is not None:
+        layers.check()
+        if not layers.waiting:
+            session.checked.add(id(optimizer))
+        elif layers.steps == 2:
+            rank_zero_warn(layers.described())
+        return
     own = {id(p): p.grad is not None for group in optimizer.param_groups for p in group["params"]}
     names = {id(p): name for name, p in module.named_parameters()}
     later = {id(module.get_parameter(name)) for name in held(module)}
@@ -370,66 +374,15 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
         session.checked.add(id(optimizer))
         return
     who = "/".join(type(t).__name__ for t in in_order(techniques_of(module.trainer)) if overrides(t, "adapters"))
-    session.silent[id(optimizer)] = SilentLayers(who, silent, _weights_beside(module, silent))
-    if "training_step" not in session.wraps:
-        session.wraps["training_step"] = _training_step_like(module.training_step)
-    session.wraps["on_after_backward"] = _on_after_backward
-    for name in ("training_step", "on_after_backward"):
-        wrap_method(module, name, session.wraps[name])
-
-
-def _weights_beside(module: Any, silent: Mapping[str, list[nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
-    """The frozen weights of adapted layers whose gradient can be asked for, and means that the layer is read."""
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))  # tied ones are read elsewhere
-
-    def tells(p: nn.Parameter, adapter: nn.Parameter) -> bool:
-        plain = type(p) is nn.Parameter and p.is_floating_point() and p.itemsize > 1
-        # FSDP2 reduces gradients of one format together.
-        return uses[id(p)] == 1 and p.ndim > 1 and (p.dtype == adapter.dtype if is_sharded(p) else plain)
-
-    if traits_of(module.trainer.strategy).flattens:
-        return {owner: [] for owner in silent}
-    own = {owner: module.get_submodule(owner).parameters(recurse=False) for owner in silent}
-    return {o: [p for p in found if not p.requires_grad and tells(p, silent[o][0])] for o, found in own.items()}
-
-
-def _check_silent(module: Any, session: Session, optimizer: Optimizer) -> None:
-    layers = session.silent[id(optimizer)]
-    bypassed = layers.bypassed()
-    if bypassed:
-        raise ConfigurationError(
-            f"{layers.who}: {len(bypassed)} adapters cannot learn, first that of {bypassed[0]!r}: the network reads "
-            "that layer's weight and never calls the layer, as fused kernels do. Leave it out of targets"
-        )
-    if not layers.waiting:
-        session.checked.add(id(optimizer))
-    elif layers.steps == 2:
-        _warn_of(layers)
-
-
-def _warn_of(layers: SilentLayers) -> None:
-    names = list(layers.waiting)
-    rank_zero_warn(
-        f"{layers.who}: {len(names)} adapters had no gradient up to step {layers.steps}: {', '.join(names[:5])}"
-        f"{', ...' if len(names) > 5 else ''}. No batch has trained these layers yet; if none will, "
-        "leave them out of targets"
-    )
+    watched = [] if traits_of(module.trainer.strategy).flattens else silent  # where there are no layers' weights
+    parts = {owner: module.get_submodule(owner) for owner in watched}
+    session.silent[id(optimizer)] = SilentLayers(who, silent, parts)
+    wrap = session.wraps.setdefault("training_step", _training_step_like(module.training_step))
+    wrap_method(module, "training_step", wrap)
 
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "*", name)
-
-
-def _on_after_backward(self: Any) -> None:
-    if self.automatic_optimization:
-        _rest(self)
-    inner_method(self, "on_after_backward", _on_after_backward)()
-
-
-def _rest(module: Any) -> None:
-    session = _session(module)
-    for layers in session.silent.values() if session is not None else ():
-        layers.rest()
 
 
 def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
@@ -444,33 +397,28 @@ def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
                 technique.after_step(optimizer, module)
 
 
-def find_optimizers(configured: object) -> Iterator[Optimizer]:
+def find_optimizers(configured: object) -> list[Optimizer]:
     """Every optimizer, once, in what ``configure_optimizers`` returned, in any of the forms that Lightning accepts."""
-    seen: set[int] = set()
-    stack = [configured]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Optimizer):
-            if id(item) not in seen:
-                seen.add(id(item))
-                yield item
-        elif isinstance(item, Mapping):
-            stack.append(item.get("optimizer"))
-        elif isinstance(item, list | tuple):
-            stack.extend(reversed(item))
+    return [item for item in _configured_at(configured, "optimizer") if isinstance(item, Optimizer)]
 
 
 def find_schedulers(configured: object) -> list[Any]:
     """Every learning-rate scheduler, once, in what ``configure_optimizers`` returned."""
+    found = _configured_at(configured, "lr_scheduler", "scheduler")
+    return [item for item in found if not isinstance(item, Optimizer)]
+
+
+def _configured_at(configured: object, *keys: str) -> list[Any]:
+    """What stands in lists, and in mappings under ``keys``."""
     found: dict[int, Any] = {}
     stack = [configured]
     while stack:
         item = stack.pop()
         if isinstance(item, Mapping):
-            stack.extend(item.get(key) for key in ("lr_scheduler", "scheduler"))
+            stack.extend(item.get(key) for key in keys)
         elif isinstance(item, list | tuple):
             stack.extend(reversed(item))
-        elif item is not None and not isinstance(item, Optimizer):
+        elif item is not None:
             found.setdefault(id(item), item)
     return list(found.values())
 
@@ -509,12 +457,10 @@ def _on_loss(module: Any, method: str) -> list[LossHooks]:
 
 def _weighed(module: Any, *args: Any) -> Any:
     session: Session = module.__dict__["_lit_efficient_session"]
-    for layers in session.silent.values():
-        layers.listen()
-    output = _weighed_loss(module, session, *args)
-    if output is None or not module.automatic_optimization:
-        _rest(module)
-    return output
+    with ExitStack() as listening:
+        for layers in session.silent.values():
+            listening.enter_context(layers.listening())
+        return _weighed_loss(module, session, *args)
 
 
 def _weighed_loss(module: Any, session: Session, *args: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, mix_in
-from lit_efficient.surgery import become, endings, find_blocks, is_sharded, match_modules, match_parameters, mix_out
-from tests.support import Block, Net
+from lit_efficient.surgery import become, endings, is_sharded, match_modules, match_parameters, mix_out
+from tests.support import Net
 
 
 class Double(nn.Module):
@@ -134,52 +134,6 @@ def test_a_shard_is_known_on_parameters_too(tmp_path: Path) -> None:
         assert not is_sharded(nn.Parameter(torch.ones(2)))
     finally:
         destroy_process_group()
-
-
-def test_find_blocks_takes_the_outermost_repeated_blocks() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList([Block(4), Block(4)])
-
-    nested = nn.Module()
-    nested.layers = nn.ModuleList([Outer(), Outer()])
-    assert [name for name, _ in find_blocks(nested, who="T")] == ["layers.0", "layers.1"]
-    assert [name for name, _ in find_blocks(Net(), who="T")] == [f"blocks.{i}" for i in range(4)]
-    assert [name for name, _ in find_blocks(Net(), r"blocks\.1", who="T")] == ["blocks.1"]
-    with pytest.raises(ConfigurationError, match="T: found no repeated blocks in Sequential"):
-        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), who="T")
-
-
-def test_find_blocks_sees_through_a_mix_in_on_one_of_them() -> None:
-    class Mixin(nn.Module):
-        pass
-
-    net = Net()
-    mix_in(net.blocks[1], Mixin)
-    assert [name for name, _ in find_blocks(net, who="test")] == [f"blocks.{i}" for i in range(4)]
-
-
-def test_find_blocks_knows_what_libraries_declare() -> None:
-    class GradientCheckpointingLayer(nn.Module):
-        """Stands for transformers' class of this name."""
-
-    class Layer(GradientCheckpointingLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList([Block(4), Block(4)])
-
-    class Diffuser(nn.Module):
-        _repeated_blocks = ("Block",)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.down, self.up = Block(4), Block(4)
-
-    wrapper = nn.Module()
-    wrapper.encoder = nn.ModuleList([Layer(), Layer()])
-    assert [name for name, _ in find_blocks(wrapper, who="T")] == ["encoder.0", "encoder.1"]
-    assert [name for name, _ in find_blocks(Diffuser(), who="T")] == ["down", "up"]
 
 
 def test_become_keeps_object_groups_hooks_and_the_scheduler_chain() -> None:

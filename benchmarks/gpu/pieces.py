@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 HERE = "benchmarks/gpu"
 sys.path[:0] = [str(ROOT), str(ROOT / HERE), str(ROOT / "benchmarks")]
 
-from cases import CASES, QUICK  # noqa: E402
-from ladder_gpu import RUNGS  # noqa: E402
+from cases import CASES, QUICK  # noqa: E402 (found by the path above)
+from ladder_gpu import RUNGS  # noqa: E402 (found by the path above)
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def run(case: Case, precision: str, device: str) -> dict[str, Any]:
     cuda, count = device == "cuda", CountWaits(device == "cuda")
     module, losses = MODULES[case.module](), []
     if case.optimizer is not None:
-        module.configure_optimizers = lambda: case.optimizer(module.parameters())  # type: ignore[method-assign]
+        module.configure_optimizers = lambda: case.optimizer(module.parameters())
 
     class Watch(L.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -185,7 +185,7 @@ def run(case: Case, precision: str, device: str) -> dict[str, Any]:
         max_steps=-(-STEPS // accumulate), callbacks=[*case.callbacks(), watch, count], enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, **settings,
     )  # fmt: skip
-    loader = DataLoader(ROWS[case.rows](), 4)  # type: ignore[arg-type]
+    loader = DataLoader(ROWS[case.rows](), 4)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()

@@ -22,7 +22,8 @@ from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, refusal
 from lit_efficient.internals.torch_compiler import counts, is_compiled, swap_setting
-from lit_efficient.surgery import find_blocks, match_modules, mix_in, unmixed
+from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.surgery import match_modules, mix_in, parents, unmixed
 from lit_efficient.technique import Technique
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
@@ -198,9 +199,7 @@ def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 def _outermost_of(name: str, chosen: set[str]) -> str:
     """The first of ``chosen`` on the way down to ``name``, or ``name``."""
-    parts = name.split(".")
-    above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return next((parent for parent in above if parent in chosen), name)
+    return next((parent for parent in [*parents(name)][::-1] if parent in chosen), name)
 
 
 def _partitions(backend: str) -> bool:

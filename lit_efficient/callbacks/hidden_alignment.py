@@ -27,8 +27,9 @@ from lit_efficient.mechanisms.alignment import (
     member,
     unknown_width,
 )
+from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
-from lit_efficient.surgery import find_blocks, moved
+from lit_efficient.surgery import moved
 
 
 class HiddenAlignment(Alignment):

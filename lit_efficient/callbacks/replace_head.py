@@ -18,8 +18,9 @@ from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
 from lit_efficient.mechanisms.adapters.base import has_frozen_base, is_added
+from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, WideLayer, hold, release
-from lit_efficient.surgery import count, find_blocks, match_modules, mix_in
+from lit_efficient.surgery import count, match_modules, mix_in
 from lit_efficient.technique import Technique
 
 _NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, timm and most others call it

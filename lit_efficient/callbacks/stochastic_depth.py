@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
+from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.residual import (
     Streams,
     known_streams,
@@ -26,7 +27,7 @@ from lit_efficient.mechanisms.blocks.residual import (
     without_cache,
 )
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.surgery import find_blocks, mix_in, moved
+from lit_efficient.surgery import mix_in, moved
 from lit_efficient.technique import Technique
 
 Stream = TypeVar("Stream", Tensor, tuple[Tensor, ...])  # one residual stream, or several of them

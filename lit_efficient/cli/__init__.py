@@ -77,7 +77,7 @@ class LitEfficientCLI(OpenCLI):
             if self.folder:
                 self.folder.discard()
 
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there
         """The one that the first argument names, or else all: the options of each take a tenth of a second to add."""
         known = super().subcommands()
         return {self._asked: known[self._asked]} if self._asked in known else known
@@ -88,7 +88,7 @@ class LitEfficientCLI(OpenCLI):
             set_import_policy(self.allowed)
             self.config = parser.parse_object(args)
             return
-        arguments, allowed = split_arguments(spelt(parser, sys.argv[1:] if args is None else args))
+        arguments, allowed = split_arguments(spelt(sys.argv[1:] if args is None else args, parser))
         self.allowed += allowed
         set_import_policy(self.allowed)
         self.config = parser.parse_args(arguments)

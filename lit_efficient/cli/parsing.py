@@ -1,42 +1,38 @@
-"""What may stand in a config: safe imports, short class names, no duplicate keys, no null where none is allowed.
+"""What may stand in a config and on the command line: safe imports, known keys, no null where none is allowed.
 
 Everything here is decided before a class is imported, because importing what a config names is running what it names.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 import yaml
-from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
-from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
+from jsonargparse import set_loader, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
-from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_efficient import PUBLIC
-from lit_efficient.catalog import registered, third_party
-from lit_efficient.cli.without import TakesOut, marked, options
+from lit_efficient.catalog import registered
+from lit_efficient.cli.config_text import LISTS, SPEC, check_yaml, full_name, leaf, load_yaml, slot_of, strategy_class
+from lit_efficient.cli.merging import MergesMappings, holds_mappings
+from lit_efficient.cli.without import TakesOut, options
 from lit_efficient.errors import ConfigurationError, did_you_mean
 from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_key
 from lit_efficient.internals.jsonargparse_parser import (
-    ChangesValues,
     ChecksValues,
     actions,
     changing,
     is_section,
-    nested,
     plain,
     put_whole_numbers_first,
     subcommands,
@@ -57,23 +53,11 @@ ALLOWED_IMPORTS = (
 )
 PARSER_MODE = "lit_efficient"
 
-# Keys whose value, or the items of whose value, may be a class name alone.
-_SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
-_LISTS = {"callbacks", "plugins"}
-_SPEC = ("class_path", "init_args", "dict_kwargs")
-_NULL = ("", "~", "null", "Null", "NULL")
-# torch has a class of the same name, without the `monitor` that Lightning needs.
-_ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
-# Other packages, once imported, have optimizers of the same names as torch's, and a short name would be ambiguous.
-_ALIASES |= {name: f"torch.optim.{name}" for name, value in vars(torch.optim).items() if isinstance(value, type)}
-# Their short names are resolved by Lightning.
-_LIGHTNINGS = {name for part in (callbacks, loggers, plugins, profilers, strategies) for name in part.__all__}
-# Fields of a mapping that say what it describes: another value is another thing, and nothing of the first remains.
-_KINDS = ("model_type", "_class_name")
 # Arguments by which schedulers call the length of the run. Left unset they are the run's number of optimizer steps.
 HORIZONS = ("total_steps", "T_max", "num_training_steps", "total_iters")
 _OF_THE_RUN: dict[type, tuple[str, ...]] = {LRScheduler: HORIZONS, Logger: ("save_dir",)}
 
+_NAMES = {"--without": "class, as in --without EMA", "--allow_import": "package, as in --allow-import my_project"}
 _granted: set[str] = set()
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning makes the calls, no user can mend them
 
@@ -123,13 +107,10 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     names_class = False
     for token in tokens:
         key, equals, value = token.partition("=")
-        if plain(key) in ("--allow_import", "--without"):
+        if plain(key) in _NAMES:
             name = value or next(tokens, "")
             if not name or name.startswith("-"):
-                example = (
-                    "class, as in --without EMA" if key == "--without" else "package, as in --allow-import my_project"
-                )
-                raise ConfigurationError(f"{key.replace('_', '-')} needs the name of a {example}")
+                raise ConfigurationError(f"{key.replace('_', '-')} needs the name of a {_NAMES[plain(key)]}")
             (without if key == "--without" else allowed).append(name)
             continue
         if key in ("-c", "--config"):
@@ -140,12 +121,12 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             named = strategy_class(value)
             arguments.append(f"{key}={json.dumps(named) if isinstance(named, dict) else named}")
             continue
-        leaf = _leaf(key[2:]) if key.startswith("--") else ""
+        last = leaf(key[2:]) if key.startswith("--") else ""
         if not key.startswith("--"):
             _check_text(arguments[-1] if arguments else "", token)
         elif equals:
             _check_text(key, value)
-        is_slot = leaf in _SLOTS or leaf in ("class_path", "help")
+        is_slot = bool(slot_of(last)) or last in ("class_path", "help")
         if is_slot and equals:
             arguments.append(f"{key}={full_name(value)}")
         else:
@@ -159,114 +140,12 @@ def _check_text(option: str, text: str) -> None:
     if text[:1] not in ("{", "["):
         return
     try:
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), set(), (), _slot(option))
+        check_yaml(text, slot_of(option))
     except yaml.MarkedYAMLError:
         return  # a string
     except yaml.YAMLError as error:
         said = re.sub(r": in line 1 and line 1\b| in line 1\b", "", str(error))
         raise ConfigurationError(f"{option.removeprefix('--')}: {said}") from error
-
-
-def full_name(name: str) -> str:
-    """Return the import path of a short class name: of ours, of torch's, or one that another package registers.
-
-    Any other string is returned as it is, and so are the names of Lightning's classes.
-
-    Raises:
-        ConfigurationError: If two packages register the name.
-    """
-    if name in PUBLIC:
-        return f"lit_efficient.{name}"
-    theirs = None if name in _ALIASES or name in _LIGHTNINGS else third_party(name)
-    return theirs.path if theirs else _ALIASES.get(name, name)
-
-
-def strategy_class(name: str) -> str | dict[str, str]:
-    """What the trainer takes for a class: a plain string would be one of Lightning's own short names, such as ddp."""
-    full = full_name(name)
-    return {"class_path": full} if full.rpartition(".")[2] in strategies.__all__ else full
-
-
-def expand_short_names(tree: Any, key: str = "") -> Any:
-    """Write the short class names in a loaded config in full: those in ``class_path`` and in the slots."""
-    if isinstance(tree, dict):
-        return {k: expand_short_names(value, str(k)) for k, value in marked(tree).items()}
-    if isinstance(tree, list):
-        return [expand_short_names(item, key) for item in tree]
-    if isinstance(tree, str) and _leaf(key) == "strategy":
-        return strategy_class(tree)
-    if isinstance(tree, str) and (_leaf(key) in _SLOTS or _leaf(key) == "class_path"):
-        return full_name(tree)
-    return tree
-
-
-def _leaf(key: str) -> str:
-    return key.rstrip("+").split(".")[-1]
-
-
-def _slot(key: str) -> str:
-    return leaf if (leaf := _leaf(key.removeprefix("--"))) in _SLOTS else ""
-
-
-def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does, but refuse duplicate and misspelt keys and know our short class names.
-
-    Raises:
-        yaml.YAMLError: If the text is no YAML, a mapping has a key twice or holds itself, or what names a class does
-            not do so. The message names the lines.
-    """
-    if re.search(r"[:?\[{-]", text):  # else it is a single value
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), set(), ())
-    return expand_short_names(get_loader("yaml")(text))
-
-
-def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...], slot: str = "") -> None:
-    """Raise what is wrong with a node and those below it; ``slot``: in which it stands, and so may be a class."""
-    if node is not None and id(node) in within:
-        raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
-    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-        return
-    lines: dict[str, int] = {}
-    for item in node.value:
-        key, value = item if isinstance(node, yaml.MappingNode) else (None, item)
-        name = key.value if isinstance(key, yaml.ScalarNode) else ""
-        if isinstance(key, yaml.ScalarNode):
-            line = key.start_mark.line + 1
-            if name in lines:
-                raise yaml.YAMLError(f"the key {name!r} stands twice: in line {lines[name]} and line {line}")
-            lines[name] = line
-        _check_nodes(value, seen, (*within, id(node)), _slot(name) if key else slot)
-    seen.add(id(node))
-    if isinstance(node, yaml.MappingNode):
-        _check_spec(lines, {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}, slot)
-
-
-def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) -> None:
-    """Raise what is wrong with a class and its arguments, if a mapping is that, or nearly so."""
-    misspelt = [name for name in lines if slot and did_you_mean(name, ["class_path"]) and name != "class_path"]
-    how = "write class_path: {}, and its arguments below init_args"
-    named = next((name for name in lines if slot and "class_path" not in lines and _is_class(name)), None)
-    if named is not None:
-        raise yaml.YAMLError(f"{named!r} in line {lines[named]} is a class, no argument: {how.format(named)}")
-    if "class_path" in lines:
-        misspelt = [name for name in lines if name not in _SPEC]
-        if values["class_path"].tag != "tag:yaml.org,2002:str":
-            raise yaml.YAMLError(f"class_path in line {lines['class_path']} names no class")
-    if misspelt:
-        name, accepted = misspelt[0], ", ".join(_SPEC)
-        advice = did_you_mean(name, _SPEC)
-        raise yaml.YAMLError(f"no option {name!r} in line {lines[name]}{advice} (accepted: {accepted})")
-    if slot in _LISTS and lines and not lines.keys() & {*_SPEC}:
-        name, line = next(iter(lines.items()))
-        raise yaml.YAMLError(f"{name!r} in line {line} of {slot} is of no class: {how.format('NAME')}")
-    arguments = values.get("init_args") if "class_path" in lines else None
-    if arguments is not None and not isinstance(arguments, yaml.MappingNode) and arguments.value not in _NULL:
-        raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
-
-
-def _is_class(name: str) -> bool:
-    known = name in _LIGHTNINGS or hasattr(lr_scheduler, name) or full_name(name) != name
-    return known or ("." in name and name.rpartition(".")[2][:1].isupper())
 
 
 # The ways in which jsonargparse says that an option does not exist.
@@ -290,10 +169,10 @@ class Parser(ChecksValues, LightningArgumentParser):
         known = next((names for kind, names in _OF_THE_RUN.items() if issubclass(theclass, kind)), ())
         for action in actions(self):
             put_whole_numbers_first(action)
-            if _holds_mappings(type_hint(action)):
+            if holds_mappings(type_hint(action)):
                 kind: Any = type(action)
                 action.__class__ = changing(kind, MergesMappings)
-            if _leaf(action.dest) in _LISTS and not isinstance(action, TakesOut) and type_hint(action):
+            if leaf(action.dest) in LISTS and not isinstance(action, TakesOut) and type_hint(action):
                 kind = type(action)
                 action.__class__ = changing(kind, TakesOut)
             if action.dest in known:
@@ -341,15 +220,15 @@ class Parser(ChecksValues, LightningArgumentParser):
         if unknown and "(accepted" not in message:
             parser = getattr(ex, "subcommand_parser", None) or self
             dests = [a.dest for a in actions(parser) if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
-            level, _, leaf = unknown["name"].rpartition(".")
+            level, _, last = unknown["name"].rpartition(".")
             while level and not any(f"{dest}.".startswith(f"{level}.") for dest in dests):
                 level = level.rpartition(".")[0]
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
             key = unknown["name"][len(level) :].lstrip(".").split(".")[0]
-            near = did_you_mean(unknown["name"], dests) or did_you_mean(key, [*below, *_SPEC])
+            near = did_you_mean(unknown["name"], dests) or did_you_mean(key, [*below, *SPEC])
             advice = f"{near} (accepted: {accepted})"
-            moved = moved_key(parser.described, leaf) or moved_key(parser.described, unknown["name"])
+            moved = moved_key(parser.described, last) or moved_key(parser.described, unknown["name"])
             message = f"no option {unknown['name']!r}{moved or advice}"
         super().error(message, ex)
 
@@ -357,77 +236,6 @@ class Parser(ChecksValues, LightningArgumentParser):
         """Check null, too, which jsonargparse takes for "not given"."""
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(action):
             raise TypeError(f'Parser key "{key}":\n  Expected a {type_hint(action)}. Got value: null')
-
-
-class MergesMappings(ChangesValues):
-    """An argument of which a later file or option may give a part: the rest stays as it was."""
-
-    def changed(self, value: Any, earlier: Any) -> Any:
-        given, before = value, _as_mapping(earlier)
-        path = (before or {}).get("class_path", "")
-        fields = self._fields(path)
-        if (option := nested(value)) is not None:
-            key, value = option
-            if isinstance(earlier, str):
-                raise TypeError(
-                    f'Parser key "{self.dest}":\n  no option {key!r}: {earlier!r} is a name, without fields'
-                )
-            if fields and key.split(".")[0] not in (
-                *fields,
-                *_SPEC,
-            ):  # but maybe of another class that could stand here
-                self._refuse(key, path, fields)
-            value = None if value == "None" else value  # as jsonargparse hands on a null
-            with contextlib.suppress(yaml.YAMLError):
-                value = load_yaml(value) if isinstance(value, str) else value
-            for part in reversed(key.split(".")):
-                value = {part: value}
-        now = _as_mapping(value)
-        if before is None or now is None or "class_path" in now:
-            return given
-        arguments = _as_mapping(before.get("init_args")) if "class_path" in before else before
-        if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= {*arguments, *fields}):
-            return given  # of another class
-        merged = _merged(arguments, now)
-        return merged if arguments is before else {**before, "init_args": merged}
-
-    def _fields(self, path: str) -> list[str]:
-        """What the dataclass at a path takes, if it is one that may stand here."""
-        hint = type_hint(self)
-        parts = typing.get_args(hint) or (hint,)
-        known = [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
-        named = next((part for part in known if part.__name__ == path.rpartition(".")[2]), None)
-        return [field.name for field in dataclasses.fields(named)] if named else []
-
-    def _refuse(self, key: str, path: str, known: Sequence[str]) -> NoReturn:
-        option = f"no option {key!r}{did_you_mean(key.split('.', maxsplit=1)[0], known)} (accepted: {', '.join(known)})"
-        raise TypeError(f'Parser key "{self.dest}":\n  Problem with given class_path {path!r}:\n    {option}')
-
-
-def _as_mapping(value: Any) -> dict[str, Any] | None:
-    value = value.as_dict() if isinstance(value, Namespace) else value
-    return value if isinstance(value, dict) else None
-
-
-def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Both, where ``now`` counts; ``now`` alone if it is of another kind, as its names or a field of its say."""
-    if any(name in now and name in before and now[name] != before[name] for name in _KINDS):
-        return now
-    merged = {
-        name: _merged(before[name], value) if _both(before.get(name), value) else value for name, value in now.items()
-    }
-    return before | merged
-
-
-def _both(before: Any, now: Any) -> bool:
-    return isinstance(before, dict) and isinstance(now, dict)
-
-
-def _holds_mappings(hint: Any) -> bool:
-    """Whether a type is a mapping, or a choice of which one is, or a dataclass."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_holds_mappings(part) or dataclasses.is_dataclass(part) for part in typing.get_args(hint))
-    return isinstance(origin := typing.get_origin(hint) or hint, type) and issubclass(origin, Mapping)
 
 
 def _accepts_null(action: Any) -> bool:

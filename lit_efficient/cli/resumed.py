@@ -7,7 +7,8 @@ the restore; a schedule is run anew, from its first step to the present one, whe
 import copy
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import compress
 from typing import Any
 
@@ -144,31 +145,28 @@ def _alone(scheduler: Any, state: Mapping[str, Any], built: Mapping[str, Any]) -
 
 def _built(trainer: Any) -> dict[str, Any]:
     """What optimizers and schedulers are made of, before a checkpoint is restored into them."""
-    return copy.deepcopy(
-        {
-            "optimizers": [
-                {"class": type(one).__name__, "groups": [_options(group) for group in one.param_groups]}
-                for one in trainer.optimizers
-            ],
-            "schedulers": [
-                {
-                    "class": type(one.scheduler).__name__,
-                    "state": one.scheduler.state_dict(),
-                    **_functions(one.scheduler),
-                }
-                for one in trainer.lr_scheduler_configs
-            ],
-        }
-    )
+    groups = [(type(one).__name__, [_options(group) for group in one.param_groups]) for one in trainer.optimizers]
+    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+    states = [(type(one).__name__, one.state_dict(), _functions(one)) for one in schedulers]
+    built = {
+        "optimizers": [{"class": kind, "groups": options} for kind, options in groups],
+        "schedulers": [{"class": kind, "state": state, **functions} for kind, state, functions in states],
+    }
+    return copy.deepcopy(built)
 
 
 def _functions(scheduler: Any) -> dict[str, Any]:
     """What the functions of a schedule give here and there: its state leaves them out."""
     functions = [f for one in nested_schedulers([scheduler]) for f in getattr(one, "lr_lambdas", ())]
-    try:
-        return {"functions": [[float(f(2**n)) for n in range(17)] for f in functions]} if functions else {}
-    except Exception:  # of the user's own, beyond its last step
-        return {}
+    return {"functions": [_values(function) for function in functions]} if functions else {}
+
+
+def _values(function: Callable[[int], Any]) -> list[float]:
+    values = []
+    with suppress(Exception):  # of the user's own, beyond its last step
+        for n in range(17):
+            values.append(float(function(2**n)))
+    return values
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,14 +233,16 @@ def _check_state(optimizer: Any) -> None:
         except Exception:  # one of other arguments, or for other shapes
             return
         for state in states[:1]:
-            twin.state[parameter] = {key: twin.state[parameter].get(key, torch.zeros(())) for key in state}
+            fresh = twin.state[parameter]
+            twin.state[parameter] = {key: fresh.get(key, torch.zeros(())) for key in state}
             try:
                 twin.step()
-            except KeyError as error:
-                raise CheckpointError(
-                    f"ckpt_path: the optimizer's state there has no {error}, which {type(optimizer).__name__} needs "
-                    f"with the config's arguments. {_ADVICE}"
-                ) from None
+            except Exception as error:  # any other: zeros are no stand-in for what a later step begins
+                if isinstance(error, KeyError) and any(key in fresh for key in error.args):
+                    raise CheckpointError(
+                        f"ckpt_path: the optimizer's state there has no {error}, which {type(optimizer).__name__} "
+                        f"needs with the config's arguments. {_ADVICE}"
+                    ) from None
 
 
 def _schedules(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Any]:
@@ -260,14 +260,11 @@ def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapp
     """By what factor the schedules that follow metrics have changed each group's rate beside the others."""
     schedules = _schedules(trainer, optimizer, then, now)
     groups = optimizer.param_groups
-    if len({_follows(config) for config, *_ in schedules}) < 2 or any(
-        a["class"] != b["class"] for _, a, b in schedules
-    ):
+    others = any(before["class"] != built["class"] for _, before, built in schedules)
+    if others or len({_follows(config) for config, *_ in schedules}) < 2:
         return [1.0] * len(groups)
-    held, states = (
-        copy.deepcopy([_options(group) for group in groups]),
-        [one.scheduler.state_dict() for one, *_ in schedules],
-    )
+    held = copy.deepcopy([_options(group) for group in groups])
+    states = [one.scheduler.state_dict() for one, *_ in schedules]
     built = then["optimizers"][trainer.optimizers.index(optimizer)]["groups"]
     _replay(trainer, optimizer, [(config, before, True) for config, before, _ in schedules], built)
     factors = [old["lr"] / float(group["lr"]) if float(group["lr"]) else 1.0 for group, old in zip(groups, held)]
@@ -295,7 +292,7 @@ def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any
         if not _follows(config):
             config.scheduler.load_state_dict(copy.deepcopy(built["state"]))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        warnings.simplefilter("ignore")  # said in the first run, or that the optimizer has not stepped in between
         try:
             for *_, scheduler in sorted(steps, key=lambda step: step[:3]):
                 scheduler.step()

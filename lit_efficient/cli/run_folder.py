@@ -1,7 +1,6 @@
 """The folder of a fit, the same on all ranks: a new ``ROOT/TIME``, or that of the run that goes on."""
 
 import os
-import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,7 +95,7 @@ class RunFolder(Callback):
             "job": os.environ.get("SLURM_JOB_ID"),
         }
         self.path = root  # of the other ranks, until rank 0 tells them
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # of a function
             missing = [folder for folder in (root, *root.parents) if not folder.exists()]
             self.path = new_folder(root)
             self._empty = [self.path, *missing]
@@ -151,9 +150,7 @@ def keep_rows(logger: Any) -> None:
         return
     kept = table.with_name("metrics.kept")
     table.replace(kept)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        experiment = logger.experiment
+    experiment = logger.experiment
     kept.replace(table)
     experiment.metrics_keys = table.read_text("utf-8").partition("\n")[0].strip().split(",")
 

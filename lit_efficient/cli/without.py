@@ -15,7 +15,7 @@ from lightning.pytorch import plugins
 from lit_efficient import PUBLIC
 from lit_efficient.cli.run import DEFAULTS
 from lit_efficient.errors import did_you_mean
-from lit_efficient.internals.jsonargparse_parser import ChangesAppended
+from lit_efficient.internals.jsonargparse_parser import ChangesValues
 
 _OUT = "without"
 _KEY = re.compile(r"(.*\.)?(callbacks|plugins)-")
@@ -53,7 +53,7 @@ def marked(tree: Mapping[Any, Any]) -> dict[Any, Any]:
     return result
 
 
-class TakesOut(ChangesAppended):
+class TakesOut(ChangesValues):
     """A list of parts from which later files and options may take some."""
 
     def appended(self, value: Any, earlier: Any) -> tuple[Any, list[Any]] | None:

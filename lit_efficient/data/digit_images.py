@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lit_efficient.errors import check_number, refusal
-from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, pins
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, loading
 
 HELD_OUT = 180  # images for validation, and as many for the test: a tenth each
 TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
@@ -109,10 +109,7 @@ class DigitsDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         data = Subset(self.dataset, self.train_index)
-        pinned = pins(self.trainer, self.pin_memory)
-        return DataLoader(
-            data, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers, pin_memory=pinned
-        )
+        return DataLoader(data, batch_size=self.batch_size, shuffle=True, **loading(self))
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return self._in_order(self.val_index)
@@ -130,9 +127,8 @@ class DigitsDataModule(LightningDataModule):
         return DataLoader(
             Subset(self.dataset, index),
             batch_size=self.batch_size,  # by name: Lightning's rebuilding of a loader fails otherwise
-            num_workers=self.num_workers,
-            pin_memory=pins(self.trainer, self.pin_memory),
             generator=generator,
+            **loading(self),
         )
 
 

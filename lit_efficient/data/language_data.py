@@ -30,6 +30,7 @@ from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source, open_sourc
 from lit_efficient.data.text.streamed import StreamedRows, StreamLoader
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
 
 
 @dataclass(eq=False)
@@ -118,7 +119,7 @@ class LanguageData(ChatDataModule):
         assert self.train_rows is not None
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id)
         if isinstance(self.train_rows, StreamedRows):
-            loader = DataLoader(self.train_rows, self.batch_size, collate_fn=collate, **self.loading())
+            loader = DataLoader(self.train_rows, self.batch_size, collate_fn=collate, **loading(self))
             return StreamLoader(loader, self.stream.epoch_batches)
         return DataLoader(
             self.train_rows,
@@ -126,13 +127,13 @@ class LanguageData(ChatDataModule):
             shuffle=True,
             drop_last=True,
             collate_fn=collate,
-            **self.loading(),
+            **loading(self),
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
         assert self.val_rows is not None
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, count_bytes=True)
-        return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **self.loading())
+        return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **loading(self))
 
     def fill(self, split: str = "train") -> float:
         """Share of the tokens of packed rows that are no filling; 1 if rows are padded to the longest of a batch."""

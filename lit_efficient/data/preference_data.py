@@ -25,6 +25,7 @@ from lit_efficient.data.text.reading import PairReader, Reader
 from lit_efficient.data.text.rows import Source, source_of_rows
 from lit_efficient.data.text.truncation import Counts, TooLong, cut_pairs
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
 
 Side = tuple[np.ndarray, np.ndarray]
 
@@ -134,7 +135,7 @@ class PreferenceData(ChatDataModule):
         assert pairs is not None
         collate = partial(pair_batch, pad_id=self.pad_id)
         rows: Any = pairs
-        return DataLoader(rows, batch_size, shuffle=training, drop_last=training, collate_fn=collate, **self.loading())
+        return DataLoader(rows, batch_size, shuffle=training, drop_last=training, collate_fn=collate, **loading(self))
 
     def _cut(self, folder: Path, split: str, counts: Counts) -> PairRows:
         return PairRows(folder, split, self.max_length, self.chat.too_long, counts)

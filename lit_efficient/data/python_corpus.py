@@ -8,7 +8,7 @@ About 400 files, 8 MB and 2.3 million tokens of the standard library take 13 CPU
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -21,7 +21,7 @@ from lit_efficient.data.text.text_files import find_files, read_texts, split_tex
 from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import broken_seal, cache_folder, prepared_folder, read_manifest
-from lit_efficient.mechanisms.order.keyed_batch_sampler import pins
+from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -145,14 +145,11 @@ class PythonCorpus(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Shuffled windows of the training files; an incomplete last batch is dropped."""
         assert self.train_windows is not None
-        return DataLoader(self.train_windows, self.batch_size, shuffle=True, drop_last=True, **self._loading())
+        return DataLoader(self.train_windows, self.batch_size, shuffle=True, drop_last=True, **loading(self))
 
     def val_dataloader(self) -> DataLoader:
         assert self.val_windows is not None
-        return DataLoader(self.val_windows, self.val_batch_size, **self._loading())
-
-    def _loading(self) -> dict[str, Any]:
-        return {"num_workers": self.num_workers, "pin_memory": pins(self.trainer, self.pin_memory)}
+        return DataLoader(self.val_windows, self.val_batch_size, **loading(self))
 
     def test_dataloader(self) -> DataLoader:
         """The validation windows: there is no third split."""

@@ -35,7 +35,7 @@ def put_whole_numbers_first(action: Any) -> None:
     """
     kinds = typing.get_args(hint := type_hint(action))
     if typing.get_origin(hint) in (typing.Union, types.UnionType) and {int, float} <= set(kinds):
-        action._typehint = typing.Union[tuple(sorted(kinds, key=lambda kind: kind is float))]  # noqa: UP007
+        action._typehint = typing.Union[tuple(sorted(kinds, key=lambda kind: kind is float))]  # noqa: UP007 (of many)
 
 
 class ChecksValues:
@@ -51,37 +51,30 @@ class ChecksValues:
 
 
 class ChangesValues:
-    """Put in front of an action: ``changed`` may change each value, before its own check: ``_check_type_``."""
+    """Put in front of an action: a value, or what is appended, may change before its own check: ``_check_type_``."""
 
     dest: str
 
     def changed(self, value: Any, earlier: Any) -> Any:
         """The value to check instead; ``earlier`` is what files and options before gave."""
-        raise NotImplementedError
-
-    def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
-        value = value if append or not cfg else self.changed(value, cfg.get(self.dest))
-        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
-
-
-class ChangesAppended:
-    """Put in front of an action: ``appended`` may change what is appended, and to what: ``_check_type_``."""
-
-    dest: str
+        return value
 
     def appended(self, value: Any, earlier: Any) -> tuple[Any, list[Any]] | None:
         """What to append and the items before it; None for what stays as it is."""
-        raise NotImplementedError
+        return None
 
     def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
-        changed = self.appended(value, cfg.get(self.dest) if cfg else None) if append else None
-        value, cfg = (changed[0], {self.dest: changed[1]}) if changed else (value, cfg)
-        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]
+        earlier = cfg.get(self.dest) if cfg else None
+        if append and (both := self.appended(value, earlier)):
+            value, cfg = both[0], {self.dest: both[1]}
+        elif cfg and not append:
+            value = self.changed(value, earlier)
+        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]  # of the action
 
 
-def spelt(parser: Any, argv: Sequence[str]) -> list[str]:
+def spelt(argv: Sequence[str], parser: Any = None) -> list[str]:
     """Arguments with each option as the parser or a subcommand's has it: ``-`` and ``_`` are alike in its name."""
-    parsers = (parser, *subcommands(parser).values())
+    parsers = () if parser is None else (parser, *subcommands(parser).values())
     dashed = {plain(name): name for one in parsers for action in actions(one) for name in action.option_strings}
     names = [(token.partition("=")[0], token) for token in argv]
     return [

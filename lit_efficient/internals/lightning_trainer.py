@@ -19,8 +19,8 @@ def logger_connector(trainer: Any) -> Any:
 
 
 def log_step(trainer: Any) -> None:
-    """Hand the loggers the step's row, which Lightning does after the last hook: ``_logger_connector``."""
-    connector = trainer._logger_connector
+    """Hand the loggers the step's row, which Lightning does after the last hook."""
+    connector = logger_connector(trainer)
     connector.on_batch_end()
     connector.update_train_step_metrics()
 

@@ -48,7 +48,7 @@ class Moves:
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # type: ignore[misc]
+        super()._apply(fn, recurse)  # type: ignore[misc]  # of the module
         self.after_move()
         return self
 

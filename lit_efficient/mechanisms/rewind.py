@@ -81,12 +81,9 @@ class Rewind:
         while stack:
             item = stack.pop()
             kind = type(item)
-            if (
-                issubclass(kind, (*_LEAVES, *_OUTSIDE))
-                or id(item) in self._seen
-                or self._outside(kind)
-                or _is_machinery(kind)
-            ):
+            if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in self._seen:
+                continue
+            if self._outside(kind) or _is_machinery(kind):
                 continue
             self._seen[id(item)] = item
             undo = _undo_for(item)

@@ -29,20 +29,34 @@ class _Guessing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Watched(nn.Module):
-    _called = _read = False
+class Watched(nn.Module):
+    """Mix-in of a layer one of whose parameters other code may read than the layer's own forward."""
 
-    @property
-    def weight(self) -> Tensor:
-        self.__dict__["_read"] |= not self._called
-        return dict(self.named_parameters(recurse=False))["weight"]
+    _runs: bool = False  # the own forward
 
-    def forward(self, *inputs: Any) -> Any:
-        self.__dict__["_called"] = True
+    def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """What other code gets that reads a parameter."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return value if self._runs or not isinstance(value, nn.Parameter) else self.read_elsewhere(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own output."""
+        self.__dict__["_runs"] = True
         try:
-            return super().forward(*inputs)
+            return super().forward(*args, **kwargs)
         finally:
-            self.__dict__["_called"] = False
+            self.__dict__["_runs"] = False
+
+
+class _Noted(Watched):
+    _read = False
+
+    def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
+        self.__dict__["_read"] |= name == "weight"
+        return parameter
 
 
 def read_layers(make: Callable[[], nn.Module]) -> list[str]:
@@ -55,7 +69,7 @@ def read_layers(make: Callable[[], nn.Module]) -> list[str]:
         network = make()
         layers = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
         for part in layers.values():
-            mix_in(part, _Watched, _read=False)
+            mix_in(part, _Noted, _read=False)
         for training in (True, False):
             with contextlib.suppress(Exception):  # what it has read until then counts
                 network.train(training)(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)

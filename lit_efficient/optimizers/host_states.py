@@ -74,8 +74,8 @@ class HostStates:
 
     def wait(self, fetched: Any) -> None:
         """Let the step wait for a fetch, not the CPU."""
-        if fetched is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(fetched)  # type: ignore[union-attr]
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(fetched)
 
     def put_back(self, piece: list[Tensor]) -> None:
         """Copy the states of a piece to CPU memory once its step is done."""
@@ -151,7 +151,7 @@ def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
     """
     kind: Any = type(optimizer)
     optimizer.__class__ = _streamed(kind)
-    optimizer.host_states = HostStates(optimizer, piece_bytes)  # type: ignore[attr-defined]
+    optimizer.host_states = HostStates(optimizer, piece_bytes)  # type: ignore[attr-defined]  # of `Streamed`
     # A scheduler may have set a counted step on the instance, which calls the old class's: put ours inside.
     step = optimizer.__dict__.get("step")
     if step is not None:

@@ -14,6 +14,8 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 from torch import Tensor
 
+from lit_efficient.optimizers.stepping import loss_of
+
 _PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller tensor
 _MOMENTS = ("state1", "state2")
 
@@ -46,10 +48,7 @@ class _Twin(Optimizer8bit):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """All kernels one behind the other on the device's stream; bitsandbytes' own loop waits after each tensor."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for number, group in enumerate(self.param_groups):
             for index, p in enumerate(group["params"]):
                 if p.grad is not None:

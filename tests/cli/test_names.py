@@ -7,7 +7,8 @@ import yaml
 from lit_efficient import PUBLIC
 from lit_efficient.__main__ import SUBCOMMANDS
 from lit_efficient.cli import run
-from lit_efficient.cli.parsing import expand_short_names, load_yaml, split_arguments
+from lit_efficient.cli.config_text import expand_short_names, load_yaml
+from lit_efficient.cli.parsing import split_arguments
 from lit_efficient.internals.jsonargparse_parser import subcommands
 from tests.cli.toy_runs import OVERLAYS, fit
 from tests.support_cli import Parts, Recorder, ToyModel

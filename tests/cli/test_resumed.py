@@ -124,6 +124,9 @@ class Scheduled(ToyModel):
             return [optimizer], [
                 {"scheduler": LambdaLR(optimizer, lambda n: 0.9 ** (n / self.warmup)), "interval": "step"}
             ]
+        if self.kind == "table":
+            rates = [0.9 ** (n / self.warmup) for n in range(40)]
+            return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda n: rates[n]), "interval": "step"}]
         warmup, decay = LinearLR(optimizer, total_iters=self.warmup), ExponentialLR(optimizer, 0.9)
         if self.kind == "chained":
             return [optimizer], [{"scheduler": ChainedScheduler([warmup, decay]), "interval": "step"}]
@@ -135,7 +138,7 @@ class Scheduled(ToyModel):
         ]
 
 
-@pytest.mark.parametrize("kind", ["chained", "function", "several"])
+@pytest.mark.parametrize("kind", ["chained", "function", "several", "table"])
 @pytest.mark.parametrize("change", ["lr=0.04", "warmup=6"])
 def test_schedules_of_a_module_s_own_go_on_as_if_the_config_had_been_so(kind, change):
     model = ["--model=tests.cli.test_resumed.Scheduled", f"--model.init_args.kind={kind}"]
@@ -227,6 +230,27 @@ def test_a_momentum_that_begins_on_resume_is_set():
     assert fit(SAVE, *sgd) == 0
     assert fit(SAVE, CKPT, *sgd, "--optimizer.momentum=0.9", "--trainer.max_epochs=3") == 0
     assert groups()[0]["momentum"] == 0.9
+
+
+class Later(torch.optim.SGD):
+    """Begins a state in its second step: a list, for which no number stands in."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for state in (self.state[p] for group in self.param_groups for p in group["params"]):
+            if "seen" in state:
+                state["seen"].append(1.0)
+            elif state.setdefault("begun", 0):
+                state["seen"] = []
+            state["begun"] += 1
+        return loss
+
+
+def test_states_of_somebody_s_own_optimizer_are_no_reason_to_end():
+    own = ["--optimizer=tests.cli.test_resumed.Later", "--optimizer.lr=0.1"]
+    assert fit(SAVE, *own) == 0
+    assert fit(SAVE, CKPT, *own, "--optimizer.weight_decay=0.5", "--trainer.max_epochs=3") == 0
+    assert groups()[0]["weight_decay"] == 0.5
 
 
 def test_callbacks_that_load_their_arguments_get_those_of_the_config():

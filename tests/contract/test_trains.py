@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, LoRA, ReplaceHead, Report, Technique
 from lit_efficient.declaration import overrides
+from lit_efficient.mechanisms.adapters.disabled import disabled
 from tests.contract.table import CASES, network_of
 from tests.mechanisms.adapters.decoders import Language
 from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
@@ -173,6 +176,18 @@ class Frugal(ListedEarly):
     def __init__(self, network: type[nn.Module] = Tasks) -> None:
         super().__init__(network)
         self.disturbed: list[list[str]] = []
+        self.penalties: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """With a penalty on what trains beside adapters, and copies of the network that are as without the wait."""
+        output = super().training_step(batch, batch_idx)
+        penalty = sum(p.square().sum() for n, p in self.named_parameters() if p.requires_grad and "lora" not in n)
+        for net in (copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))):
+            layers = [(n, part.weight) for n, part in net.named_modules() if hasattr(part, "lora_A")]
+            self.disturbed.append([n for n, weight in layers if weight.requires_grad])
+            self.disturbed.append([n for n, p in net.named_parameters() if p.requires_grad and "lora" not in n])
+        self.penalties.append(float(penalty))
+        return {**output, "loss": output["loss"] + penalty} if isinstance(output, dict) else output + penalty
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -192,9 +207,24 @@ def test_tasks_may_alternate_and_waiting_for_them_changes_nothing(extra: Any, re
         trainer(parts, max_steps=6, gradient_clip_val=1e-3).fit(module, data(), data())
         assert all(layer.lora_B.any() for layer in (module.net.first, module.net.other))
         assert not any(module.disturbed)
-        found.append((weights(module), torch.rand(4)))
+        found.append((weights(module), module.penalties, torch.rand(4)))
     assert_equal(found[0], found[1])
     assert not [w for w in recwarn if "adapters" in str(w.message)]
+
+
+class Asides(Tasks):
+    """Whose first batches take the layer for them without its adapter, as a reference."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with disabled(self.other if self.calls < 3 else nn.Module()):
+            return super().forward(x)
+
+
+def test_a_layer_whose_adapter_is_switched_off_within_a_step_is_not_bypassed() -> None:
+    module = ByGradient(Asides)
+    with pytest.warns(UserWarning, match="1 adapters had no gradient"):
+        trainer([LoRA()], max_steps=5).fit(module, data(24), data())
+    assert module.net.other.lora_B.any()
 
 
 class Spare(Tasks):
@@ -208,7 +238,7 @@ class Spare(Tasks):
 @pytest.mark.parametrize("steps", [1, 5])
 def test_a_layer_that_no_batch_uses_is_named_once(steps: int) -> None:
     with pytest.warns(UserWarning, match=r"LoRA: \d adapters had no gradient up to step .*net\.spare") as caught:
-        trainer([LoRA()], max_steps=steps).fit(ByGradient(Spare), data(), data())
+        trainer([LoRA()], max_steps=steps).fit(Frugal(Spare), data(), data())
     said = [str(w.message) for w in caught if "had no gradient" in str(w.message)]
     assert len(said) == 1
     assert ("net.first" in said[0] or "net.other" in said[0]) == (steps == 1)
@@ -242,7 +272,7 @@ class TurnsOfOptimizers(Toy):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.judge)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        own, judge = self.optimizers()  # type: ignore[misc]
+        own, judge = self.optimizers()
         self.net.calls = batch_idx
         made = self.net(batch)
         for optimizer in (own, judge):
@@ -254,7 +284,7 @@ class TurnsOfOptimizers(Toy):
             self.untoggle_optimizer(optimizer)
 
     on_validation_start = on_train_epoch_end = lambda self: None
-    validation_step = None  # type: ignore[assignment]
+    validation_step = None
 
 
 def test_optimizers_may_take_turns_through_each_others_layers() -> None:

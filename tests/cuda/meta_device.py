@@ -193,7 +193,7 @@ class MetaStrategy(SingleDeviceStrategy):
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """A batch begins."""
         self.waits.places = Counter()
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        trainer: Any = self.lightning_module.trainer
         self.batches.append((trainer.global_step, self.waits.places))
         return super().batch_to_device(batch, device, dataloader_idx)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ OVERLAYS = sorted({path.stem for path in (CONFIGS / "techniques").glob("*.yaml")
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import bitsandbytes  # noqa: F401  # before there seems to be a GPU, as diffusers: they ask torch's build
-    import diffusers  # noqa: F401
+    for name in ("bitsandbytes", "diffusers"):  # before there seems to be a GPU: they ask torch's build
+        import_module(name)
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Lightning sets it beside deterministic
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ FORMATS = ("nf4", "fp4", "int8", "int4")
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """Before there seems to be a GPU: its import asks torch's build."""
-    import bitsandbytes  # noqa: F401
+    import_module("bitsandbytes")
 
 
 def tensors(part: object, seen: set[int]) -> Iterator[Tensor]:

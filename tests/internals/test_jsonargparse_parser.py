@@ -43,9 +43,9 @@ def test_a_whole_number_stays_one_in_whatever_order_types_are_written():
         return [made.parse_args([f"--limit={given}"]).limit for given in ("1", "1.0", "0.5")]
 
     expected = [(int, 1), (float, 1.0), (float, 0.5)]
-    for hint in (typing.Union[float, int], typing.Union[None, float, int], typing.Union[int, float]):  # noqa: UP007
+    for hint in (typing.Union[float, int], typing.Union[None, float, int], typing.Union[int, float]):  # noqa: UP007 (its order counts)
         assert [(type(value), value) for value in limit(hint)] == expected
-    assert limit(typing.Union[float, str]) == [1.0, 1.0, 0.5]  # noqa: UP007
+    assert limit(typing.Union[float, str]) == [1.0, 1.0, 0.5]  # noqa: UP007 (its order counts)
 
 
 @leans_on("jsonargparse", "_ActionConfigLoad", "jsonargparse_parser")
@@ -98,7 +98,7 @@ def test_an_action_s_values_can_be_changed_before_it_checks_them():
 
 @leans_on("jsonargparse", "ActionTypeHint._check_type_", "jsonargparse_parser")
 def test_what_is_appended_can_be_changed_and_what_it_is_appended_to():
-    class Last(ours.ChangesAppended):
+    class Last(ours.ChangesValues):
         def appended(self, value, earlier):
             return None if value == "[1]" else ([9], earlier[-1:])
 
@@ -117,7 +117,7 @@ def test_an_option_is_spelt_as_its_parser_has_it():
     fit.add_argument("--max_steps", type=int)
     main.add_subcommands().add_subcommand("fit", fit)
     given = ["fit", "--my_own=1-2", "--max-steps", "a-b", "-c", "d-e", "--other-one.a-b", "--"]
-    assert ours.spelt(main, given) == [
+    assert ours.spelt(given, main) == [
         "fit",
         "--my-own=1-2",
         "--max_steps",

@@ -155,7 +155,7 @@ def test_on_a_gpu_tokens_that_are_not_learned_count_for_nothing(
         task, logged = ready(FAMILIES["llama"], FAMILIES["gemma2"], JSD)
         output = task.training_step(batch(), 0)
         output["loss"].backward()
-        gradients = {name: parameter.grad for name, parameter in task.network.named_parameters()}  # type: ignore[union-attr]
+        gradients = {name: parameter.grad for name, parameter in task.network.named_parameters()}
         return {**logged, **output, **gradients, **fitted(home, 0, **cached)["weights"]}
 
     expected = found()

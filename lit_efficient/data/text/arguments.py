@@ -6,10 +6,11 @@ from typing import ClassVar, Literal, get_args
 
 from lit_efficient.data.text.chat_formats import KEYS, Format
 from lit_efficient.data.text.chat_tokenizer import SMALLEST_VOCABULARY
-from lit_efficient.data.text.chat_tokens import OnUntrainedEnd, TrainOn
+from lit_efficient.data.text.chat_tokens import OnUntrainedEnd
 from lit_efficient.data.text.pair_formats import StringsAs
 from lit_efficient.data.text.text_files import EXCLUDE
 from lit_efficient.data.text.truncation import Side, TooLong
+from lit_efficient.data.text.turn_spans import TrainOn
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 
 

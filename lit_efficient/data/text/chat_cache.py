@@ -20,11 +20,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokenizer import fingerprint, train_chat_tokenizer
-from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, OnUntrainedEnd, TrainOn
+from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, OnUntrainedEnd
 from lit_efficient.data.text.document_store import FORMAT, DocumentWriter
 from lit_efficient.data.text.reading import Example, Reader, in_chunks
 from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.text_files import unit_hash
+from lit_efficient.data.text.turn_spans import TrainOn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import MANIFEST, broken_seal, cache_folder, prepared_folder, read_manifest, seal
 

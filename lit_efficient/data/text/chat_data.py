@@ -13,13 +13,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
-from lit_efficient.data.text.chat_tokens import TrainOn
 from lit_efficient.data.text.reading import Reader, check_malformed
 from lit_efficient.data.text.rows import Source, halves, open_sources
 from lit_efficient.data.text.truncation import Counts
+from lit_efficient.data.text.turn_spans import TrainOn
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import read_manifest
-from lit_efficient.mechanisms.order.keyed_batch_sampler import pins
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -84,10 +83,6 @@ class ChatDataModule(LightningDataModule):
         self._folder: Path | None = None
         self._is_set_up = False
         self.cached: tuple[str, ...] = SPLITS
-
-    def loading(self) -> dict[str, Any]:
-        """Arguments that all loaders share."""
-        return {"num_workers": self.num_workers, "pin_memory": pins(self.trainer, self.pin_memory)}
 
     @property
     def tokenizer(self) -> Tokenizer:

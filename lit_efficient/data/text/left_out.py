@@ -21,10 +21,9 @@ def left_out(document: Document, text: str) -> Counter[str]:
     for message in document.messages:
         lacking = {part for part, words in _parts(message) if not stands(words, text)}
         content = message["content"]
-        if not stands(content, text) and _THOUGHT_ENDS in content and stands(spoken(content), text):
-            lacking.add("thoughts")
-        elif not stands(content, text):
-            lacking.add(f"the {message['role']}'s text")
+        if not stands(content, text):
+            spoken_alone = _THOUGHT_ENDS in content and stands(spoken(content), text)
+            lacking.add("thoughts" if spoken_alone else f"the {message['role']}'s text")
         found.update(lacking)
     tools = [tool.get("function", tool).get("name", "") for tool in document.tools if isinstance(tool, Mapping)]
     if any(not stands(str(name), text) for name in tools):
@@ -35,9 +34,7 @@ def left_out(document: Document, text: str) -> Counter[str]:
 def stands(words: str, text: str) -> bool:
     """Whether ``words`` can be read in ``text``."""
     words = words.strip()
-    if words in text:
-        return True
-    if any(form in text for form in _escaped(words)):
+    if words in text or any(form in text for form in _escaped(words)):
         return True
     whole = _whole(text)
     return any(_squeezed(form) in whole for form in (words, *_escaped(words)))

@@ -17,7 +17,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
-from lit_efficient.surgery import is_sharded
+from lit_efficient.surgery import is_sharded, parents
 
 _MARK = "_lit_efficient_base"
 _SAMPLES = 1024
@@ -160,14 +160,10 @@ def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
     for key in keys:
         owner, _, last = key.rpartition(".")
         constant = owner in quantized and last in ("SCB", "weight_format")
-        if key in frozen or constant or any(key.startswith(f"{name}.weight.") for name in _parents(owner) & quantized):
+        around = {owner, *parents(owner)} & quantized
+        if key in frozen or constant or any(key.startswith(f"{name}.weight.") for name in around):
             found.add(key)
     return found
-
-
-def _parents(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[:i]) for i in range(len(parts) + 1)}
 
 
 def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -101,7 +101,7 @@ class _Loads4bit(_Loads):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's own output; float64 goes through float32, since the kernel for CPUs misreads it in silence."""
-        check_input(self, x)  # type: ignore[arg-type]
+        check_input(self, x)
         y: Tensor = super().forward(x.float() if x.dtype == torch.float64 else x)  # type: ignore[misc]
         return y.to(x.dtype) if x.dtype == torch.float64 else y
 
@@ -126,8 +126,8 @@ class _Loads8bit(_Loads):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's own output."""
-        check_input(self, x)  # type: ignore[arg-type]
-        y: Tensor = super().forward(x)  # type: ignore[misc]
+        check_input(self, x)
+        y: Tensor = super().forward(x)  # type: ignore[misc]  # of bitsandbytes' layer
         return y
 
     def after_move(self) -> None:

@@ -74,9 +74,8 @@ def add_experts(module: Any, name: str, parameters: Sequence[str], *, rank: int,
         weight = getattr(module, key)
         experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        a = (
-            torch.rand(experts, rank, inputs, generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
-        ) / inputs**0.5
+        drawn = torch.rand(experts, rank, inputs, generator=generator, device="cpu", dtype=torch.float32)
+        a = (drawn * 2 - 1) / inputs**0.5
         b = torch.zeros(experts, outputs, rank, dtype=dtype, device=weight.device)
         module.register_parameter(f"lora_A_{key}", nn.Parameter(a.to(weight.device, dtype)))
         module.register_parameter(f"lora_B_{key}", nn.Parameter(b))

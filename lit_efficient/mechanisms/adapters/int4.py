@@ -74,7 +74,7 @@ class _Product(torch.autograd.Function):
         return gradient @ dequantize_groups(*ctx.saved_tensors).to(gradient.dtype), None, None, None
 
 
-def check_input(layer: nn.Linear, x: Tensor) -> None:
+def check_input(layer: Any, x: Tensor) -> None:
     """Refuse an input that somebody has cast to the type of a layer's codes.
 
     Raises:

@@ -16,7 +16,8 @@ from lit_efficient.declaration import HELD
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_modules import StaysFloat32
-from lit_efficient.surgery import find_blocks, match_parameters, name_pattern, reshard
+from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.surgery import match_parameters, name_pattern, parents, reshard
 
 Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
 Rule = Callable[[str], int | None]  # dotted name of a tensor -> number of its group
@@ -170,7 +171,7 @@ def _by_depth(module: nn.Module, who: str) -> Rule:
 
     def rule(name: str) -> int:
         owner = name.rpartition(".")[0]
-        inside = next((numbers[parent] for parent in _with_parents(owner) if parent in numbers), None)
+        inside = next((numbers[parent] for parent in (owner, *parents(owner)) if parent in numbers), None)
         if inside is not None:
             return inside
         above = bisect_right(starts, order[owner])  # number of blocks that begin before it
@@ -190,13 +191,8 @@ def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
     def rule(name: str) -> int | None:
         if new and name.startswith(new):
             return 0  # what a technique has added is trained whole, whatever else is frozen
-        hits = (i for i, group in enumerate(compiled) if any(any(map(e.fullmatch, _with_parents(name))) for e in group))
+        names = (name, *parents(name))
+        hits = (i for i, group in enumerate(compiled) if any(any(map(e.fullmatch, names)) for e in group))
         return next(hits, None)
 
     return rule
-
-
-def _with_parents(name: str) -> Iterable[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]

@@ -52,7 +52,7 @@ class _Content:
         mine, its = self.tensor, other.tensor
         return (mine.dtype, mine.device) == (its.dtype, its.device) and torch.equal(mine, its)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # equal ones would need equal hashes
 
 
 def _root(item: Any) -> str:

@@ -169,6 +169,11 @@ def pins(trainer: Any, wanted: bool) -> bool:
     return wanted and trainer is not None and trainer.strategy.root_device.type == "cuda"
 
 
+def loading(module: Any) -> dict[str, Any]:
+    """Arguments that all loaders of a data module share."""
+    return {"num_workers": module.num_workers, "pin_memory": pins(module.trainer, module.pin_memory)}
+
+
 class KeyedBatches(Dataset[list[Any]]):
     """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``."""
 

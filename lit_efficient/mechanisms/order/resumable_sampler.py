@@ -58,9 +58,8 @@ def epoch_order(source: Sized, shuffle: bool, seed: int, epoch: int, round: int 
             source = copy.copy(source)
             source.generator = generator
         return list(source)
-    return (
-        torch.randperm(len(source), generator=generator, device="cpu").tolist() if shuffle else list(range(len(source)))
-    )
+    count = len(source)
+    return torch.randperm(count, generator=generator, device="cpu").tolist() if shuffle else list(range(count))
 
 
 def shard(indices: Sequence[int], rank: int, num_replicas: int, drop_last: bool) -> list[int]:
