@@ -9,6 +9,7 @@ from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
 # Files in lit_efficient/commands.
 COMMANDS = {
     "configs": "configs",
+    "report": "report",
     "copy": "copy",
     "preview": "preview",
     "cache-latents": "cache_latents",
