@@ -13,7 +13,7 @@ from lit_efficient.evidence.markup import Markup, joined, tag
 Point = tuple[float, float]
 COLOURS = 8
 _WIDTH, _HEIGHT = 400, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 388, 10, 196
+_RIGHT, _TOP, _BOTTOM = 388, 10, 196
 _MOST = 1e300  # so that differences are finite, too
 
 
@@ -28,14 +28,14 @@ def line_chart(title: str, lines: Sequence[tuple[int, Sequence[Point]]], *, from
     steps = [x for _, points in lines for x, _ in points]
     values = [y for _, points in lines for _, y in points if math.isfinite(y)] or [0.0, 1.0]
     low, high = min(values), max(values)
-    x_axis = _Axis(min(steps), max(steps), _LEFT, _RIGHT)
-    y_axis = _Axis(
-        min(low, 0.0) if from_zero else low, high, _BOTTOM, _TOP, not from_zero and 0 < 30 * low < high, 0.04
-    )
+    logarithmic = not from_zero and 1e-250 < low < high / 30
+    y_axis = _Axis(min(low, 0.0) if from_zero else low, high, _BOTTOM, _TOP, logarithmic, margin=0.04)
+    left = 12 + 6.5 * max(len(label) for _, label in y_axis.ticks())
+    x_axis = _Axis(min(steps), max(steps), left, _RIGHT)
     drawn = [
         joined(
-            tag("path", d=f"M{_LEFT} {place:.1f}H{_RIGHT}", class_="rule"),
-            tag("text", label, x=_LEFT - 6, y=f"{place + 4:.1f}", text_anchor="end"),
+            tag("path", d=f"M{left} {place:.1f}H{_RIGHT}", class_="rule"),
+            tag("text", label, x=left - 6, y=f"{place + 4:.1f}", text_anchor="end"),
         )
         for place, label in y_axis.ticks()
     ]
@@ -125,7 +125,7 @@ def thinned(points: Sequence[Point], low: float, high: float, pixels: int) -> li
 
 def _line(colour: int, points: Sequence[Point], x_axis: _Axis, y_axis: _Axis) -> Markup:
     path, dots, pen, bad = "", "", "M", None
-    for x, y in thinned(points, x_axis.low, x_axis.high, _RIGHT - _LEFT):
+    for x, y in thinned(points, x_axis.low, x_axis.high, _RIGHT):
         if math.isfinite(y):
             place = f"{x_axis.at(x):.1f} {y_axis.at(y):.1f}"
             path += f"{pen}{place}" + ("h0" if pen == "M" else "")  # a point, should no other follow

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lit_efficient.evidence.line_chart import COLOURS, line_chart, number
+from lit_efficient.evidence.line_chart import COLOURS, Point, line_chart, number
 from lit_efficient.evidence.markup import Markup, escaped, joined, tag
 from lit_efficient.evidence.run_record import RunRecord
 
@@ -29,12 +29,10 @@ def page(runs: Sequence[RunRecord]) -> str:
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     several = len(runs) > 1
     sections = {
-        "": tag("div", *(_summary(run, place, several) for place, run in enumerate(runs)), class_="runs"),
+        "": _grid("runs", *(_summary(run, place, several) for place, run in enumerate(runs))),
         "What differs": _differences(runs) if several else Markup(),
-        "Curves, by optimizer step": tag("div", *_curves(runs), class_="grid"),
-        "Samples": tag(
-            "div", *(_of(run, several, *_samples(run, several)) for run in runs), class_="runs" if several else ""
-        ),
+        "Curves, by optimizer step": _grid("grid", *_curves(runs)),
+        "Samples": _grid("runs", *(_of(run, several, *_samples(run, several)) for run in runs)),
         "What each technique touched": joined(*(_of(run, several, _table(run.techniques)) for run in runs)),
         "More": joined(*(_of(run, several, _details(run)) for run in runs)),
     }
@@ -81,26 +79,29 @@ def _duration(seconds: float) -> str:
 
 
 def _alert(run: RunRecord) -> Markup:
-    step = run.diverged_at
-    if step is None and "diverged" not in run.ended.lower():
+    found = run.not_finite
+    if not found and "diverged" not in run.ended.lower():
         return Markup()
-    where = "" if step is None else f": a loss was not finite at step {step:,}"
-    return tag("p", f"{run.name} diverged{where}.", class_="card alert")
+    name, steps, last = found or ("", [], True)
+    where = f": {name} was not finite at step {steps[0]:,}, and {len(steps)} times in all" if found else ""
+    return tag("p", run.name, " diverged" if last else "", where, class_="card alert")
 
 
 def _summary(run: RunRecord, place: int, several: bool) -> Markup:
-    told = tag("dl", *(tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(run).items()))
-    resumed = f"Resumed {run.starts - 1} times. " * (run.starts > 1) + f"It went on from {run.parent}." * bool(
-        run.parent
-    )
+    told = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(run).items())
     return tag(
         "section",
         tag("h3", run.name, class_=f"key line{place % COLOURS}") if several else "",
-        told,
-        tag("p", resumed) if resumed else "",
-        tag("pre", "\n".join(f"$ {command}" for command in run.next), aria_label="next") if run.next else "",
+        tag("dl", *told),
+        tag("p", f"Resumed {run.starts - 1} times.") if run.starts > 1 else "",
+        tag("p", "Started from ", tag("code", run.parent)) if run.parent else "",
+        joined(tag("p", "Next:"), tag("pre", "\n".join(run.next))) if run.next else "",
         class_="card",
     )
+
+
+def _grid(kind: str, *children: Markup) -> Markup:
+    return tag("div", *children, class_=kind) if any(children) else Markup()
 
 
 def _of(run: RunRecord, several: bool, *content: Markup) -> Markup:
@@ -135,35 +136,25 @@ def chart_of(metric: str) -> str:
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[Markup]:
-    names = dict.fromkeys(name for run in runs for name in run.metrics)
-    charts: dict[tuple[str, str], list[tuple[str, int, RunRecord, str]]] = {}
-    for name in names:
+    several = len(runs) > 1
+    charts: dict[tuple[str, str], list[tuple[int, str, list[Point]]]] = {}
+    for name in dict.fromkeys(name for run in runs for name in run.metrics):
+        lines = charts.setdefault((chart_of(name), name if several else ""), [])  # of several runs a chart each metric
         for place, run in enumerate(runs):
-            if name in run.metrics:
-                key = (chart_of(name), name if len(runs) > 1 else "")  # of several runs a chart each metric
-                label = run.name if len(runs) > 1 else name
-                lines = charts.setdefault(key, [])
-                lines.append((label, place if len(runs) > 1 else len(lines), run, name))
-    order = list(_TITLES)
-    ranked = sorted(charts, key=lambda key: (order.index(key[0]) or -1) if key[0] in order else 0)
-    for chart, metric in ranked:
-        plain = chart.replace("_", " ").strip() or metric
-        title = joined(_TITLES.get(chart, plain[:1].upper() + plain[1:]), tag("small", f" {metric}") if metric else "")
-        lines = charts[chart, metric]
-        for start in range(0, len(lines), COLOURS):
-            part = lines[start : start + COLOURS]
+            if points := list(run.metrics.get(name, {}).items()):
+                lines.append((place if several else len(lines), run.name if several else name, points))
+    ranks = {name: place for place, name in enumerate(_TITLES)}
+    for chart, metric in sorted(charts, key=lambda key: ranks.get(key[0], 0.5)):
+        title = _TITLES.get(chart) or f"{chart[:1].upper()}{chart[1:].replace('_', ' ')}"
+        for start in range(0, len(charts[chart, metric]), COLOURS):
+            part = charts[chart, metric][start : start + COLOURS]
             keys = (
-                tag(
-                    "span", f"{label} {number([*run.metrics[name].values()][-1])}", class_=f"key line{colour % COLOURS}"
-                )
-                for label, colour, run, name in part
+                tag("span", f"{label} {number(points[-1][1])}", class_=f"key line{colour % COLOURS}")
+                for colour, label, points in part
             )
-            drawn = line_chart(
-                chart,
-                [(colour, list(run.metrics[name].items())) for _, colour, run, name in part],
-                from_zero="per_second" in chart or chart in ("memory", "data_wait"),
-            )
-            yield tag("figure", tag("figcaption", title, tag("span", *keys, class_="keys")), drawn)
+            from_zero = "per_second" in chart or chart in ("memory", "data_wait")
+            drawn = line_chart(title, [(colour, points) for colour, _, points in part], from_zero=from_zero)
+            yield tag("figure", tag("figcaption", title, tag("small", " ", metric), _grid("keys", *keys)), drawn)
 
 
 def _samples(run: RunRecord, several: bool) -> Iterator[Markup]:
@@ -171,11 +162,9 @@ def _samples(run: RunRecord, several: bool) -> Iterator[Markup]:
         found = [sample for sample in run.samples if sample[1].suffix == suffix]
         count = min(_MOST_SAMPLES // (2 if several else 1), len(found))
         places = sorted({round(i * (len(found) - 1) / max(count - 1, 1)) for i in range(count)})
-        figures = [
-            tag("figure", tag("figcaption", f"step {step:,}"), _sample(step, path))
-            for step, path in (found[place] for place in places)
-        ]
-        yield tag("div", *figures, class_="" if several else "grid") if figures else Markup()
+        chosen = (found[place] for place in places)
+        figures = (tag("figure", tag("figcaption", f"step {step:,}"), _sample(step, path)) for step, path in chosen)
+        yield _grid("stack" if several else "grid", *figures)
         if len(places) < len(found):
             yield tag("p", f"{len(places)} of {len(found)} *{suffix} in {run.folder / 'samples'}")
 

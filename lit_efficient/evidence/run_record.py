@@ -6,6 +6,7 @@
 ``metrics``, ``checkpoint``, ``sample``, ``warning`` or ``end``. Runs from before it have CSVLogger's table.
 """
 
+import contextlib
 import csv
 import itertools
 import json
@@ -20,7 +21,6 @@ from typing import Any
 import yaml
 
 _MOST_STEPS, _MOST_KEYS, _LATEST = 2**53, 10_000, 2**36  # the last in seconds since 1970
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 FILES = ("events.jsonl", "config.yaml", "environment.json", "log.txt")
 
@@ -54,13 +54,15 @@ class RunRecord:
         return "/".join(self.folder.parts[-2:])
 
     @property
-    def diverged_at(self) -> int | None:
-        """The first step at which a loss was not finite; ``None`` if all were."""
-        steps = (min(bad) for name in self.metrics if "loss" in name if (bad := self._bad_steps(name)))
-        return min(steps, default=None)
-
-    def _bad_steps(self, name: str) -> list[int]:
-        return [step for step, value in self.metrics[name].items() if not math.isfinite(value)]
+    def not_finite(self) -> tuple[str, list[int], bool] | None:
+        """The loss that was not finite first, at which steps, and whether it ended so; ``None`` if all were finite."""
+        bad = {
+            name: [step for step, value in points.items() if not math.isfinite(value)]
+            for name, points in self.metrics.items()
+            if "loss" in name
+        }
+        name = min((name for name in bad if bad[name]), key=lambda name: bad[name][0], default="")
+        return (name, bad[name], max(self.metrics[name]) == bad[name][-1]) if name else None
 
     @property
     def best(self) -> tuple[str, float, int] | None:
@@ -95,8 +97,8 @@ def read_run(folder: Path) -> RunRecord:
     run.config_text = _text(folder / "config.yaml")
     run.log = _text(folder / "log.txt")
     try:
-        run.config = flattened(yaml.load(run.config_text, Loader=_LOADER), folder)  # noqa: S506
-    except (yaml.YAMLError, RecursionError, ValueError):
+        run.config = flattened(yaml.safe_load(run.config_text), folder)
+    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError):
         run.missing.append("config.yaml is no YAML: it is shown, and not compared")
     try:
         run.environment = flattened(json.loads(_text(folder / "environment.json") or "{}"), folder)
@@ -181,7 +183,7 @@ def _read_events(run: RunRecord, path: Path) -> None:
             run.techniques = [(str(entry.get("name")), str(entry.get("text", ""))) for entry in entries]
         elif kind == "checkpoint":
             score = _number(event.get("score"))
-            run.checkpoints.append((step, str(event.get("path")), str(event.get("monitor")), score))
+            run.checkpoints.append((step, str(event.get("path")), str(event.get("monitor") or ""), score))
         elif kind == "warning":
             text = str(event.get("text"))
             run.warnings[text] = run.warnings.get(text, 0) + 1
@@ -220,9 +222,10 @@ def _read_tables(run: RunRecord) -> None:
             for row in rows:
                 if not (row.get("step") or "").isdecimal():
                     continue
-                for name, text in row.items():
-                    if text and isinstance(text, str) and name and name not in ("step", "epoch"):
-                        run.metrics.setdefault(name, {})[min(int(row["step"]), _MOST_STEPS)] = _number(text)
+                for name in row.keys() - {None, "step", "epoch"}:
+                    with contextlib.suppress(TypeError, ValueError):  # of what is empty, or no number
+                        value = float(row[name])
+                        run.metrics.setdefault(name, {})[min(int(row["step"]), _MOST_STEPS)] = value
         except csv.Error:
             run.missing.append(f"{path.name} is torn")
     if not run.metrics:
@@ -232,6 +235,6 @@ def _read_tables(run: RunRecord) -> None:
 def _number(value: object) -> float:
     """A value as a float; NaN for what is none."""
     try:
-        return float(value) if isinstance(value, int | float | str) else math.nan
-    except (ValueError, OverflowError):
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
         return math.nan
