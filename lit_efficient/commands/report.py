@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     folders = list(dict.fromkeys(folder_of(name) for name in options.runs))
 
     from lit_efficient.evidence.run_page import MARK, facts, page
-    from lit_efficient.evidence.run_record import read_run
+    from lit_efficient.evidence.run_record import RunRecord
     from lit_efficient.files.atomic_file import replacing
 
     target = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         target = target / "report.html"
     if target.exists() and not target.read_bytes().startswith(MARK.encode()):
         raise ConfigurationError(f"report: {target} is there already and is no report; name another --output")
-    runs = [read_run(folder) for folder in folders]
+    runs = [RunRecord(folder) for folder in folders]
     content = page(runs).encode()
     with replacing(target) as file:
         file.write(content)

@@ -88,11 +88,11 @@ def _alert(run: RunRecord) -> Markup:
 
 
 def _summary(run: RunRecord, place: int, several: bool) -> Markup:
-    told = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(run).items())
+    rows = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(run).items())
     return tag(
         "section",
         tag("h3", run.name, class_=f"key line{place % COLOURS}") if several else "",
-        tag("dl", *told),
+        tag("dl", *rows),
         tag("p", f"Resumed {run.starts - 1} times.") if run.starts > 1 else "",
         tag("p", "Started from ", tag("code", run.parent)) if run.parent else "",
         joined(tag("p", "Next:"), tag("pre", "\n".join(run.next))) if run.next else "",
@@ -137,7 +137,7 @@ def chart_of(metric: str) -> str:
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[Markup]:
     several = len(runs) > 1
-    charts: dict[tuple[str, str], list[tuple[int, str, list[Point]]]] = {}
+    charts: dict[tuple[str, str], list[tuple[int, str, Sequence[Point]]]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         lines = charts.setdefault((chart_of(name), name if several else ""), [])  # of several runs a chart each metric
         for place, run in enumerate(runs):

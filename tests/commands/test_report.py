@@ -22,7 +22,7 @@ from lit_efficient.__main__ import main
 from lit_efficient.commands.report import folder_of
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.run_page import chart_of, facts, page
-from lit_efficient.evidence.run_record import flattened, read_run
+from lit_efficient.evidence.run_record import RunRecord, flattened
 from lit_efficient.files.runs import point_latest, write_record
 
 KNOWN = "html head meta title style body h1 h2 h3 section div span p pre code dl dt dd table tr th td ul li"
@@ -103,7 +103,7 @@ def whole(folder: Path, rate: float = 0.001, name: str = "") -> Path:
 
 
 def shown(*folders: Path) -> Page:
-    return Page(page([read_run(folder) for folder in folders]))
+    return Page(page([RunRecord(folder) for folder in folders]))
 
 
 def alone(found: Page) -> None:
@@ -126,7 +126,7 @@ def test_a_page_stands_alone_and_says_what_the_run_was(tmp_path: Path) -> None:
     alone(found)
     pictures = [base64.b64decode(source.partition(",")[2]) for source in found.attributes("src")]
     assert pictures == [path.read_bytes() for path in sorted(folder.glob("samples/*.png"))]
-    assert facts(read_run(folder)) == {
+    assert facts(RunRecord(folder)) == {
         "Ended": "done",
         "Best val/loss": "2.5 at step 40",
         "Speed": "930 tokens a second",
@@ -171,7 +171,7 @@ def test_a_torn_a_strange_and_an_unfinished_line(tmp_path: Path) -> None:
     strange += ['{"kind": "metrics", "step": -1, "time": "now", "values": {"x": "y", "huge": 1' + "0" * 400 + "}}\n"]
     strange += ['{"kind": "techniques", "report": [1, {}]}\n', '{"kind": "end", "next": "x"}\n'.replace("end", "enD")]
     (folder / "events.jsonl").write_bytes("".join([*lines, *strange]).encode() + b'{"time": 17, "st\xff')
-    run = read_run(folder)
+    run = RunRecord(folder)
     assert run.missing == ["4 lines of events.jsonl cannot be read"]
     assert run.metrics["val/loss"] == {20: 3.5, 40: 2.5}
     assert facts(run)["Ended"].startswith("not yet, or was killed after 20")
@@ -182,16 +182,17 @@ def test_a_resumed_run_counts_what_came_later(tmp_path: Path) -> None:
     folder = whole(tmp_path / "run")
     with (folder / "events.jsonl").open("a") as file:
         file.write(event("start", 20, parent="../other/best.ckpt", resumed=True, time=1.7e9 + 5000))
-        assert facts(read_run(folder))["Ended"] == "done"
+        assert facts(RunRecord(folder))["Ended"] == "done"
         file.flush()
-        going = read_run(folder)
+        going = RunRecord(folder)
         assert going.metrics["val/loss"] == {20: 3.5}
         assert list(going.metrics["train/loss"]) == [10, 20]
         assert not going.ended
         assert not going.next
-        file.write(metrics(30, train__loss=9.0) + metrics(30, train__loss=7.0))
+        for loss in (9.0, 7.0):
+            file.write(event("metrics", 30, values={"train/loss": loss}, time=1.7e9 + 5005))
         file.write(event("end", 30, reason="signal 15", time=1.7e9 + 5010))
-    run = read_run(folder)
+    run = RunRecord(folder)
     assert run.metrics["train/loss"] == {10: 3.5, 20: 3.0, 30: 7.0}
     assert (run.starts, run.ended, run.step) == (2, "signal 15", 30)
     assert run.seconds == 40 + 10  # the pause does not count
@@ -207,7 +208,7 @@ def test_a_run_that_diverged_says_so_first(tmp_path: Path) -> None:
     found = shown(folder)
     assert found.text.index(" diverged") < found.text.index("Ended")
     assert "diverged: train/loss was not finite at step 50, and 2 times in all" in found.text.replace("\n", "")
-    assert facts(read_run(folder))["Best val/loss"] == "2.5 at step 40"
+    assert facts(RunRecord(folder))["Best val/loss"] == "2.5 at step 40"
     with (folder / "events.jsonl").open("a") as file:
         file.write(metrics(70, train__loss=1.0))
     text = shown(folder).text.replace("\n", "")
@@ -235,7 +236,7 @@ def test_a_config_that_is_none_is_shown_all_the_same(tmp_path: Path, text: str) 
     folder = whole(tmp_path / "run")
     (folder / "config.yaml").write_text(text)
     (folder / "environment.json").write_text("{" * 20_000)
-    run = read_run(folder)
+    run = RunRecord(folder)
     assert run.config == {}
     assert "environment.json cannot be read" in run.missing
     assert text in shown(folder).text
@@ -245,7 +246,7 @@ def test_a_config_of_aliases_does_not_grow(tmp_path: Path) -> None:
     folder = whole(tmp_path / "run")
     levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
     (folder / "config.yaml").write_text("\n".join(["a0: &a0 [{x: 1}]", *levels]))
-    assert len(read_run(folder).config) <= 10_000
+    assert len(RunRecord(folder).config) <= 10_000
 
 
 def test_an_older_run_has_the_table_of_its_logger(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_an_older_run_has_the_table_of_its_logger(tmp_path: Path) -> None:
         rows = f"epoch,lr,step,train/loss,val/loss\n0,0.1,4,{loss},\n0,,9,nan,\n0,,9,,{loss + 1}\n0,0.1,14,to"
         (place / "metrics.csv").write_text(rows)
         os.utime(place / "metrics.csv", (1e9 + version, 1e9 + version))
-    run = read_run(folder_of(str(folder)))
+    run = RunRecord(folder_of(str(folder)))
     assert run.metrics["val/loss"] == {9: 3.0}
     assert run.metrics["train/loss"][4] == 2.0
     assert run.metrics["lr"] == {4: 0.1, 14: 0.1}
@@ -273,7 +274,7 @@ def test_the_best_is_the_largest_where_the_config_says_so(tmp_path: Path) -> Non
     with (folder / "events.jsonl").open("a") as file:
         for step, score in ((50, 0.5), (60, 0.9), (70, 0.7), (80, None)):
             file.write(event("checkpoint", step, path="x.ckpt", monitor="val/accuracy", score=score))
-    assert facts(read_run(folder))["Best val/accuracy"] == "0.9 at step 60"
+    assert facts(RunRecord(folder))["Best val/accuracy"] == "0.9 at step 60"
 
 
 def test_several_runs_side_by_side_with_what_differs(tmp_path: Path) -> None:
@@ -388,7 +389,7 @@ def test_two_of_a_class_are_told_apart() -> None:
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_a_browser_draws_it(tmp_path: Path) -> None:
     folder = whole(tmp_path / "run", name="<script>document.body.remove()</script>")
-    (tmp_path / "x.html").write_text(page([read_run(folder)]), "utf-8")
+    (tmp_path / "x.html").write_text(page([RunRecord(folder)]), "utf-8")
 
     def picture(width: int, scheme: int) -> Image.Image:
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
