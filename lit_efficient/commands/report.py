@@ -23,6 +23,7 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     folders = list(dict.fromkeys(folder_of(name) for name in options.runs))
 
+    from lit_efficient.evidence.markup import plain
     from lit_efficient.evidence.run_page import MARK, facts, page
     from lit_efficient.evidence.run_record import RunRecord
     from lit_efficient.files.atomic_file import replacing
@@ -37,7 +38,8 @@ def run(argv: Sequence[str]) -> int:
     with replacing(target) as file:
         file.write(content)
     for each in runs:
-        print(f"{each.name}: " + "; ".join(f"{name.lower()} {text}" for name, text in facts(each).items()))
+        text = "; ".join(f"{name[:1].lower()}{name[1:]} {value}" for name, value in facts(each).items())
+        print(" ".join(plain(f"{each.name}: {text}").split()))
     print(f"Wrote {target} ({len(content) / 1000:,.0f} kB): open it in a browser.")
     return 0
 

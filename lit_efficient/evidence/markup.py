@@ -7,7 +7,7 @@ import html
 import re
 
 # Control characters that HTML forbids, those that turn the direction of text around, and halves of characters.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _COLOURS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")  # of terminals
 _VOID = ("img", "meta", "br")
 
@@ -18,11 +18,14 @@ class Markup(str):
     __slots__ = ()
 
 
+def plain(text: object) -> str:
+    """Any value as text that neither a page nor a terminal takes for anything else."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", _COLOURS.sub("", str(text)))
+
+
 def escaped(text: object) -> Markup:
     """Any value as text that is shown as it is written."""
-    if isinstance(text, Markup):
-        return text
-    return Markup(html.escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", _COLOURS.sub("", str(text)))))
+    return text if isinstance(text, Markup) else Markup(html.escape(plain(text)))
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:

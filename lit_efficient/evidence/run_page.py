@@ -95,7 +95,7 @@ def _summary(run: RunRecord, place: int, several: bool) -> Markup:
         tag("dl", *rows),
         tag("p", f"Resumed {run.starts - 1} times.") if run.starts > 1 else "",
         tag("p", "Started from ", tag("code", run.parent)) if run.parent else "",
-        joined(tag("p", "Next:"), tag("pre", "\n".join(run.next))) if run.next else "",
+        joined(tag("p", "Next:"), *(tag("pre", command, class_="command") for command in run.next)) if run.next else "",
         class_="card",
     )
 
@@ -183,11 +183,13 @@ def _sample(step: int, path: Path) -> Markup:
 
 
 def _details(run: RunRecord) -> Markup:
-    checkpoints = [(f"{step:,}", path, monitor, number(score)) for step, path, monitor, score in run.checkpoints]
+    rows = {
+        path: (path, f"{step:,}", monitor, monitor and number(score)) for step, path, monitor, score in run.checkpoints
+    }
     parts = {
         "Not known": tag("ul", *(tag("li", text) for text in run.missing)) if run.missing else "",
         "Warnings": _table([(text, f"{count} times") for text, count in run.warnings.items()]),
-        "Checkpoints": _table(checkpoints, ["step", "file", "metric", "score"]),
+        "Checkpoints": _table([*rows.values()], ["file", "step", "metric", "score"]),
         "Environment": _table([*run.environment.items()]),
         "Config": tag("pre", run.config_text[:_LONGEST]) if run.config_text else "",
         "Log": tag("pre", run.log[-_LONGEST:]) if run.log else "",

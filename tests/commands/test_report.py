@@ -133,6 +133,7 @@ def test_a_page_stands_alone_and_says_what_the_run_was(tmp_path: Path) -> None:
         "Peak memory": "0.9 GiB",
         "Trained": "40 steps in 40 s",
     }
+    assert ["best.ckpt", "40", "val/loss", "2.5"] in list(found.cells())
     for text in ("done", "2.5 at step 40", "2 layers of rank 4", "def main():", "2.13.0", "Techniques:", "max_steps"):
         assert text in found.text
     assert found.attributes("aria-label") == [
@@ -356,7 +357,12 @@ def test_it_writes_over_a_report_and_over_nothing_else(
     assert Page(Path("report.html").read_text("utf-8")).text.count("2 layers of rank 4") == 2
     assert main(["report", str(folder), "--output", str(folder / "config.yaml")]) == 2
     assert "config.yaml is there already and is no report" in capsys.readouterr().err
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(event("end", 40, reason="do\x1b[2J\nne\x1b]0;x\x07"))
     assert main(["report", str(folder), "--output", "deep/down/x.html"]) == 0
+    said = capsys.readouterr().out
+    assert "ended do ne" in said
+    assert "\x1b" not in said
     assert Path("deep", "down", "x.html").is_file()
 
 
