@@ -118,11 +118,14 @@ def _table(rows: Sequence[Sequence[object]], head: Sequence[object] = ()) -> Mar
 
 
 def _differences(runs: Sequence[RunRecord]) -> Markup:
-    rows = []
+    rows: list[list[str]] = []
     for each in ([run.config for run in runs], [run.environment for run in runs]):
-        keys = dict.fromkeys(key for values in each for key in values)
-        found = ([key, *(values.get(key, "–") for values in each)] for key in keys)
-        rows += [row for row in found if len(set(row[1:])) > 1]
+        absent = ""  # what some runs lack goes without its parts
+        for key in dict.fromkeys(key for values in each for key in values):
+            cells = [values.get(key, "–") for values in each]
+            if len(set(cells)) > 1 and not (absent and key.startswith(absent)):
+                rows.append([key, *cells])
+                absent = f"{key}." if "–" in cells else ""
     return _table(rows, ["key", *(run.name for run in runs)]) or tag("p", "Neither config nor environment.")
 
 

@@ -285,7 +285,7 @@ def test_several_runs_side_by_side_with_what_differs(tmp_path: Path) -> None:
         config = json.loads((folder / "config.yaml").read_text())
         config["trainer"]["default_root_dir"] = f"runs/lora/{folder.name}"  # differs, and says nothing
         if folder == second:
-            config["trainer"]["callbacks"].insert(0, {"class_path": "lit_efficient.EMA"})
+            config["trainer"]["callbacks"].insert(0, {"class_path": "lit_efficient.EMA", "init_args": {"decay": 0.9}})
         (folder / "config.yaml").write_text(json.dumps(config))
     (second / "environment.json").write_text(json.dumps({"packages": {"torch": "2.14.0"}, "device": "cpu"}))
     found = shown(first, second)
