@@ -14,7 +14,7 @@ Point = tuple[float, float]
 COLOURS = 8
 _WIDTH, _HEIGHT = 400, 220
 _RIGHT, _TOP, _BOTTOM = 388, 10, 196
-_MOST = 1e300  # so that differences are finite, too
+_LEAST, _MOST = 1e-280, 1e300  # so that differences are finite, and their parts are not zero
 
 
 def line_chart(title: str, lines: Sequence[tuple[int, Sequence[Point]]], *, from_zero: bool = False) -> Markup:
@@ -28,7 +28,7 @@ def line_chart(title: str, lines: Sequence[tuple[int, Sequence[Point]]], *, from
     steps = [x for _, points in lines for x, _ in points]
     values = [y for _, points in lines for _, y in points if math.isfinite(y)] or [0.0, 1.0]
     low, high = min(values), max(values)
-    logarithmic = not from_zero and 1e-250 < low < high / 30
+    logarithmic = not from_zero and _LEAST < low < high / 30
     y_axis = _Axis(min(low, 0.0) if from_zero else low, high, _BOTTOM, _TOP, logarithmic, margin=0.04)
     left = 12 + 6.5 * max(len(label) for _, label in y_axis.ticks())
     x_axis = _Axis(min(steps), max(steps), left, _RIGHT)
@@ -54,7 +54,7 @@ class _Axis:
     """Places values between two ends of the picture, ``margin`` of the range away from them."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False, margin: float = 0) -> None:
-        low, high = max(low, -_MOST), min(high, _MOST)
+        low, high = _tame(low), _tame(high)
         if high - low <= 1e-9 * max(abs(low), abs(high)):  # all alike
             pad = 0.1 * abs(high) or 1.0
             low, high, margin = low - pad, high + pad, 0
@@ -64,7 +64,6 @@ class _Axis:
 
     def at(self, value: float) -> float:
         """The place of a value."""
-        value = max(-_MOST, min(value, _MOST))
         share = ((math.log10(value) if self.log else value) - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
@@ -86,6 +85,10 @@ class _Axis:
             yield self.at(i * step), number(i * step, step, max(abs(self.low), abs(self.high)))
 
 
+def _tame(value: float) -> float:
+    return max(-_MOST, min(value, _MOST)) if abs(value) >= _LEAST else 0.0
+
+
 def number(value: float, step: float | None = None, beside: float = 0.0) -> str:
     """A number for people: 12.5k, 1.5M, 3e-4.
 
@@ -100,7 +103,7 @@ def number(value: float, step: float | None = None, beside: float = 0.0) -> str:
     """
     if not math.isfinite(value):
         return "not finite"
-    if value == 0:
+    if abs(value) < 1e-300:
         return "0"
     size = math.floor(math.log10(max(abs(value), abs(beside))) + 1e-9)
     unit = 3 * (size // 3) if 4 <= size < 12 else 0 if -4 < size < 4 else size
@@ -127,7 +130,7 @@ def _line(colour: int, points: Sequence[Point], x_axis: _Axis, y_axis: _Axis) ->
     path, dots, pen, bad = "", "", "M", None
     for x, y in thinned(points, x_axis.low, x_axis.high, _RIGHT):
         if math.isfinite(y):
-            place = f"{x_axis.at(x):.1f} {y_axis.at(y):.1f}"
+            place = f"{x_axis.at(x):.1f} {y_axis.at(_tame(y)):.1f}"
             path += f"{pen}{place}" + ("h0" if pen == "M" else "")  # a point, should no other follow
             dots += f"M{place}h0"
             pen = "L"
