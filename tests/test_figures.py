@@ -22,6 +22,8 @@ from benchmarks.figures import (
 from lit_efficient.catalog import read_cards
 from lit_efficient.files import configs
 
+CARDS = read_cards()
+
 
 def test_the_text_says_what_the_records_say() -> None:
     assert [str(path) for path, _ in differences()] == [], "run: python -m benchmarks.figures --write"
@@ -39,7 +41,7 @@ def test_such_a_figure_is_found() -> None:
 
 def test_a_time_on_a_card_has_a_record() -> None:
     stated = " ".join(name for record in RECORDS.values() for name in record.get("stands_in", ()))
-    timed = [card for card in read_cards() if re.search(r"\d ?(m?s|CPU-seconds?)\b", card.facts["costs"])]
+    timed = [card for card in CARDS if re.search(r"\d ?(m?s|CPU-seconds?)\b", card.facts["costs"])]
     assert {card.name for card in timed} >= {"ExactResume", "OffloadOptimizer"}
     assert [card.name for card in timed if card.module.replace(".", "/") not in stated] == []
 
@@ -56,7 +58,7 @@ def test_a_record_says_where_its_figures_come_from(record: dict[str, Any]) -> No
     if config := re.search(r"-c (\S+)", record["command"]):
         assert config[1] in configs.known()
     if "technique" in record:
-        assert record["technique"] in {card.name for card in read_cards()}
+        assert record["technique"] in {card.name for card in CARDS}
     markers = "".join(path.read_text("utf-8") for path in markdown_files())
     places = [f"<!-- figures: {record.get('table')} -->", f"<!-- figure: {record['id']} -->"]
     assert "stands_in" in record or any(place in markers for place in places), "no text states it"

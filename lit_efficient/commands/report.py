@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
     with replacing(target) as file:
         file.write(content)
     for each in runs:
-        text = "; ".join(f"{name[:1].lower()}{name[1:]} {value}" for name, value in facts(each).items())
-        print(" ".join(plain(f"{each.name}: {text}").split()))
+        for name, value in {each.name: "", **facts(each)}.items():
+            print(f"  {name:<18}{' '.join(plain(value).split())}" if value else plain(name))
     print(f"Wrote {target} ({len(content) / 1000:,.0f} kB): open it in a browser.")
     return 0
 

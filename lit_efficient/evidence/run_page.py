@@ -79,12 +79,10 @@ def _duration(seconds: float) -> str:
 
 
 def _alert(run: RunRecord) -> Markup:
-    found = run.not_finite
-    if not found and "diverged" not in run.ended.lower():
-        return Markup()
-    name, steps, last = found or ("", [], True)
-    where = f": {name} was not finite at step {steps[0]:,}, and {len(steps)} times in all" if found else ""
-    return tag("p", run.name, " diverged" if last else "", where, class_="card alert")
+    name, steps, to_the_end = run.not_finite or ("", [], False)
+    diverged = to_the_end or "diverged" in run.ended.lower()
+    where = f": {name} was not finite at step {steps[0]:,}, and {len(steps)} times in all" if steps else ""
+    return tag("p", run.name, " diverged" * diverged, where, class_="card alert") if diverged or steps else Markup()
 
 
 def _summary(run: RunRecord, place: int, several: bool) -> Markup:
@@ -131,7 +129,7 @@ def _differences(runs: Sequence[RunRecord]) -> Markup:
 
 def chart_of(metric: str) -> str:
     """The chart that a metric belongs to: one for training and validation, one for all rates, one for memory."""
-    if re.match(r"lr\b", metric) or metric.startswith("lr-"):
+    if re.match(r"lr\b", metric):
         return "lr"
     if "memory" in metric:
         return "memory"

@@ -211,7 +211,7 @@ def test_a_run_that_diverged_says_so_first(tmp_path: Path) -> None:
     assert "diverged: train/loss was not finite at step 50, and 2 times in all" in found.text.replace("\n", "")
     assert facts(RunRecord(folder))["Best val/loss"] == "2.5 at step 40"
     with (folder / "events.jsonl").open("a") as file:
-        file.write(metrics(70, train__loss=1.0))
+        file.write(metrics(70, train__loss=1.0) + event("end", 70, reason="done"))
     text = shown(folder).text.replace("\n", "")
     assert "run diverged" not in text
     assert "train/loss was not finite at step 50" in text
@@ -351,7 +351,7 @@ def test_it_writes_over_a_report_and_over_nothing_else(
     assert [main(["report", str(folder)]) for _ in range(2)] == [0, 0]
     assert (folder / "report.html").is_file()
     said = capsys.readouterr().out
-    assert "best val/loss 2.5 at step 40" in said
+    assert "  Best val/loss     2.5 at step 40\n" in said
     assert f"Wrote {folder / 'report.html'}" in said
     assert main(["report", str(folder), str(other), str(folder)]) == 0
     assert Page(Path("report.html").read_text("utf-8")).text.count("2 layers of rank 4") == 2
@@ -361,7 +361,7 @@ def test_it_writes_over_a_report_and_over_nothing_else(
         file.write(event("end", 40, reason="do\x1b[2J\nne\x1b]0;x\x07"))
     assert main(["report", str(folder), "--output", "deep/down/x.html"]) == 0
     said = capsys.readouterr().out
-    assert "ended do ne" in said
+    assert "  Ended             do ne" in said
     assert "\x1b" not in said
     assert Path("deep", "down", "x.html").is_file()
 
