@@ -10,6 +10,7 @@ from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
 COMMANDS = {
     "configs": "configs",
     "copy": "copy",
+    "report": "report",
     "preview": "preview",
     "cache-latents": "cache_latents",
     "average": "average",
@@ -34,6 +35,7 @@ usage: python -m lit_efficient COMMAND ...
               helps, `--for speed` and `--for quality`, too
   configs     list the configs that come along: CONFIG is one's name, or a file    [--json]
   copy        write one of them into a file, to edit it:    NAME [FILE]
+  report      a page of HTML with pictures of what runs did, side by side:    RUN [RUN ...] [--output FILE.html]
   preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
   cache-latents  encode the images of a config once, for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
   average     the weighted mean of checkpoints:    CKPT... --output FILE

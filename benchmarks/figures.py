@@ -1,0 +1,158 @@
+"""Where each measured figure comes from: figures.json; the text that states it is made from there.
+
+    python -m benchmarks.figures            what does not say what figures.json says
+    python -m benchmarks.figures --write    write it there
+    python -m benchmarks.figures --here     date, versions and machine, for a new record
+
+A record holds figures, their unit, the command that measured them, date, threads, and its environment: versions and
+machine. Its figures stand in the text in three ways:
+
+- ``<!-- figures: TABLE -->...<!-- /figures -->`` in Markdown holds the table of all records of that table;
+- ``<!-- figure: ID -->...<!-- /figure -->`` holds a record's ``text``;
+- ``stands_in`` maps other files (configs, docstrings) to a sentence that stands there, however its lines are broken.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import string
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FILE = Path(__file__).with_suffix(".json")
+SOURCE = json.loads(FILE.read_text("utf-8"))
+RECORDS = {record["id"]: record for record in SOURCE["records"]}
+NAMED = ("torch", "lightning", "transformers", "peft", "diffusers", "bitsandbytes", "torchao", "numpy")
+_BLOCK = re.compile(r"(<!-- (figures?): (\S+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
+# A figure with a unit, as people write it; whole gigabytes are the size of a device.
+_FIGURE = re.compile(
+    r"(?<![\d.,])(?!\d+ GB)\d[\d.,]* ?(?:ms|s|min|(?:micro|CPU-)?seconds?|[KMGT]i?B|dB|%|times)(?!\w)|\d(?:\.\d+)?e-\d+"
+)
+
+
+def filled(record: dict, template: str) -> str:
+    """A template with the record's figures in their places; a field that it lacks is an error."""
+    return template.format(command=record["command"], **record["figures"])
+
+
+def table(name: str, folder: Path) -> str:
+    """The Markdown of a table; links, which start at the repository's root, start at ``folder``."""
+    columns = SOURCE["tables"][name]
+    records = [record for record in RECORDS.values() if record.get("table") == name]
+    rows = [[filled(record, cell) for cell in record["cells"]] for record in records]
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+    to_root = os.path.relpath(ROOT, folder)
+    prefix = "" if to_root == "." else f"{Path(to_root).as_posix()}/"
+    text = re.sub(r"\]\((?!\w+:)([^)]+)\)", lambda link: f"]({prefix}{link[1]})", "\n".join(lines))
+    own = re.escape(f"{prefix}{folder.relative_to(ROOT).as_posix()}/")
+    return re.sub(rf"\]\({own}", "](", text)
+
+
+def generated(path: Path, text: str) -> str:
+    """The text of a Markdown file with all between markers made from the records."""
+
+    def block(match: re.Match[str]) -> str:
+        opening, kind, name, _, closing = match.groups()
+        if kind == "figures":
+            return f"{opening}\n{table(name, path.parent)}\n{closing}"
+        return f"{opening}{filled(RECORDS[name], RECORDS[name]['text'])}{closing}"
+
+    return _BLOCK.sub(block, text)
+
+
+def _pattern(record: dict, template: str) -> re.Pattern[str]:
+    """What finds a sentence of ``stands_in`` whatever its figures are, over line breaks and comment signs."""
+    parts = []
+    for literal, field, _, _ in string.Formatter().parse(template):
+        parts.append(r"[\s#]+".join(map(re.escape, re.split(r"\s+", literal))))
+        if field is not None:
+            parts.append(r"([\d.,]*\d)")
+    return re.compile("".join(parts))
+
+
+def restated(record: dict, template: str, text: str) -> str | None:
+    """``text`` with a record's figures in the sentence that states them; ``None`` if the sentence is not there."""
+    match = _pattern(record, template).search(text)
+    if match is None:
+        return None
+    fields = [(field, form) for _, field, form, _ in string.Formatter().parse(template) if field is not None]
+    for number, (field, form) in reversed(list(enumerate(fields, start=1))):
+        start, end = match.span(number)
+        text = text[:start] + format(record["figures"][field], form or "") + text[end:]
+    return text
+
+
+def markdown_files() -> list[Path]:
+    """README, docs as they are written, and what lies beside the configs."""
+    found = [path for folder in ("docs", "configs") for path in sorted((ROOT / folder).rglob("*.md"))]
+    return [ROOT / "README.md", *(path for path in found if not path.relative_to(ROOT).parts[1].startswith(("_", ".")))]
+
+
+def differences() -> Iterator[tuple[Path, str]]:
+    """Each file that does not say what the records say, and the text that it should have.
+
+    Raises:
+        ValueError: If a sentence of ``stands_in`` stands nowhere in its file.
+    """
+    texts = {path: generated(path, path.read_text("utf-8")) for path in markdown_files()}
+    for record in RECORDS.values():
+        for name, template in record.get("stands_in", {}).items():
+            path = ROOT / name
+            new = restated(record, template, texts.get(path) or path.read_text("utf-8"))
+            if new is None:
+                raise ValueError(f"{name} lacks the sentence of {record['id']}: {template}")
+            texts[path] = new
+    yield from ((path, text) for path, text in texts.items() if text != path.read_text("utf-8"))
+
+
+def unrecorded(text: str) -> list[str]:
+    """Figures with a unit in Markdown outside of markers, code and the table of techniques.
+
+    What is no measurement (a setting, a figure of a paper) stands between ``<!-- given -->`` and ``<!-- /given -->``.
+    """
+    text = re.sub(r"<!-- (given|techniques).*?<!-- /\1 -->", "", _BLOCK.sub("", text), flags=re.DOTALL)
+    return _FIGURE.findall(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))
+
+
+def here() -> dict[str, object]:
+    """Date, versions, machine and threads of a measurement that is made now."""
+    versions = {}
+    for name in NAMED:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
+    return {
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": f"{os.cpu_count()} CPUs, {models[0] if models else platform.processor() or platform.machine()}",
+        "threads": int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the figures into the text")
+    parser.add_argument("--here", action="store_true", help="print what a new record says of this machine")
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(here(), indent=1))
+        return 0
+    found = list(differences())
+    for path, text in found:
+        print(f"{path.relative_to(ROOT)} {'is written' if options.write else 'differs from benchmarks/figures.json'}")
+        if options.write:
+            path.write_text(text, encoding="utf-8")
+    return 1 if found and not options.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

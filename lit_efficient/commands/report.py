@@ -1,0 +1,65 @@
+"""``python -m lit_efficient report RUN [RUN ...]``: what runs did, as a page of HTML with pictures."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.runs import LATEST, read_record, real
+
+_SIGNS = ("events.jsonl", "config.yaml", "metrics.csv", "lightning_logs")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the report."""
+    parser = argparse.ArgumentParser(
+        "lit_efficient report",
+        description="Write a page of HTML that shows what a run did: curves, samples, techniques, config, environment. "
+        "Several runs are shown side by side, with the keys of their configs that differ.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, a checkpoint in it, or `latest`")
+    parser.add_argument("--output", metavar="FILE", help="default: report.html, in the run's folder; of several here")
+    options = parser.parse_args(argv)
+    folders = list(dict.fromkeys(folder_of(name) for name in options.runs))
+
+    from lit_efficient.evidence.markup import plain
+    from lit_efficient.evidence.run_page import MARK, facts, page
+    from lit_efficient.evidence.run_record import RunRecord
+    from lit_efficient.files.atomic_file import replacing
+
+    target = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
+    if target.is_dir():
+        target = target / "report.html"
+    if target.exists() and not target.read_bytes().startswith(MARK.encode()):
+        raise ConfigurationError(f"report: {target} is there already and is no report; name another --output")
+    runs = [RunRecord(folder) for folder in folders]
+    content = page(runs).encode()
+    with replacing(target) as file:
+        file.write(content)
+    for each in runs:
+        for name, value in {each.name: "", **facts(each)}.items():
+            print(f"  {name:<18}{' '.join(plain(value).split())}" if value else plain(name))
+    print(f"Wrote {target} ({len(content) / 1000:,.0f} kB): open it in a browser.")
+    return 0
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a run that is named by itself, by ``latest``, by the folder above it, or by one of its checkpoints.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    path = real(Path(name))
+    if not path.exists() and name == LATEST:  # of all configs'
+        found = [real(path) for pattern in ("*", "*/*") for path in Path("runs").glob(f"{pattern}/{LATEST}")]
+        path = max(found, key=lambda folder: folder.name, default=path)
+    if not path.exists():
+        raise ConfigurationError(f"report: there is no run {name}")
+    is_folder = path.is_dir() and path.suffix != ".ckpt"
+    places = [path, real(path / LATEST)] if is_folder else list(path.parents)[:3]
+    for place in places:
+        if read_record(place) is not None or any((place / sign).exists() for sign in _SIGNS):
+            return place
+    signs = ", ".join(("run.json", *_SIGNS))
+    raise ConfigurationError(f"report: {name} is no run's folder and lies in none: there is none of {signs}")

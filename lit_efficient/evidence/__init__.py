@@ -1,0 +1,1 @@
+"""What runs show: the report of one or several, from their folders alone."""
