@@ -112,6 +112,15 @@ def test_no_address_is_made_up() -> None:
     assert SETUP["project_urls"]("") == {}
 
 
+def test_the_image_is_installed_as_ci_is() -> None:
+    lines = {name: (ROOT / name).read_text("utf-8").splitlines() for name in ("Dockerfile", ".ci/environment")}
+    assert lines[".ci/environment"][-1] == ".ci/install"
+    assert "RUN .ci/install" in lines["Dockerfile"]
+    assert os.access(ROOT / ".ci" / "install", os.X_OK)
+    torch = [line for line in lines["Dockerfile"] if line.startswith("RUN pip install") and line.endswith(" torch")]
+    assert torch == [line for line in lines["Dockerfile"] if "pip install" in line and "-c constraints.txt" in line]
+
+
 def test_the_citation_is_of_this_version_and_repository() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
