@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {near[0]}?" if near else ""
         print(f"error: there is no command {command!r}.{hint} Commands: {', '.join(SUBCOMMANDS)}.", file=sys.stderr)
         return 2
+    from lit_efficient.internals.import_noise import silence_imports
+
+    silence_imports()
     if command in COMMANDS:
         return _run_command(COMMANDS[command], arguments[1:])
     from lit_efficient.cli import run

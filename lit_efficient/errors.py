@@ -137,3 +137,35 @@ def nearest(name: str, known: Collection[str], most: int = 1) -> list[str]:
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
     return f", did you mean {near[0]!r}?" if (near := nearest(name, known)) else ""
+
+
+def check_installed(owner: str, *packages: str) -> None:
+    """Refuse what needs packages that are missing, before it starts; once for all of them.
+
+    Raises:
+        ConfigurationError: Naming them, and the line that installs them.
+    """
+    from importlib.util import find_spec
+
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise ConfigurationError(f"{owner} needs {' and '.join(missing)}: {install_line(*missing)}")
+
+
+def install_line(*packages: str) -> str:
+    """Return what installs packages: ``pip install`` with the first extra of ours that has them all, or their names."""
+    import re
+    from importlib.metadata import PackageNotFoundError, requires
+
+    extras: dict[str, set[str]] = {}
+    try:
+        for line in requires("lit-efficient") or ():
+            if match := re.match(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]", line):
+                extras.setdefault(match[2], set()).add(match[1])
+    except PackageNotFoundError:  # a checkout that is not installed
+        pass
+    every = "'lit-efficient[all]'"
+    for extra, names in extras.items():
+        if names >= set(packages):
+            return f"pip install 'lit-efficient[{extra}]'  (or {every}, for every config)"
+    known = set(packages) <= set().union(*extras.values())
+    return f"pip install {every if known else ' '.join(packages)}"

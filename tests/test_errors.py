@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 import lit_efficient
-from lit_efficient.errors import ConfigurationError, check_choice, check_number
+from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, install_line
+from lit_efficient.models.causal_lm import CausalLMConfig
 
 
 @pytest.mark.parametrize(
@@ -82,3 +85,37 @@ def test_what_an_argument_must_be_is_said_by_the_validator() -> None:
     package = Path(lit_efficient.__file__).parent
     sources = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in package.rglob("*.py")}
     assert {path for path, source in sources.items() if by_hand(source)} == {"errors.py"}
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    QuantizeBase, LowBitOptimizer, LRFinder = (
+        getattr(lit_efficient, name) for name in ("QuantizeBase", "LowBitOptimizer", "LRFinder")
+    )
+    for package in ("bitsandbytes", "matplotlib", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    check_installed("Owner", "torch", "numpy")
+    with pytest.raises(ConfigurationError, match=r"^Owner needs transformers and bitsandbytes: pip install 'lit"):
+        check_installed("Owner", "torch", "transformers", "bitsandbytes")
+    for make, extra in (
+        (QuantizeBase, "bitsandbytes"),
+        (partial(LowBitOptimizer, backend="bitsandbytes"), "bitsandbytes"),
+        (partial(LRFinder, plot="rates.png"), "plots"),
+        (partial(CausalLMConfig, "some/model"), "llm"),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"needs \w+: pip install 'lit-efficient\[{extra}\]'"):
+            make()
+    QuantizeBase(format="int4")
+    LRFinder()
+
+
+@pytest.mark.parametrize(
+    ("packages", "line"),
+    [
+        (["wandb"], "'lit-efficient[wandb]'"),
+        (["diffusers", "peft"], "'lit-efficient[diffusion]'"),
+        (["bitsandbytes", "transformers"], "'lit-efficient[all]'"),
+        (["timm"], "timm"),
+    ],
+)
+def test_the_line_is_that_of_the_first_extra_with_all_of_them(packages: list[str], line: str) -> None:
+    assert install_line(*packages).partition("  (")[0] == f"pip install {line}"

@@ -112,6 +112,15 @@ def test_no_address_is_made_up() -> None:
     assert SETUP["project_urls"]("") == {}
 
 
+def test_the_image_is_installed_as_ci_is() -> None:
+    lines = {name: (ROOT / name).read_text("utf-8").splitlines() for name in ("Dockerfile", ".ci/environment")}
+    assert lines[".ci/environment"][-1] == ".ci/install"
+    assert "RUN .ci/install" in lines["Dockerfile"]
+    assert os.access(ROOT / ".ci" / "install", os.X_OK)
+    torch = [line for line in lines["Dockerfile"] if line.startswith("RUN pip install") and line.endswith(" torch")]
+    assert torch == [line for line in lines["Dockerfile"] if "pip install" in line and "-c constraints.txt" in line]
+
+
 def test_the_citation_is_of_this_version_and_repository() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
@@ -140,9 +149,14 @@ def test_an_installed_wheel_trains_both_tasks_where_there_is_no_checkout(wheel: 
     assert Path(run(python, "-c", "import lit_efficient; print(lit_efficient.__file__)")).is_relative_to(tmp_path)
     installed = {each["name"].lower() for each in json.loads(run(python, "-m", "pip", "list", "--format", "json"))}
     assert not installed & {"transformers", "peft", "diffusers", "torchao", "wandb", "pytest"}
+    assert not installed & {"bitsandbytes", "tensorboard", "matplotlib"}
     few = ["--trainer.max_steps", "2", "--trainer.limit_val_batches", "1", "--trainer.max_epochs", "-1"]
     for task in ("language_model", "latent_diffusion"):
         said = run(python, "-m", "lit_efficient", "fit", "-c", task, *few)
         assert (here / "runs" / task / "latest" / "last.ckpt").exists()
         validate = said.partition("Next:")[2].split("python ")[1].splitlines()[0]
         run(python, *validate.split())
+    lacking = [python, "-m", "lit_efficient", "fit", "-c", "language_model", "-c", "low_bit_optimizer"]
+    done = subprocess.run(lacking, cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "LowBitOptimizer needs bitsandbytes: pip install 'lit-efficient[bitsandbytes]'" in done.stderr

@@ -9,13 +9,14 @@ Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; kernels: bitsa
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
@@ -76,6 +77,10 @@ class LowBitOptimizer(Technique):
         check_number("LowBitOptimizer", "min_size", min_size, least=0, whole=True)
         if isinstance(keep_32bit, str):
             raise refusal("LowBitOptimizer", "keep_32bit", "a list of class names", keep_32bit)
+        if backend == "torchao" or bits != 8:
+            check_installed("LowBitOptimizer", "torchao")
+        elif backend == "bitsandbytes" or find_spec("torchao") is None:  # which sharded parameters take
+            check_installed("LowBitOptimizer", "bitsandbytes")
         self.bits = bits
         self.backend = backend
         self.paged = paged

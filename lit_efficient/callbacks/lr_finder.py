@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError, LitEfficientError, check_choice, check_number
+from lit_efficient.errors import (
+    ConfigurationError,
+    ConflictError,
+    LitEfficientError,
+    check_choice,
+    check_installed,
+    check_number,
+)
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_loaders import copied
@@ -86,6 +93,8 @@ class LRFinder(Technique):
         check_number("LRFinder", "num_steps", num_steps, least=3, whole=True)
         check_choice("LRFinder", "mode", mode, ("exponential", "linear"))
         check_number("LRFinder", "early_stop_threshold", early_stop_threshold, above=1, null=True)
+        if plot is not None:
+            check_installed("LRFinder(plot=...)", "matplotlib")
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.num_steps = num_steps

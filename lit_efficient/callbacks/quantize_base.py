@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.quantized import (
     FORMATS,
@@ -70,6 +70,8 @@ class QuantizeBase(Technique):
         check_number("QuantizeBase", "group_size", group_size, least=2, whole=True)
         if group_size % 2:
             raise refusal("QuantizeBase", "group_size", "even", group_size)
+        if format != "int4":
+            check_installed(f"QuantizeBase(format={format!r})", "bitsandbytes")
         self.format = format
         self.double_quant = double_quant
         self.skip = tuple(skip)

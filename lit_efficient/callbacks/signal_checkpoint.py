@@ -15,6 +15,7 @@ Loader workers that are sent SIGTERM die of it, and the step with them: signal t
 import os
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ class SignalCheckpoint(Callback):
     ) -> None:
         forbidden = {"SIGKILL", "SIGSTOP"}
         for name in [signals] if isinstance(signals, str) else signals:
-            if name in forbidden or (name not in signal.Signals.__members__ and os.name == "posix"):
+            if name in forbidden or (name not in signal.Signals.__members__ and sys.platform != "win32"):
                 allowed = "names of signals that can be handled, like SIGTERM, SIGINT, SIGUSR1"
                 raise refusal("SignalCheckpoint", "signals", allowed, name)
         self.signals = signals

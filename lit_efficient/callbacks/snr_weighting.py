@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.internals.torch_tensors import widest_float
 from lit_efficient.losses.mse_adapter import find_scheduler, noise_method, weigh_mse_loss
 from lit_efficient.losses.snr import GAMMAS, PREDICTIONS, check_snr_arguments, snr_weight
 from lit_efficient.surgery import moved
@@ -139,4 +140,4 @@ def _log_snr(output: Mapping[str, Any], module: nn.Module) -> Tensor:
         )
     times = output["timesteps"].long()
     signal = moved(torch.as_tensor(alphas_cumprod), times.device)[times]
-    return torch.logit(signal.double()).float()
+    return torch.logit(signal.to(widest_float(signal.device))).float()

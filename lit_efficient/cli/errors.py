@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.cli.parsing import ALLOWED_IMPORTS
-from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError, did_you_mean
+from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError, did_you_mean, install_line
 from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_path
 from lit_efficient.mechanisms.trials.memory import is_out_of_memory
@@ -282,8 +282,8 @@ def _line_of(key: str, files: Sequence[str]) -> str:
 
 def _explain_missing_module(error: ModuleNotFoundError) -> list[str]:
     name = error.name or (re.search(r"Requirement '([\w-]+)", str(error)) or ["", str(error)])[1]
-    extra = "'lit-efficient[wandb]'" if name == "wandb" else name
-    return [f"the package {name!r} is not installed: pip install {extra}"]
+    name = "tensorboard" if name == "tensorboardX" else name.partition(".")[0]  # Lightning takes either
+    return [f"the package {name!r} is not installed: {install_line(name)}"]
 
 
 def _explain_state_dict(message: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, check_installed, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.checkpoints import read, weights_alone, write
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
@@ -52,6 +52,8 @@ def run(argv: list[str]) -> int:
         raise ConfigurationError(
             "ema-sweep: --config needs --checkpoint, a full checkpoint of the run, for what is not averaged"
         )
+    if options.config:
+        check_installed("ema-sweep -c", "matplotlib")
     snapshots = find_snapshots(options.folder)
     output = Path(options.output or options.folder)
     output.mkdir(parents=True, exist_ok=True)

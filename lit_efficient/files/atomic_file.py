@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,7 +120,8 @@ def _is_stale(entry: Path) -> bool:
     parts = re.fullmatch(rf".*\.(?P<host>[^/]+)-(?P<pid>\d+)-[0-9a-f]{{8}}{re.escape(_SUFFIX)}", entry.name)
     if parts is None:
         return False
-    if not entry.name.split(f"-{parts['pid']}-")[0].endswith(f".{socket.gethostname()}"):
+    ours = entry.name.split(f"-{parts['pid']}-")[0].endswith(f".{socket.gethostname()}")
+    if not ours or sys.platform == "win32":  # where asking a process by a signal would end it
         with contextlib.suppress(FileNotFoundError):
             return time.time() - entry.stat().st_mtime > _FOREIGN_IS_STALE_AFTER
         return False
@@ -137,7 +139,7 @@ def _is_stale(entry: Path) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     """Make the rename itself survive a power failure. Windows cannot open folders."""
-    if os.name == "posix":
+    if sys.platform != "win32":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_installed
 from lit_efficient.files.cache import cache_root
 
 
@@ -30,12 +30,8 @@ def map_table(
     Raises:
         ConfigurationError: If they cannot be read, or `datasets` is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{owner}: {layout} needs datasets: pip install 'lit-efficient[diffusion]'."
-        ) from error
+    check_installed(f"{owner}: {layout}", "datasets", "pyarrow")
+    import datasets
     import pyarrow
 
     root = cache_root(cache_dir)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, install_line, refusal
 from lit_efficient.losses.diffusion import Prediction, convert
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import (
@@ -221,6 +221,6 @@ def _diffusers(name: str) -> Any:
     try:
         from diffusers import schedulers
     except ImportError as error:
-        allowed = "builtin without diffusers (pip install 'lit-efficient[diffusion]' has the others)"
+        allowed = f"builtin without diffusers, which has the others: {install_line('diffusers')}"
         raise refusal("Sampler", "name", allowed, name) from error
     return schedulers

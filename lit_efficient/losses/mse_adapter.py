@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.internals.torch_tensors import widest_float
 
 _METHODS = ("add_noise", "scale_noise")  # diffusers' names: of diffusion, and of flow matching
 
@@ -112,11 +113,12 @@ class _WeightedLoss(TorchFunctionMode):
 
 
 def _log_snr(method: Callable[..., Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """log-SNRs [B] of a call, in float64."""
+    """log-SNRs [B] of a call, in float64 where the device has it."""
     order = ("sample", "timestep", "noise") if name == "scale_noise" else ("original_samples", "noise", "timesteps")
     given = dict(zip(order, args)) | kwargs
     sample, noise, step = order[0], "noise", order[2 if name == "add_noise" else 1]
-    one = torch.ones(len(given[sample]), 1, dtype=torch.float64, device=given[sample].device)
+    device = given[sample].device
+    one = torch.ones(len(given[sample]), 1, dtype=widest_float(device), device=device)
     none = torch.zeros_like(one)
     alpha = method(**{sample: one, noise: none, step: given[step]})
     sigma = method(**{sample: none, noise: one, step: given[step]})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_installed, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
@@ -63,6 +63,7 @@ class CausalLMConfig:
             raise refusal(owner, "name_or_path", allowed, None)
         check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
         check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
+        check_installed(owner, "transformers", *(["bitsandbytes"] if self.quantize else []))
         if self.draws_weights and self.quantize is not None:
             raise ConfigurationError(
                 f"{owner}: quantize is for weights that are loaded, got {self.quantize!r} with random ones; "

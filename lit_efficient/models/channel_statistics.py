@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_tensors import widest_float
 
 
 class ChannelStatistics:
@@ -24,12 +25,13 @@ class ChannelStatistics:
 
     def update(self, values: Tensor) -> None:
         """Add a piece [B, c, ...]."""
-        columns = values.detach().double().transpose(0, 1).flatten(1)  # [c, elements]
+        wide = values.detach().to(widest_float(values.device))
+        columns = wide.transpose(0, 1).flatten(1)  # [c, elements]
         added = columns.shape[1]
         if added == 0:
             return
         mean = columns.mean(1)
-        squares = (columns - mean[:, None]).square().sum(1).cpu()
+        squares = (columns - mean[:, None]).square().sum(1).cpu().double()
         delta = mean.cpu() - self.mean
         total = self.count + added
         self._squares += squares + delta.square() * (self.count * added / total)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.models.causal_lm import Primitive
 
@@ -55,6 +55,7 @@ class DiffusersModelConfig:
             raise refusal(_OWNER, "name_or_path", allowed, None)
         check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
         check_number(_OWNER, "guidance", self.guidance, least=0)
+        check_installed(_OWNER, "diffusers")
 
     @property
     def draws_weights(self) -> bool:

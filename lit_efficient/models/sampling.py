@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_efficient.errors import check_number
 
-_UNIT = 2**40  # what a probability of 1 counts
+_UNIT = 2**40  # what a probability of 1 counts; a power of two, by which float32 is multiplied exactly
 
 
 def check_sampling(owner: str, temperature: float, top_p: float) -> None:
@@ -33,7 +33,7 @@ def sample_token(logits: Tensor, temperature: float, top_p: float, generator: to
         return logits.argmax(-1, keepdim=True)
     probability, token = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     # Of all likelier tokens, as integers: CUDA has no deterministic sum of floats along a row.
-    parts = (probability.double() * _UNIT).long()
+    parts = (probability * _UNIT).long()
     before = parts.cumsum(-1) - parts
     # multinomial normalises what is left
     choice = torch.multinomial(probability.masked_fill(before >= top_p * _UNIT, 0.0), 1, generator=generator)

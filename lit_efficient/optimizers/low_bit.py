@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_installed
+from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.optimizers.groups import decays
 from lit_efficient.surgery import become, is_sharded
 
@@ -99,16 +100,17 @@ def to_low_bit(
     settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size}
     settings["no_decay"] = set() if decay_norm_and_bias else {p for p in parameters if not decays(p)}
     if backend == "torchao":
-        try:
-            from lit_efficient.optimizers import low_bit_torchao as ao
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(f"{who}: this needs torchao: pip install 'lit-efficient[torchao]'") from error
+        check_installed(who, "torchao")
+        silence_imports()
+        from lit_efficient.optimizers import low_bit_torchao as ao
+
         cls: Any = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
         settings["bits"] = bits
         sizes = {p: ao.local_size(p) for p in trained}
         low = {p for p in trained if ao.is_low(p, bits, min_size, p in keep_32bit)}
         state_bytes = sum(ao.state_bytes(p, bits, p in low) for p in trained)
     else:
+        check_installed(who, "bitsandbytes")
         from lit_efficient.optimizers import low_bit_bitsandbytes as bnb
 
         cls = getattr(bnb, f"{twin_name}8bit")

@@ -158,6 +158,14 @@ def test_out_of_memory_at_the_smallest_size_says_what_it_needs() -> None:
         search(MaxBatchSize(margin=0, memory_limit=needed - 1))
 
 
+def test_where_free_memory_is_unknown_a_limit_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS and Windows."""
+    monkeypatch.delattr(os, "sysconf")
+    with pytest.raises(ConfigurationError, match="cannot be read on linux: give memory_limit"):
+        search(MaxBatchSize())
+    assert search(MaxBatchSize(memory_limit="1GiB")).size == 16
+
+
 def _everything(run: Any, module: Any) -> dict[str, Any]:
     """All that a search could have left behind."""
     states = random_states()

@@ -36,6 +36,7 @@ class _Side:
     """Where what is made now goes, if something says so, and the device's own global generator."""
 
     makes: bool | None = None
+    has_float64 = True
     draws = _GENERATOR().manual_seed(0)
 
     @classmethod
@@ -157,6 +158,8 @@ class _Operations(TorchDispatchMode):
             for x in tree_leaves(made):
                 if isinstance(x, Tensor) and x.device.type == "cpu" and x.untyped_storage()._cdata not in before:
                     x.untyped_storage().on_fake_cuda = cuda
+                    if cuda and x.dtype == torch.float64 and not _Side.has_float64:
+                        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
             return made
 
 
@@ -257,8 +260,8 @@ _ACCELERATOR: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[None]:
-    """As if there were one GPU, for whoever asks within the block."""
+def fake_cuda(float64: bool = True) -> Iterator[None]:
+    """As if there were one GPU, for whoever asks within the block; ``float64=False``: with Metal's types of numbers."""
     changes = [partial(mock.patch.object, torch.cuda, key, value) for key, value in _CUDA.items()]
     changes += [partial(mock.patch.object, torch.accelerator, key, value) for key, value in _ACCELERATOR.items()]
     changes += [
@@ -267,6 +270,7 @@ def fake_cuda() -> Iterator[None]:
         partial(mock.patch.object, torch, "is_autocast_enabled", _of_cpu(torch.is_autocast_enabled)),
         partial(mock.patch.object, torch, "get_autocast_dtype", _of_cpu(torch.get_autocast_dtype)),
     ]
+    changes.append(partial(mock.patch.object, _Side, "has_float64", float64))
     _Side.draws.manual_seed(0)
     get_torch_obj_rule_map()  # the compiler's, once a process: of the real functions
     with contextlib.ExitStack() as stack:

@@ -52,7 +52,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def fit(task: str, *overlays: str) -> dict[str, Any]:
+def fit(task: str, *overlays: str, float64: bool = True) -> dict[str, Any]:
     """Two steps with a validation: what was saved at the end."""
     sizes = SIZES[task]
     if task == "language_model":
@@ -61,7 +61,7 @@ def fit(task: str, *overlays: str) -> dict[str, Any]:
     configs += [str(CONFIGS / "techniques" / f"{overlay}.yaml") for overlay in overlays]
     arguments = [word for config in configs for word in ("-c", config)]
     arguments += ["--trainer.accelerator=gpu", "--trainer.devices=1", "--trainer.deterministic=true"]
-    with fake_cuda():
+    with fake_cuda(float64):
         assert main(["fit", *arguments]) == 0
     (saved,) = Path("runs").rglob("last.ckpt")
     return torch.load(saved, weights_only=True)
@@ -71,6 +71,14 @@ def fit(task: str, *overlays: str) -> dict[str, Any]:
 @pytest.mark.parametrize("task", SIZES)
 def test_a_task(task: str) -> None:
     assert fit(task)["global_step"] == 2
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("task", SIZES)
+def test_a_task_where_the_device_has_no_float64(task: str) -> None:
+    """As on Apple's GPUs."""
+    overlays = ["snr_weighting"] if task == "latent_diffusion" else []
+    assert fit(task, *overlays, float64=False)["global_step"] == 2
 
 
 @pytest.mark.nightly

@@ -205,7 +205,7 @@ def test_tables_are_mapped_and_copied_once(tmp_path, shared_cache, writer, monke
 def test_tables_say_what_to_install(tmp_path, monkeypatch):
     parquet(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigurationError, match=r"parquet needs datasets: pip install 'lit-efficient\[diffusion\]'"):
+    with pytest.raises(ConfigurationError, match=r"parquet needs datasets: pip install 'lit-efficient\[llm\]'"):
         open_encoded(tmp_path)
 
 

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lit_efficient.internals.torch_tensors import widest_float
+
 Format = Literal["posterior", "int8"]
 StoredDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -101,8 +103,8 @@ class Moments:
     @classmethod
     def of(cls, mean: Tensor, logvar: Tensor | None = None) -> Moments:
         """Of posteriors [R, c, h, w], as if each were sampled without end."""
-        mean = mean.double()
-        squares = mean.square() if logvar is None else mean.square() + logvar.double().exp()
+        mean = mean.to(widest_float(mean.device))
+        squares = mean.square() if logvar is None else mean.square() + logvar.to(mean.dtype).exp()
         sums = [values.sum(dim=(0, 2, 3)).tolist() for values in (mean, squares)]
         return cls(mean[:, 0].numel(), tuple(sums[0]), tuple(sums[1]))
 

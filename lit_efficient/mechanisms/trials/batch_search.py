@@ -9,6 +9,7 @@ micro-batches need no more.
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -101,7 +102,12 @@ class BatchSearch:
         self.most = min(self._samples_a_process(loader) for loader in loaders_in(place.loaders()))
         self.trials = Trials(trainer, idle)
         self.device = trainer.strategy.root_device
-        self.limit = self._available() if memory_limit is None else min(parse_bytes(memory_limit), self._available())
+        limits = [self._available(), None if memory_limit is None else parse_bytes(memory_limit)]
+        if limits == [None, None]:
+            raise ConfigurationError(
+                f"{place.owner}: how much memory is free cannot be read on {sys.platform}: give memory_limit"
+            )
+        self.limit = min(limit for limit in limits if limit is not None)
         self.budget = int(self.limit * (1 - margin))
         self.tried: list[Trial] = []
         self._size = 0  # of the present trial
@@ -241,11 +247,13 @@ class BatchSearch:
             return -(-samples // int(replicas))
         return samples
 
-    def _available(self) -> int:
-        """Bytes of the device that this process may have in all, what it holds now included."""
+    def _available(self) -> int | None:
+        """Bytes of the device that this process may have in all, what it holds now included; ``None``: unknown."""
         if self.device.type == "cpu":
+            if (free := available_cpu_memory()) is None:
+                return None
             held = AllocationMeter(self.trials.record.tensors).live
-            return held + available_cpu_memory() // max(1, getattr(self.trainer.strategy, "num_processes", 1))
+            return held + free // max(1, getattr(self.trainer.strategy, "num_processes", 1))
         return torch.accelerator.get_memory_info(self.device)[0] + torch.accelerator.memory_reserved(self.device)
 
     def _too_much(self, size: int) -> OutOfMemoryError:
@@ -253,7 +261,7 @@ class BatchSearch:
         first = self.tried[0]
         needs = f"more than {format_bytes(first.peak_bytes)} ({first.peak_bytes} bytes)"
         available = self._available()
-        if self.device.type == "cpu" and available > self.budget:
+        if self.device.type == "cpu" and available is not None and available > self.budget:
             whole = self._try(size, available)
             if not whole.failed_in:
                 needs = f"{format_bytes(whole.peak_bytes)} ({whole.peak_bytes} bytes)"

@@ -181,9 +181,12 @@ class SavedTensors(saved_tensors_hooks):
         self._storages.clear()
 
 
-def available_cpu_memory() -> int:
-    """Bytes that this process may still take, by the operating system and by its control group."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def available_cpu_memory() -> int | None:
+    """Bytes that this process may still take, by the operating system and by its control group; ``None``: unknown."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # Windows has no such call, macOS no such name
+        return None
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()  # the page cache counts as available, too
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

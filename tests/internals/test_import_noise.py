@@ -1,0 +1,45 @@
+"""Importing torchao says nothing that is not the user's, and what else these loggers say is heard."""
+
+import logging
+import subprocess
+import sys
+from importlib import import_module
+
+from lit_efficient.internals.import_noise import NOISE, silence_imports
+from tests.internals.leaning import leans_on
+
+# Prints the loggers of which something is left out; what is not left out goes to the standard error.
+IMPORT = """
+import logging
+from lit_efficient.internals.import_noise import NOISE, silence_imports
+silence_imports()
+for name, text in NOISE.items():
+    drop = logging.getLogger(name).filters[0].filter
+    def watched(record, name=name, drop=drop):
+        kept = drop(record)
+        kept or print(name)
+        return kept
+    logging.getLogger(name).filters[0].filter = watched
+import torchao.quantization
+"""
+
+
+@leans_on("torch", "utils._pytree", "import_noise")
+def test_importing_torchao_is_silent():
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == set(NOISE)
+    assert done.stderr == ""
+
+
+def test_other_records_are_heard(caplog, monkeypatch):
+    silence_imports()
+    silence_imports()
+    for name in NOISE:
+        import_module(name)
+    caplog.clear()
+    for name, text in NOISE.items():
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "propagate", True)
+        logger.warning("x%sx", text)
+        logger.warning("a warning")
+    assert caplog.messages == ["a warning"] * len(NOISE)
