@@ -195,7 +195,7 @@ def _pair(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
 
 
 def markdown(cards: Sequence[Card]) -> str:
-    """Render the table of techniques as Markdown: the README holds it, and a test compares the two."""
+    """Render the table of techniques as Markdown: docs/techniques.md holds it, and a test compares the two."""
     rows: list[tuple[str, ...]] = [("Technique", "Slot", "Saves", "Costs", "Source"), ("---",) * 5]
     for card in cards:
         if card.is_technique and not card.distribution:
