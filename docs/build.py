@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,14 +93,17 @@ def assembled() -> Iterator[tuple[str, str]]:
 def main() -> int:
     """Write the pages below ``build/docs`` and let sphinx make the site of them."""
     source, site = ROOT / "build" / "docs" / "source", ROOT / "build" / "docs" / "html"
-    shutil.rmtree(source, ignore_errors=True)
+    if not find_spec("sphinx"):
+        raise SystemExit("docs: sphinx is missing: pip install -c constraints.txt -e '.[docs]'")
+    shutil.rmtree(source.parent, ignore_errors=True)  # or pages that are gone would stay
     for page, text in assembled():
         (source / page).parent.mkdir(parents=True, exist_ok=True)
         (source / page).write_text(text, encoding="utf-8")
     for path in (*(ROOT / "docs").glob("*.png"), ROOT / "docs" / "conf.py"):
         shutil.copy(path, source)
-    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-d"]
-    done = subprocess.run([*command, str(site.parent / "doctrees"), str(source), str(site)], cwd=ROOT, check=False)  # noqa: S603
+    shutil.copytree(ROOT / "docs" / "static", source / "static")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
+    done = subprocess.run([*command, str(source), str(site)], cwd=ROOT, check=False)  # noqa: S603
     if done.returncode == 0:
         print(f"{site / 'index.html'}")
     return done.returncode

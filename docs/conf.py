@@ -20,8 +20,12 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"lit_efficient {__version__}"
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_theme_options = {"source_repository": _REPOSITORY} if _REPOSITORY else {}
 
+highlight_language = "none"  # of formulas; code in a document says what it is
+default_role = "py:obj"  # `Name` in a docstring
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # CHANGELOG.md and README.md begin with the level that suits them alone
 
