@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel carries configs/ and AGENTS.md, and links hold outside of it."""
+"""What pyproject.toml cannot say: the wheel carries configs/ and AGENTS.md, and the README's links hold there."""
 
 import re
 import shutil
