@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel carries configs/, and the README's links hold outside of the repository."""
+"""What pyproject.toml cannot say: the wheel carries configs/ and AGENTS.md, and the README's links hold there."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent
 
 
 class WithConfigs(build_py):
-    """Put ``configs/`` into the package; an editable install finds it where it is."""
+    """Put ``configs/`` and ``AGENTS.md`` into the package; an editable install finds them where they are."""
 
     def run(self) -> None:
         super().run()
@@ -20,6 +20,7 @@ class WithConfigs(build_py):
             inside = Path(self.build_lib, "lit_efficient", "configs")
             shutil.rmtree(inside, ignore_errors=True)  # of an earlier build
             shutil.copytree(ROOT / "configs", inside)
+            shutil.copy(ROOT / "AGENTS.md", inside.parent)
 
 
 def with_addresses(readme: str, repository: str) -> str:

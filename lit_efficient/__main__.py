@@ -8,6 +8,7 @@ from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
 
 # Files in lit_efficient/commands.
 COMMANDS = {
+    "techniques": "catalog_text",
     "configs": "configs",
     "copy": "copy",
     "report": "report",
@@ -20,7 +21,7 @@ COMMANDS = {
     "tokenizer": "tokenizer",
     "write-data": "write_data",
 }
-SUBCOMMANDS = ("fit", "validate", "test", "predict", "techniques", *COMMANDS)
+SUBCOMMANDS = ("fit", "validate", "test", "predict", *COMMANDS)
 
 HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
 resume bit-exactly and prove what they save.
@@ -31,8 +32,8 @@ usage: python -m lit_efficient COMMAND ...
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
-  techniques  list all techniques; `techniques NAME` prints a card, `--matrix` what goes with what, `--for memory` what
-              helps, `--for speed` and `--for quality`, too
+  techniques  list all techniques by what one wants; `techniques NAME` prints a card, `--for oom` what to try when
+              memory runs out, `--matrix` what excludes what    [--for memory | speed | quality | safety | oom] [--json]
   configs     list the configs that come along: CONFIG is one's name, or a file    [--json]
   copy        write one of them into a file, to edit it:    NAME [FILE]
   report      a page of HTML with pictures of what runs did, side by side:    RUN [RUN ...] [--output FILE.html]
@@ -46,11 +47,11 @@ usage: python -m lit_efficient COMMAND ...
   write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
 
-  COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own
-  needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
+COMMAND --help lists the options, and so does help COMMAND. A config names classes, and naming a class imports it:
+code of your own needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
 
 exit codes: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())},
-  128+n after signal n
+128+n after signal n
 
 examples:
   python -m lit_efficient fit -c language_model
@@ -65,16 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
+    if command == "help" and len(arguments) > 1:
+        command, arguments = arguments[1], [arguments[1], *arguments[2:], "--help"]
     if command in ("-h", "--help", "help"):
-        print(HELP)
+        print(_fitted(HELP))
         return 0
     if command == "--version":
         print(f"lit_efficient {__version__}")
         return 0
-    if command == "techniques":
-        from lit_efficient.commands.catalog_text import main as answer
-
-        return answer(arguments[1:])
     if command not in SUBCOMMANDS and not command.startswith("-"):
         import difflib
 
@@ -92,6 +91,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(arguments)
 
 
+def _fitted(text: str) -> str:
+    """A text in the terminal's width; what goes on stands below what it goes on from."""
+    import re
+    import shutil
+    import textwrap
+
+    width = max(40, shutil.get_terminal_size().columns)
+    lines = re.sub(r"\n {14}|(?<=[a-z,:])\n(?=\w)", " ", text).splitlines()
+    indents = [" " * (14 if line.startswith("  ") and "python -m" not in line else 0) for line in lines]
+    fitted = [
+        textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+        for line, indent in zip(lines, indents)
+    ]
+    return "\n".join(line for part in fitted for line in part)
+
+
 def _run_command(name: str, arguments: list[str]) -> int:
     """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
     from importlib import import_module
@@ -101,6 +116,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
     try:
         given = spelt([argument for argument in arguments if argument != "--debug"])
         return int(import_module(f"lit_efficient.commands.{name}").run(given))
+    except SystemExit as end:  # argparse's, of --help or a wrong option
+        if isinstance(end.code, int):
+            return end.code
+        raise
+    except BrokenPipeError:  # whoever reads has read enough
+        raise
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
         if code is None:

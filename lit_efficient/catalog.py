@@ -13,6 +13,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -36,7 +37,13 @@ SLOTS = {
     "data": "data",
 }
 _TECHNIQUES = {"precision", "plugins", "strategies", "optimizers"}  # a callback is one if it says what it saves
-PURPOSES = ("memory", "speed", "quality")
+# What one may want, each with its title; the first that a class names is where the list has it.
+PURPOSES = {
+    "memory": "less memory",
+    "speed": "more speed",
+    "quality": "better quality",
+    "safety": "safety: nothing is lost, nothing goes wrong unseen",
+}
 _LABELS = ("Saves", "Costs", "Source")
 
 
@@ -71,10 +78,38 @@ class Card:
 
 
 def helping(cards: Iterable[Card], purpose: str) -> list[tuple[str, str]]:
-    """Name and reason of what helps with one of :data:`PURPOSES`, what costs least first."""
+    """Name and reason of what helps with one of :data:`PURPOSES`, what costs least first; rank 0 is no first choice."""
     found = [(card.facts[purpose].partition(". "), card) for card in cards if purpose in card.facts]
     ranked = sorted(found, key=lambda entry: int(entry[0][0]))
-    return [(card.name, reason) for (_, _, reason), card in ranked]
+    return [(card.name, reason) for (rank, _, reason), card in ranked if rank != "0"]
+
+
+def purpose_of(card: Card) -> str:
+    """The first of :data:`PURPOSES` that a card names; empty where it names none."""
+    return next((name for name in card.facts if name in PURPOSES), "")
+
+
+def arguments_of(card: Card) -> list[dict[str, str]]:
+    """Name, type, default and explanation of each argument; a text that the file does not give is empty."""
+    (function,) = ast.parse(f"def f({card.signature}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    named = [*given.posonlyargs, *given.args]
+    defaults: list[ast.expr | None] = [
+        *[None] * (len(named) - len(given.defaults)),
+        *given.defaults,
+        *given.kw_defaults,
+    ]
+    help_of = dict(re.findall(r"^(\w+): (.*(?:\n(?: .*)?)*)", card.arguments, re.MULTILINE))
+    return [
+        {
+            "name": one.arg,
+            "type": ast.unparse(one.annotation) if one.annotation else "",
+            "default": ast.unparse(default) if default else "",
+            "help": " ".join(help_of.get(one.arg, "").split()),
+        }
+        for one, default in zip([*named, *given.kwonlyargs], defaults)
+    ]
 
 
 def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list[Card]:

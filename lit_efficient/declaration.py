@@ -80,7 +80,8 @@ class Declaration:
     # What it cannot work with: name of a class -> why, and the way out. ``Name(argument=...)`` is one for which that
     # argument is set, ``Name(group.argument='value')`` one that was given this value. Optimizers may have some, too.
     conflicts: ClassVar[Mapping[str, str]] = {}
-    # What to use it for, of memory, speed and quality -> rank and reason; the smaller the rank, the less it costs.
+    # What to use it for, of catalog.PURPOSES, the main one first -> rank and reason. The smaller the rank, the less it
+    # costs; 0: it needs something else beside it, or is another training, and is not what to try first.
     helps: ClassVar[Mapping[str, tuple[int, str]]] = {}
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already

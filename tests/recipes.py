@@ -1,4 +1,4 @@
-"""The README's recipes as one file for the type checker: ``python -m tests.recipes`` writes it."""
+"""The recipes of README and docs as one file for the type checker: ``python -m tests.recipes`` writes it."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,10 @@ your_data = LightningDataModule()
 
 def text() -> str:
     """What a recipe takes for granted, then each recipe in a function of its own."""
-    recipes = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    recipes = [
+        each for path in documents for each in re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+    ]
     assert recipes
     bodies = ["".join(f"    {line}\n" for line in recipe.splitlines()) for recipe in recipes]
     return GIVEN + "".join(f"\n\ndef recipe_{number}() -> None:\n{body}" for number, body in enumerate(bodies))

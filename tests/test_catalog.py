@@ -1,14 +1,18 @@
 """The catalogue says what the files say."""
 
 import ast
+import csv
+import inspect
+import json
 from importlib import import_module
 
 import pytest
 
 from lit_efficient import PUBLIC
 from lit_efficient.__main__ import main
-from lit_efficient.catalog import PACKAGE, SLOTS, Card, pairs, read_cards
-from lit_efficient.commands.catalog_text import card_text, markdown, matrix, table
+from lit_efficient.catalog import PACKAGE, PURPOSES, SLOTS, Card, arguments_of, pairs, purpose_of, read_cards
+from lit_efficient.commands.card import card_text
+from lit_efficient.commands.catalog_text import listed, markdown, matrix, table
 from tests import stub
 
 SOURCE = '''"""Drop blocks: train a shorter network.
@@ -97,18 +101,86 @@ def test_conflicts_hold_in_both_directions_and_are_listed_once():
     c = Card("C", "trainer.callbacks", "m", "s")
     assert sorted(pairs([a, b, c])) == [("A", "B")]
     d, e = (Card(name, "optimizer", "m", "s") for name in "DE")
-    assert matrix([d, e]).splitlines()[1].split()[1:] == ["D", ".", "/"]
-    rows = [line.split()[1:] for line in matrix([a, b, c]).splitlines()[1:4]]
-    assert rows == [["A", ".", "x", "+"], ["B", "x", ".", "+"], ["C", "+", "+", "."]]
+    assert _table([d, e])["D"] == {"D": "itself", "E": "the slot holds one"}
+    rows = _table([a, b, c])
+    assert rows["A"] == {"A": "itself", "B": "conflicts: why", "C": "together"}
+    assert rows["B"] == {"A": "conflicts: why", "B": "itself", "C": "together"}
+    shown = matrix([a, b, c], 80).splitlines()
+    assert shown[:4] == ["A", "  not with B: why", "B", "  nor with A: see there"]
+    assert "Nothing excludes: C." in shown
 
 
-def test_the_table_fits_the_terminal_and_is_one_line_each_without_one(cards):
-    for width in (80, 120):
-        assert max(map(len, table(cards, width).splitlines())) <= width
-    plain = table(cards, None).splitlines()
-    assert [line.split()[0] for line in plain[:3]] == ["name", "Drop", "Warm"]
-    assert "half of the `blocks`' compute on average" in plain[1]
-    assert "no techniques, but public too: Plain (trainer.callbacks), Rows (data)" in plain
+def _table(cards):
+    return {row.pop(""): row for row in csv.DictReader(table(cards).splitlines())}
+
+
+def test_the_list_has_each_technique_once_below_what_it_is_for():
+    ours = read_cards()
+    lines = listed(ours, 200).splitlines()
+    titles = [line for line in lines if line in PURPOSES.values()]
+    assert titles == list(PURPOSES.values())
+    place = {}
+    for line in lines:
+        if line in titles:
+            title = line
+        elif line.startswith("  ") and line.split()[0] in {card.name for card in ours}:
+            assert line.split()[0] not in place
+            place[line.split()[0]] = title
+    techniques = {c.name: c for c in ours if c.is_technique and c.slot not in ("model", "data")}
+    assert place == {name: PURPOSES[purpose_of(card)] for name, card in techniques.items()}
+    below = "\n".join(lines[-8:])
+    assert all(card.name in below for card in ours if card.name not in place)
+
+
+@pytest.mark.parametrize("columns", ["60", ""])
+@pytest.mark.parametrize("words", [[], ["--matrix"], ["--for", "speed"], ["--for", "oom"], ["LoRA"], ["LanguageData"]])
+def test_it_fits_the_terminal(words, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    width = int(columns or 80)  # no terminal
+    assert main(["techniques", *words]) == 0
+    lines = capsys.readouterr().out.partition("In YAML")[0].splitlines()  # code is not cut
+    assert width - 15 < max(map(len, lines)) <= width
+
+
+def test_programs_read_all_of_it(capsys):
+    assert main(["techniques", "--json"]) == 0
+    entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    cards = {card.name: card for card in read_cards()}
+    assert entries.keys() == cards.keys()
+    for name, entry in entries.items():
+        assert [entry[key] for key in ("slot", "saves", "costs", "source")] == [
+            cards[name].slot,
+            *(cards[name].facts[label] for label in ("saves", "costs", "source")),
+        ]
+        cls = getattr(import_module(entry["module"]), name)
+        if "__init__" in vars(cls) and not hasattr(cls, "__dataclass_fields__"):
+            assert [one["name"] for one in entry["arguments"]] == [
+                one for one in inspect.signature(cls.__init__).parameters if one != "self"
+            ]
+            assert all(one["help"] for one in entry["arguments"]), name
+    assert entries["LoRA"]["config"] == "lora"
+    assert "IA3" in entries["LoRA"]["conflicts"]
+    assert "LoRA" in entries["IA3"]["conflicts"]
+    assert "Compile(modules='network')" in entries["StochasticDepth"]["conflicts"]
+    assert "StochasticDepth, if Compile(modules='network')" in entries["Compile"]["conflicts"]
+    assert main(["techniques", "lora", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [entries["LoRA"]]
+
+
+def test_arguments_are_those_of_the_signature(cards):
+    assert arguments_of(cards[0]) == [
+        {"name": "rate", "type": "float", "default": "0.5", "help": "Probability in [0, 1). Second line."},
+        {"name": "rule", "type": "str", "default": "'linear'", "help": ""},
+    ]
+
+
+def test_a_card_names_what_is_related_and_what_was_measured(cards, tmp_path, monkeypatch):
+    named = Card("Other", "trainer.callbacks", "lit_efficient.callbacks.other", "Goes well with Drop.")
+    assert "related  Other" in card_text(cards[0], [*cards, named])
+    assert "measured" not in card_text(cards[0])
+    (tmp_path / "measured.json").write_text('{"Drop": "3 of 4 GB"}')
+    monkeypatch.setattr("lit_efficient.commands.card.PACKAGE", tmp_path)
+    assert "measured 3 of 4 GB" in card_text(cards[0])
 
 
 def test_the_yaml_on_a_card_uses_the_class(cards):
@@ -144,7 +216,7 @@ def test_the_command_prints_cards_and_refuses_unknown_names(capsys, monkeypatch,
     assert main(["techniques", "drop"]) == 0
     assert capsys.readouterr().out.startswith("Drop   (slot trainer.callbacks)")
     assert main(["techniques", "Dorp"]) == 2
-    assert "Did you mean Drop?" in capsys.readouterr().err
+    assert "did you mean 'Drop'?" in capsys.readouterr().err
     assert main(["techniques", "Drop", "Plain"]) == 2
     assert main(["techniques"]) == 0
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lit_efficient import __version__
-from lit_efficient.__main__ import SUBCOMMANDS, main
+from lit_efficient.__main__ import HELP, SUBCOMMANDS, main
 from tests.processes import python
 
 
@@ -16,6 +16,8 @@ def test_what_only_lists_does_not_import_torch(tmp_path):
         from lit_efficient.__main__ import main
         for argv in ([], ["--help"], ["--version"], ["techniques"], ["techniques", "--matrix"],
                      ["techniques", "--markdown"], ["techniques", "--help"], ["techniques", "nothing"], ["fitt"],
+                     ["techniques", "--json"], ["techniques", "--csv"], ["techniques", "LoRA"],
+                     ["techniques", "--for", "oom"],
                      ["configs"], ["configs", "--json"], ["copy", "lora", "--force"]):
             main(argv)
         heavy = {"torch", "lightning", "lightning_utilities", "numpy", "yaml", "jsonargparse"}
@@ -31,7 +33,25 @@ def test_help_says_what_it_is_and_gives_two_commands(argv, capsys):
     text = capsys.readouterr().out
     assert all(command in text for command in SUBCOMMANDS)
     assert text.count("python -m lit_efficient fit -c language_model") == 2
-    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("columns", ["", "60", "100"])
+def test_help_fits_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= int(columns or 80)
+    assert shown.split() == HELP.split()
+
+
+def test_help_of_a_command_is_its_own(capsys):
+    assert main(["help", "copy"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["copy", "--help"]) == 0
+    assert capsys.readouterr().out == shown
+    assert "--force" in shown
+    assert main(["help", "cpoy"]) == 2
+    assert "Did you mean copy?" in capsys.readouterr().err
 
 
 def test_version(capsys):

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-from lit_efficient.catalog import read_cards
-from lit_efficient.commands.catalog_text import markdown
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_techniques_is_the_one_that_the_code_generates() -> None:
-    table = README.split("techniques --markdown -->\n")[1].split("<!-- /techniques -->")[0]
-    assert table.strip() == markdown(read_cards()).strip(), "run: python -m lit_efficient techniques --markdown"
-
-
-def test_every_file_that_it_links_to_exists() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
-    assert len(links) > 8
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_it_fits_two_screens_and_begins_with_commands() -> None:
+    assert len(README.splitlines()) <= 110
+    first = README.split("```bash\n")[1].split("\n")[0]
+    assert first == "pip install -c constraints.txt -e . && python -m lit_efficient fit -c language_model"
 
 
 def test_the_example_learns_and_says_what_the_readme_shows(caplog: pytest.LogCaptureFixture) -> None:

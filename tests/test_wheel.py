@@ -67,7 +67,7 @@ def test_the_wheel_carries_the_package_and_the_configs_and_nothing_else(wheel: P
     configs = {f"lit_efficient/configs/{name}" for name in files(ROOT / "configs", "*.yaml", "*.md")}
     assert {"lit_efficient/py.typed", "lit_efficient/__init__.pyi"} < package
     assert len(configs) > 40
-    assert inside == package | configs
+    assert inside == package | configs | {"lit_efficient/AGENTS.md"}
 
 
 def test_an_unpacked_wheel_finds_the_configs_that_it_carries(wheel: Path, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OLD = re.compile(r"\b(told|whence|stood|likewise)\b", re.IGNORECASE)
-PLACES = ["lit_efficient/**/*.py", "configs/**/*.yaml", "docs/*.py", "README.md", "CONTRIBUTING.md", "LOG.md"]
+PLACES = ["lit_efficient/**/*.py", "configs/**/*.yaml", "docs/*.[mp][dy]"]
+PLACES += ["README.md", "AGENTS.md", "CONTRIBUTING.md", "LOG.md"]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -50,6 +50,9 @@ class ExactResume(Technique):
     """
 
     resumes_with: ClassVar[dict[str, str]] = {"seed_everything": "ExactResume goes on with the order and draws before"}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "safety": (1, "a resumed run gives the bits of one that never stopped")
+    }
 
     def __init__(self, seed: int | None = None) -> None:
         check_number("ExactResume", "seed", seed, least=0, whole=True, null=True)

@@ -53,6 +53,7 @@ class FeatureMatching(Alignment):
         "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA"
     }
     heads_name = "feature_matching_heads"
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "fewer steps, with a teacher's features to learn from")}
 
     def __init__(
         self,

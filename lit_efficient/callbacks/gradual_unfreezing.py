@@ -77,6 +77,9 @@ class GradualUnfreezing(Technique):
         "BaseFinetuning": "both decide what trains, and it adds groups to the optimizer in the run: keep one of them",
         "PrefixTuning": "of a frozen network nothing but the prefix trains, so there is no depth to thaw by: keep one",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "quality": (0, "fine-tuning that forgets less: one group of layers after another")
+    }
 
     def __init__(
         self,

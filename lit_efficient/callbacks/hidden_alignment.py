@@ -65,6 +65,9 @@ class HiddenAlignment(Alignment):
         "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
     }
     heads_name = "hidden_alignment_heads"
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "speed": (0, "fewer steps of diffusion, with an image encoder to learn from")
+    }
 
     def __init__(
         self,

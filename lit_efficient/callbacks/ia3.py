@@ -51,6 +51,9 @@ class IA3(Technique):
         "LoRA": "each freezes all but its own parameters; keep one of them",
         "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (0, "gradients and states of all but vectors: another training")
+    }
 
     def __init__(
         self, targets: str | list[str] = "auto", feedforward: str | list[str] = "auto", save_base: bool = False

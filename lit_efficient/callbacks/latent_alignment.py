@@ -65,6 +65,9 @@ class LatentAlignment(Alignment):
     }
     heads_name = "latent_alignment_heads"
     retains_graph = True
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "speed": (0, "an autoencoder whose latents diffusion learns in fewer steps")
+    }
 
     def __init__(
         self,

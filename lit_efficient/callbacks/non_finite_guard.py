@@ -11,7 +11,7 @@ The maximum is taken, and not the 2-norm, because squares of large but finite gr
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -54,6 +54,8 @@ class NonFiniteGuard(Callback):
     Raises:
         ConfigurationError: If an argument is not allowed.
     """
+
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"safety": (4, "NaN or Inf never reaches the weights")}
 
     def __init__(self, action: Literal["raise", "skip"] = "raise", max_consecutive: int = 10) -> None:
         check_choice("NonFiniteGuard", "action", action, ("raise", "skip"))

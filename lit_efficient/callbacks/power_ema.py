@@ -59,6 +59,7 @@ class PowerEMA(Technique):
         # In the same hook, so that the order of the list would decide which weights are averaged.
         "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out"
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "averages of any width, chosen after the run")}
 
     def __init__(
         self,

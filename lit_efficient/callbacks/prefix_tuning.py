@@ -65,6 +65,9 @@ class PrefixTuning(Technique):
         "save memory by a smaller batch with accumulate_grad_batches, or use LoRA",
         "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (0, "gradients and states of all but keys and values: another training")
+    }
 
     def __init__(
         self,

@@ -59,6 +59,7 @@ class QuantizeBase(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it averages the codes of quantised weights as if they were numbers; use EMA"
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "frozen weights in 4 or 8 bits, below adapters")}
 
     def __init__(
         self, format: str = "nf4", double_quant: bool = True, skip: tuple[str, ...] = ("lm_head",), group_size: int = 32

@@ -124,6 +124,7 @@ class ReplaceHead(Technique):
     phase = Phase.ARCHITECTURE
     alters = ("weights",)
     conflicts: ClassVar[dict[str, str]] = {}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a pretrained network with a head for other classes")}
 
     def __init__(self, num_outputs: int, at: str = "auto", std: float = 0.02, seed: int = 0) -> None:
         super().__init__()

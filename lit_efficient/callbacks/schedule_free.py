@@ -46,6 +46,7 @@ class ScheduleFree(Technique):
         "Lion": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
         "MuonAdamW": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "no schedule, so that a run may end at any step")}
 
     def __init__(self, warmup_steps: int = 0) -> None:
         super().__init__()

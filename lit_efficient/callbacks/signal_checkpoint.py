@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
@@ -51,6 +51,9 @@ class SignalCheckpoint(Callback):
     """
 
     leaves_traces = True
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "safety": (3, "a signal or Ctrl-C saves within one step, then ends the run")
+    }
 
     def __init__(
         self,

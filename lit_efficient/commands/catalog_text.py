@@ -1,158 +1,205 @@
-"""How the catalogue looks: a table, one card, who goes with whom, and the README's table. Standard library only."""
+"""``python -m lit_efficient techniques``: the catalogue by what one wants, one card, who excludes whom."""
 
-import difflib
+import argparse
+import csv
+import io
+import json
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
+from typing import Any
 
-from lit_efficient.catalog import PURPOSES, Card, helping, pairs, read_cards, read_third_party
-from lit_efficient.commands.card_python import python_lines
-
-USAGE = """usage: python -m lit_efficient techniques [NAME | --for PURPOSE | --matrix | --markdown]
-
-  (nothing)    all techniques: slot in the YAML, what it saves, what it costs, where it comes from
-  NAME         the card of one technique, task or data module
-  --for memory | speed | quality   what to use, what costs least first
-  --matrix     what goes with what
-  --markdown   the table as Markdown"""
-
+from lit_efficient.catalog import (
+    PURPOSES,
+    Card,
+    arguments_of,
+    helping,
+    pairs,
+    purpose_of,
+    read_cards,
+    read_third_party,
+)
+from lit_efficient.commands.card import card_text, excluded, overlay_of, wrapped
+from lit_efficient.errors import ConfigurationError, did_you_mean
 
 _SINGLE = {"optimizer", "lr_scheduler", "model", "data", "trainer.strategy"}  # slots that hold one class
+_PARTS = {"model": "tasks and their parts", "data": "data and its parts", "trainer.callbacks": "other callbacks"}
+_OOM = "memory"  # what helps a run that ran out of it
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Answer ``techniques ...``, what follows that word; the exit code is 0, or 2 for a name that does not exist."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(USAGE)
-        return 0
+def run(argv: Sequence[str]) -> int:
+    """Answer ``techniques ...``."""
+    parser = argparse.ArgumentParser(
+        "lit_efficient techniques",
+        description="List all techniques by what one wants, or print the card of one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a technique, task or data module, to print its card")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--for",
+        dest="purpose",
+        metavar="WANT",
+        choices=(*PURPOSES, "oom"),
+        help=f"what to try, what costs least first; {', '.join(PURPOSES)}, or oom, when memory has run out",
+    )
+    which.add_argument("--matrix", action="store_true", help="what excludes what, and why")
+    which.add_argument("--csv", action="store_true", help="what goes with what, all pairs, as a table")
+    which.add_argument("--markdown", action="store_true", help="the list as a table of Markdown")
+    parser.add_argument("--json", action="store_true", help="all that is known, for programs")
+    options = parser.parse_args(argv)
     others, refused = read_third_party()
     cards = [*read_cards(), *others]
     print("".join(f"note: {sentence}\n" for sentence in refused), end="", file=sys.stderr)
-    if not arguments:
-        print(table(cards, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-        return 0
-    if arguments[0] == "--for" and len(arguments) == 2 and arguments[1] in PURPOSES:
-        print(ranked(cards, arguments[1]))
-        return 0
-    renderers = {"--matrix": matrix, "--markdown": markdown}
-    wanted = arguments[0]
-    if len(arguments) > 1 or (wanted.startswith("-") and wanted not in renderers):
-        allowed = "a name, --for memory | speed | quality, --matrix or --markdown"
-        print(f"error: techniques takes {allowed}, got: {' '.join(arguments)}", file=sys.stderr)
-        return 2
-    if wanted in renderers:
-        print(renderers[wanted](cards))
-        return 0
-    known = {card.name.lower(): card for card in cards}
-    if wanted.lower() not in known:
-        near = difflib.get_close_matches(wanted.lower(), known, n=1)
-        hint = f" Did you mean {known[near[0]].name}?" if near else " `techniques` alone lists all names."
-        print(f"error: there is no technique named {wanted!r}.{hint}", file=sys.stderr)
-        return 2
-    print(card_text(known[wanted.lower()]))
+    whole = options.matrix or options.csv or options.markdown
+    if (options.name and (whole or options.purpose)) or (options.json and whole):
+        parser.error("a NAME and --json go with nothing else, but --json with NAME and with --for")
+    print(_answer(options, cards, max(40, shutil.get_terminal_size().columns)))
     return 0
 
 
-def ranked(cards: Sequence[Card], purpose: str) -> str:
-    """Render what helps with a purpose, what costs least first, with the line of YAML that uses it."""
-    lines = [(f"trainer: {{callbacks+: [{name}]}}", reason) for name, reason in helping(cards, purpose)]
-    width = max(len(line) for line, _ in lines)
-    return "\n".join(f"{line:<{width}}  # {reason}" for line, reason in lines)
+def _answer(options: argparse.Namespace, cards: list[Card], width: int) -> str:
+    purpose = _OOM if options.purpose == "oom" else options.purpose
+    if options.name:
+        cards = [_named(options.name, cards)] if options.json else cards
+    elif purpose and options.json:
+        order = [name for name, _ in helping(cards, purpose)]
+        cards = sorted((card for card in cards if card.name in order), key=lambda card: order.index(card.name))
+    if options.json:
+        known = pairs([*read_cards(), *cards])
+        return json.dumps([entry(card, known) for card in cards], indent=2, ensure_ascii=False)
+    if options.name:
+        return card_text(_named(options.name, cards), cards, width)
+    if purpose:
+        return ranked(cards, purpose, width, options.purpose == "oom")
+    if options.matrix:
+        return matrix(cards, width)
+    return table(cards) if options.csv else markdown(cards) if options.markdown else listed(cards, width)
 
 
-def table(cards: Sequence[Card], width: int | None) -> str:
-    """Render the techniques as a table.
-
-    Args:
-        cards: What to show; tasks, data modules and the rest are named below the table.
-        width: Columns of the terminal: cells are wrapped to it. ``None`` puts each technique on one line, for ``grep``.
-    """
-    header = ("name", "slot", "saves", "costs", "source")
-    rows: list[tuple[str, ...]] = [
-        header,
-        *((c.name, c.slot, *(text or "-" for text in _labelled(c))) for c in cards if c.is_technique),
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    if width is not None:
-        rows = [(name, slot.removeprefix("trainer."), *rest) for name, slot, *rest in rows]
-        fixed = [max(len(row[i]) for row in rows) for i in range(2)]
-        room = max(30, width - sum(fixed) - 2 * (len(header) - 1))
-        widths = [*fixed, *(min(w, room // 3) for w in widths[2:])]
-    lines = [line for row in rows for line in _wrapped_row(row, widths)]
-    others = [f"{c.name} ({c.slot})" for c in cards if not c.is_technique]
-    text = "no techniques, but public too: " + ", ".join(others)
-    footer = ["", *(textwrap.wrap(text, width) if width else [text])] if others else []
-    footer += [f"{c.name} is a technique of {c.distribution}" for c in cards if c.distribution]
-    return "\n".join([*lines, *footer, "", "python -m lit_efficient techniques NAME prints a card."])
+def _named(name: str, cards: Sequence[Card]) -> Card:
+    known = {card.name.lower(): card for card in cards}
+    if name.lower() not in known:
+        hint = did_you_mean(name, [card.name for card in cards]) or "; `techniques` alone lists all names"
+        raise ConfigurationError(f"there is no technique named {name!r}{hint}")
+    return known[name.lower()]
 
 
-def _wrapped_row(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    cells = [textwrap.wrap(cell, size) or [""] for cell, size in zip(row, widths)]
-    height = max(len(cell) for cell in cells)
-    padded = [cell + [""] * (height - len(cell)) for cell in cells]
-    return ["  ".join(part.ljust(size) for part, size in zip(line, widths)).rstrip() for line in zip(*padded)]
+def listed(cards: Sequence[Card], width: int) -> str:
+    """Render the techniques by what one wants, each once, and below them what else a config may name."""
+    groups: dict[str, list[Card]] = {title: [] for title in PURPOSES.values()}
+    for card in cards:
+        if card.is_technique and card.slot not in ("model", "data"):
+            groups.setdefault(PURPOSES.get(purpose_of(card), "others"), []).append(card)
+    names = max((len(card.name) for group in groups.values() for card in group), default=0)
+    lines: list[str] = []
+    for title, group in groups.items():
+        order = [name for name, _ in helping(group, next((p for p in PURPOSES if PURPOSES[p] == title), ""))]
+        group.sort(key=lambda card: order.index(card.name) if card.name in order else len(order))
+        lines += [title, *(line for card in group for line in _line(card, names, width)), ""] if group else []
+    for slot, title in _PARTS.items():
+        rest = [c.name for c in cards if c.slot == slot and (not c.is_technique or slot in ("model", "data"))]
+        lines += wrapped(f"{title}: {', '.join(rest)}", width, "  ") if rest else []
+    lines += [f"{card.name} is a technique of {card.distribution}" for card in cards if card.distribution]
+    more = "`techniques NAME` prints a card, `techniques --for memory` what to try first, `techniques --help` the rest."
+    return "\n".join([*lines, "", *wrapped(more, width)])
 
 
-def card_text(card: Card) -> str:
-    """Render everything that a card knows, with the lines of YAML and Python that use it."""
-    lines = [f"{card.name}   (slot {card.slot})", "", card.summary, ""]
-    facts = card.facts | {"file": card.module, "of": card.distribution}
-    lines += [f"{label:<8}{text}" for label, text in facts.items() if text]
-    lines += [f"{'not with':<8} {name}: {reason}" for name, reason in card.conflicts.items()]
-    lines += ["", f"{card.name}({card.signature})"]
-    if card.arguments:
-        lines += ["", textwrap.indent(card.arguments, "  ")]
-    lines += ["", "In YAML:", textwrap.indent(_yaml(card), "  ")]
-    python = textwrap.indent("\n".join(python_lines(card)), "  ")
-    return "\n".join([*lines, *(["", "In Python:", python] if python else [])])
+def _line(card: Card, names: int, width: int) -> list[str]:
+    reason = card.facts.get(purpose_of(card), "").partition(". ")[2] or card.summary
+    slot = "" if card.slot == "trainer.callbacks" else f" ({card.slot})"
+    return wrapped(f"  {card.name:<{names}}  {reason}{slot}", width, " " * (names + 4))
 
 
-def _yaml(card: Card) -> str:
-    *parents, key = card.slot.split(".")
-    lines = [f"{'  ' * depth}{parent}:" for depth, parent in enumerate(parents)]
-    indent = "  " * len(parents)
-    if key in ("callbacks", "plugins"):  # lists: the plus sign appends to what earlier files gave
-        return "\n".join([*lines, f"{indent}{key}+:", f"{indent}  - class_path: {card.name}"])
-    return "\n".join([*lines, f"{indent}{key}:", f"{indent}  class_path: {card.name}"])
+def ranked(cards: Sequence[Card], purpose: str, width: int, numbered: bool = False) -> str:
+    """Render what helps with a purpose, what costs least first, with the words that put it into a run."""
+    found = helping(cards, purpose)
+    known = {card.name: card for card in cards}
+    names = max((len(name) for name, _ in found), default=0)
+    uses = {name: _use(known[name]) for name, _ in found}
+    column = max(map(len, uses.values()), default=0)
+    head = f"{PURPOSES[purpose]}, what costs least first; append to `fit -c CONFIG`:"
+    if numbered:
+        head = "out of memory: try these in turn, each on top of those before; append to `fit -c CONFIG`:"
+    lines = wrapped(head, width)
+    for number, (name, reason) in enumerate(found, 1):
+        start = f"{number:>2}. " if numbered else "  "
+        text = f"{start}{name:<{names}}  {uses[name]:<{column}}  {reason}"
+        short = f"{start}{uses[name]:<{column}}  {reason}"  # which names it, too
+        lines += wrapped(text if width >= 100 else short, width, " " * (len(start) + column + 2))
+    rest = [card.name for card in cards if purpose in card.facts and card.name not in uses]
+    return "\n".join([*lines, *(wrapped(f"  too: {', '.join(rest)}", width, "    ") if rest else [])])
 
 
-def matrix(cards: Sequence[Card]) -> str:
-    """Render which techniques go together: a grid, and below it each exception with its reason."""
+def _use(card: Card) -> str:
+    """What puts it into a run, behind its config."""
+    overlay = overlay_of(card)
+    if overlay:
+        return f"-c {overlay}"
+    return f"--{card.slot}{'+' if card.slot not in _SINGLE else ''}={card.name}"
+
+
+def entry(card: Card, known: dict[tuple[str, str], str]) -> dict[str, Any]:
+    """What a card says, as data; conflicts are those that either of the two declares."""
+    facts = {key: card.facts.get(key, "") for key in ("saves", "costs", "source")}
+    return {
+        "name": card.name,
+        "slot": card.slot,
+        "group": purpose_of(card),
+        "summary": card.summary,
+        **facts,
+        "arguments": arguments_of(card),
+        "conflicts": excluded(card, known),
+        "config": overlay_of(card) or None,
+        "module": card.module,
+        "technique": card.is_technique,
+        "package": card.distribution or "lit_efficient",
+    }
+
+
+def matrix(cards: Sequence[Card], width: int) -> str:
+    """Render which techniques exclude each other: each pair once with its reason, and by name below the other one."""
+    known = pairs([card for card in cards if card.is_technique])
+    lines: list[str] = []
+    for card in (card for card in cards if any(card.name in pair for pair in known)):
+        lines.append(card.name)
+        own = {pair: text for pair, text in known.items() if pair[0] == card.name}
+        for other, reason in excluded(card, own).items():
+            lines += wrapped(f"  not with {other}: {reason}", width, "    ")
+        after = [a for a, b in known if b == card.name]
+        lines += wrapped(f"  nor with {', '.join(after)}: see there", width, "    ") if after else []
+    known_names = {name for pair in known for name in pair}
+    free = [card.name for card in cards if card.is_technique and card.name not in known_names]
+    lines += ["", *wrapped(f"Nothing excludes: {', '.join(free)}.", width, "  ")]
+    one = "A run has one optimizer, one model and one data module. `techniques --csv` has all pairs."
+    return "\n".join([*lines, *wrapped(one, width)])
+
+
+def table(cards: Sequence[Card]) -> str:
+    """Render what goes with what as CSV: a row and a column for each technique."""
     techniques = [card for card in cards if card.is_technique]
-    names = [card.name for card in techniques]
     known = pairs(techniques)
-    width = max(map(len, names), default=0)
-    lines = [" " * (width + 4) + " ".join(f"{i + 1:>2}" for i in range(len(names)))]
-    for i, row in enumerate(techniques):
-        marks = " ".join(f"{_mark(row, column, known):>2}" for column in techniques)
-        lines.append(f"{i + 1:>2}  {row.name:<{width}}{marks}".rstrip())
-    lines += ["", "+ go together   x exclude each other   o at some setting   / the slot holds one   . itself"]
-    reasons = [f"{a} and {b}: {text}" for (a, b), text in known.items()]
-    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["", *(card.name for card in techniques)])
+    writer.writerows([[row.name, *(_pair(row, column, known) for column in techniques)] for row in techniques])
+    return text.getvalue().rstrip("\n")
 
 
-def _mark(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
+def _pair(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
     if row.name == column.name:
-        return "."
-    if row.slot == column.slot and row.slot in _SINGLE:
-        return "/"
-    either = (known.get((row.name, column.name), ""), known.get((column.name, row.name), ""))
-    for start, mark in (("conflicts:", "x"), ("conflicts if", "o")):
-        if any(text.startswith(start) for text in either):
-            return mark
-    return "+"
+        return "itself"
+    text = known.get((row.name, column.name)) or known.get((column.name, row.name))
+    same = row.slot == column.slot and row.slot in _SINGLE
+    return text or ("the slot holds one" if same else "together")
 
 
 def markdown(cards: Sequence[Card]) -> str:
-    """Render the table of techniques as Markdown: the README holds it, and a test compares the two."""
+    """Render the table of techniques as Markdown: docs/techniques.md holds it, and a test compares the two."""
     rows: list[tuple[str, ...]] = [("Technique", "Slot", "Saves", "Costs", "Source"), ("---",) * 5]
     for card in cards:
         if card.is_technique and not card.distribution:
             path = card.module.replace(".", "/") + ".py"
-            rows.append((f"[`{card.name}`]({path})", f"`{card.slot}`", *_labelled(card)))
+            facts = (card.facts.get(label, "") for label in ("saves", "costs", "source"))
+            rows.append((f"[`{card.name}`]({path})", f"`{card.slot}`", *facts))
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows)
-
-
-def _labelled(card: Card) -> list[str]:
-    return [card.facts.get(label, "") for label in ("saves", "costs", "source")]

@@ -31,6 +31,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     low_bit_twin: ClassVar[tuple[str, int]] = ("AdamW", 2)  # what its low-bit form imitates, and that one's moments
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "one kernel for the step of all parameters")}
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ Costs: some quality at equal steps; a learning rate of its own, 1e-2, which each
 Source: Shazeer and Stern (2018), https://arxiv.org/abs/1804.04235; implementation: torch.optim.Adafactor
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,8 @@ class GroupedAdafactor(torch.optim.Adafactor):
         weight_decay: Decoupled weight decay.
         decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
     """
+
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "nearly all of the optimizer's states")}
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class Lion(Optimizer):
     """
 
     low_bit_twin: ClassVar[tuple[str, int]] = ("Lion", 1)  # what its low-bit form imitates, and that one's moments
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "half of the optimizer's states")}
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/; Liu et
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class MuonAdamW(Optimizer):
     Raises:
         ConfigurationError: For a value out of range, and for a group of Muon's that holds anything but matrices.
     """
+
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "up to half of the steps, with less state than AdamW")}
 
     def __init__(
         self,

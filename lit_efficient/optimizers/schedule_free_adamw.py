@@ -63,6 +63,7 @@ class ScheduleFreeAdamW(Optimizer):
         "StochasticWeightAveraging": "both average the weights and swap them at validation: use one of the two",
         "LoRA(lr_ratio=...)": "the weights are an average of those that are stepped: leave lr_ratio out",
     }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "no schedule, so that a run may end at any step")}
 
     def __init__(
         self,

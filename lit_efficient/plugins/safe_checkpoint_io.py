@@ -12,7 +12,7 @@ Source: torch.serialization's zip format, https://docs.pytorch.org/docs/stable/n
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -45,6 +45,10 @@ class SafeCheckpointIO(CheckpointIO):
     Raises:
         ConfigurationError: If an option is not a boolean.
     """
+
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "safety": (2, "a kill, a full disk or a flipped bit loses no checkpoint")
+    }
 
     def __init__(self, verify: bool = True, fallback: bool = False, finite: bool = True) -> None:
         for name, value in (("verify", verify), ("fallback", fallback), ("finite", finite)):

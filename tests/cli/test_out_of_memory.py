@@ -1,5 +1,6 @@
 """A run that does not fit says what it could do, and what it says works."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lit_efficient
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PURPOSES, helping, read_cards
+from lit_efficient.cli.parsing import split_arguments
 from tests.cli.toy_runs import fit
 from tests.support_cli import ToyData, ToyModel
 
@@ -80,13 +82,28 @@ def test_an_evaluation_is_not_told_to_save_what_only_training_has(hook, argument
     assert {name for name in ("MaxBatchSize", "ActivationCheckpointing", "LoRA") if f"[{name}]" in said} == advised
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
-def test_the_catalogue_lists_the_same(purpose, capsys):
+@pytest.mark.parametrize("purpose", [*PURPOSES, "oom"])
+def test_the_catalogue_lists_the_same(purpose, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["techniques", "--for", purpose]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    found = helping(read_cards(), purpose)
-    assert [f"[{name}]" in line for (name, _), line in zip(found, lines, strict=True)] == [True] * len(found)
-    ranks = [getattr(lit_efficient, name).helps[purpose][0] for name, _ in found]
+    lines = capsys.readouterr().out.splitlines()[1:]
+    what = "memory" if purpose == "oom" else purpose
+    found = helping(read_cards(), what)
+    for number, ((name, reason), line) in enumerate(zip(found, lines, strict=False), 1):
+        assert name in line.split()
+        assert line.endswith(reason)
+        assert line.split()[0] == (f"{number}." if purpose == "oom" else name)
+    ranks = [getattr(lit_efficient, name).helps[what][0] for name, _ in found]
     assert ranks == sorted(set(ranks))
     assert len(ranks) >= 3
+    assert main(["techniques", "--for", purpose, "--json"]) == 0
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == [name for name, _ in found]
+
+
+def test_what_to_try_out_of_memory_is_appended_as_it_stands(capsys):
+    assert main(["techniques", "--for", "oom"]) == 0
+    said = [line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line[:2].strip().isdigit()]
+    assert said[0] == ["-c", "max_batch_size"]
+    for words in said:
+        split_arguments(["fit", *words])  # which knows the config
     assert main(["techniques", "--for", "money"]) == 2

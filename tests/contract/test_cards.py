@@ -13,7 +13,7 @@ from torch import nn
 import lit_efficient
 from lit_efficient.application import ledger
 from lit_efficient.catalog import Card, read_cards
-from lit_efficient.commands.catalog_text import card_text
+from lit_efficient.commands.card import card_text
 from lit_efficient.testing import WIDTH, Case, Net, Toy, data
 from tests.contract.table import CASES, _teacher, case
 from tests.support import AttentionNet

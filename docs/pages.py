@@ -1,0 +1,180 @@
+"""The pages that are made from the code: a page a technique, the matrix, the configs and the reference."""
+
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+
+from benchmarks import figures
+from lit_efficient import PUBLIC
+from lit_efficient.catalog import PURPOSES, Card, pairs, read_cards
+from lit_efficient.commands.card import card_text, excluded, overlay_of, related
+from lit_efficient.commands.card_python import python_lines
+from lit_efficient.files import configs
+
+# The reference by the first part of a module's name; what is listed nowhere else comes under the contract.
+PARTS = {
+    "contract": "The contract: what a technique is",
+    "callbacks": "Callbacks that are no techniques",
+    "optimizers": "Optimizers and schedules",
+    "tasks": "Tasks",
+    "data": "Data modules and their parts",
+    "models": "Models",
+    "losses": "Losses",
+    "mechanisms": "What several techniques share",
+}
+_MENU = {
+    "Start": ["index.md", "overview.md", "techniques.md", "matrix.md", "symptoms.md"],
+    "Guides": ["llm.md", "diffusion.md", "resuming.md", "commands.md", "gpus.md", "wandb.md", "migrating.md"],
+    "What is known": ["measured.md", "pretrained.md", "log.md"],
+    "Reference": ["configs/*", "reference/*"],
+    "The project": ["contributing.md", "agents.md", "changelog.md", "security.md"],
+}
+
+
+def made() -> dict[str, str]:
+    """Every page by its name. Links in them start at the repository's root."""
+    cards = read_cards()
+    pages = {f"techniques/{card.name}.md": technique(card, cards) for card in cards if card.is_technique}
+    pages["matrix.md"] = "\n".join(matrix_lines(cards))
+    for folder, names in itertools.groupby(configs.known(), lambda name: configs.known()[name].parent.name):
+        pages[f"configs/{folder}.md"] = "\n".join(config_lines(folder, list(names)))
+    return pages | {f"reference/{part}.md": text for part, text in reference(cards)}
+
+
+def technique_pages() -> dict[str, str]:
+    """The page of each technique's file."""
+    return {_file(card.module): f"techniques/{card.name}.md" for card in read_cards() if card.is_technique}
+
+
+def menu(page: str) -> str:
+    """What the site adds below a page: its table of contents, which does not show."""
+    if page == "techniques.md":
+        return _tree("", ["techniques/*"])
+    return "".join(_tree(title, names) for title, names in _MENU.items()) if page == "index.md" else ""
+
+
+def _tree(title: str, names: list[str]) -> str:
+    kept = [name for name in names if name != "index.md"]
+    caption = f":caption: {title}\n" if title else ""
+    return "\n".join(["", "```{toctree}", f":hidden:\n:glob:\n:maxdepth: 1\n{caption}", *kept, "```", ""])
+
+
+def anchor(folder: str, stem: str) -> str:
+    """Where a config stands on its folder's page."""
+    return f"config-{folder}-{stem}".replace("_", "-")
+
+
+def technique(card: Card, cards: list[Card]) -> str:
+    """The page of a technique: docstring, card, figures, conflicts, related ones, reference."""
+    facts = {"Slot in YAML": f"`{card.slot}`", "Phase": card.facts.get("phase") and f"`{card.facts['phase']}`"}
+    facts |= {label.capitalize(): card.facts.get(label, "") for label in ("saves", "costs", "source")}
+    facts |= {title.capitalize(): card.facts.get(key, "").partition(". ")[2] for key, title in PURPOSES.items()}
+    yaml = card_text(card).partition("In YAML")[2].partition(":\n")[2].partition("\n\n")[0]
+    lines = [f"# {card.name}", "", *_described(card.module), "", "| | |", "| --- | --- |"]
+    lines += [f"| {label} | {_cell(text)} |" for label, text in facts.items() if text]
+    lines += ["", "## Use it", "", *_fenced("yaml", textwrap.dedent(yaml))]
+    if name := overlay_of(card):
+        lines += ["", f"or its overlay, [{name}](configs/techniques/{name}.yaml), appended to a config:", ""]
+        lines += _fenced("bash", f"python -m lit_efficient fit -c CONFIG -c {name}")
+    if python := python_lines(card):
+        lines += ["", "In Python:", "", *_fenced("python", "\n".join(python))]
+    if found := measured(card.name):
+        lines += ["", "## Measured", "", *found, "On a CPU: [what was measured, and how](docs/measured.md)."]
+    if refused := excluded(card, pairs(cards)):
+        lines += ["", "## Not together with", "", "| What | Why, and the way out |", "| --- | --- |"]
+        lines += [f"| {_linked(other, cards)} | {_cell(why)} |" for other, why in refused.items()]
+    if others := related(card, [one for one in cards if one.is_technique]):
+        lines += ["", "## Related", "", ", ".join(_linked(other, cards) for other in others)]
+    names = [name for name, module in PUBLIC.items() if f"lit_efficient.{module}" == card.module]
+    return "\n".join([*lines, "", "## Reference", "", *_objects(sorted(names, key=lambda name: name != card.name))])
+
+
+def measured(name: str) -> list[str]:
+    """The rows of the measured tables that are about a technique."""
+    records = [one for one in figures.RECORDS.values() if one.get("technique") == name and "cells" in one]
+    rows = [figures.SOURCE["tables"][records[0]["table"]], ["---"] * 3] if records else []
+    rows += [[figures.filled(record, cell) for cell in record["cells"]] for record in records]
+    return [*(f"| {' | '.join(row)} |" for row in rows), ""] if rows else []
+
+
+def matrix_lines(cards: list[Card]) -> Iterator[str]:
+    """Yield the page of what excludes what."""
+    techniques = [card for card in cards if card.is_technique]
+    known = pairs(techniques)
+    yield from (
+        "# What excludes what",
+        "",
+        "As `python -m lit_efficient techniques --matrix` prints it; `--csv` makes a",
+    )
+    yield from ("table of all pairs. What is not listed goes together, in any order: a test runs each pair.", "")
+    yield from ("| Technique | Not with | Why, and the way out |", "| --- | --- | --- |")
+    for card in techniques:
+        for other, why in excluded(card, {pair: text for pair, text in known.items() if pair[0] == card.name}).items():
+            yield f"| {_linked(card.name, cards)} | {_linked(other, cards)} | {_cell(why)} |"
+    free = [card.name for card in techniques if not any(card.name in pair for pair in known)]
+    yield from ("", f"Nothing excludes {', '.join(_linked(name, cards) for name in free)}. A run has one optimizer,")
+    yield from ("one model and one data module.", "")
+
+
+def config_lines(folder: str, names: list[str]) -> Iterator[str]:
+    """Yield the page of a folder of configs: each with its text."""
+    yield from (f"# Configs: {folder}", "", "One of these as a file of yours, to edit it:", "")
+    yield from (*_fenced("bash", f"python -m lit_efficient copy {names[0]}"), "")
+    for name in names:
+        path = configs.known()[name]
+        yield from (f"({anchor(folder, path.stem)})=", f"## {name}", "", f"{configs.summary(path)}.", "")
+        yield from (*_fenced("yaml", path.read_text("utf-8").rstrip()), "")
+
+
+def reference(cards: list[Card]) -> Iterator[tuple[str, str]]:
+    """Yield each part of the reference with its page: all public names that are on no technique's page."""
+    there = {card.module for card in cards if card.is_technique}
+    rest = {name: module for name, module in PUBLIC.items() if f"lit_efficient.{module}" not in there}
+    rest["check_technique"] = "testing"
+    for part, title in PARTS.items():
+        lines = [f"# {title}", ""]
+        of_part = {name: module for name, module in rest.items() if _part(module) == part}
+        for module in dict.fromkeys(of_part.values()):
+            names = [name for name, home in of_part.items() if home == module]
+            lines += [f"## {', '.join(names)}", "", *_described(f"lit_efficient.{module}"), ""]
+            lines += _objects(names, f"lit_efficient.{module}")
+        if of_part:
+            yield part, "\n".join([*lines, ""])
+
+
+def _part(module: str) -> str:
+    first, _, more = module.partition(".")
+    return first if more and first in PARTS else "contract"
+
+
+def _described(module: str) -> list[str]:
+    return _fenced("{eval-rst}", f".. automodule:: {module}")
+
+
+def _objects(names: list[str], module: str = "lit_efficient") -> list[str]:
+    lines = []
+    for name in names:
+        whole = f"{'lit_efficient' if name in PUBLIC else module}.{name}"
+        text = f".. autofunction:: {whole}" if name[0].islower() else f".. autoclass:: {whole}\n   :members:"
+        lines += [*_fenced("{eval-rst}", text), ""]
+    return lines
+
+
+def _fenced(kind: str, text: str) -> list[str]:
+    return [f"```{kind}", text, "```"]
+
+
+def _linked(name: str, cards: list[Card]) -> str:
+    """A technique, or one at some setting, as a link to its page."""
+    modules = {card.name: card.module for card in cards if card.is_technique}
+    first = re.split(r"\W", name)[0]
+    return f"[{name}]({_file(modules[first])})" if first in modules else name
+
+
+def _file(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("|", "\\|")

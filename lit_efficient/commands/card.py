@@ -1,0 +1,105 @@
+"""What a card of the catalogue looks like, in the terminal's width. Standard library only."""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from lit_efficient.catalog import PACKAGE, PURPOSES, Card, pairs
+from lit_efficient.commands.card_python import python_lines
+from lit_efficient.files import configs
+
+
+def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
+    """Render everything that a card knows, with the lines of YAML and Python that use it.
+
+    Args:
+        card: The card.
+        cards: All of them, for what is related to it, and for conflicts that the other one declares.
+        width: Columns of the terminal.
+    """
+    lines = [f"{card.name}   (slot {card.slot})", "", *wrapped(card.summary, width), ""]
+    facts = {key: text.partition(". ")[2] if key in PURPOSES else text for key, text in card.facts.items()}
+    facts |= {"measured": measured(card), "file": card.module, "of": card.distribution}
+    others = cards or [card]
+    known = pairs([card, *(one for one in others if one.name != card.name)])
+    facts |= {f"not with {other}:": reason for other, reason in excluded(card, known).items()}
+    facts["related"] = ", ".join(related(card, others))
+    for label, text in facts.items():
+        lines += wrapped(f"{label:<8} {text}", width, " " * 9) if text else []
+    lines += ["", *wrapped(f"{card.name}({card.signature})", width, " " * 4)]
+    if card.arguments:
+        lines += ["", *(f"  {line}".rstrip() for line in _arguments(card.arguments, width - 2))]
+    lines += ["", f"In YAML{_as_overlay(card)}:", textwrap.indent(_yaml(card), "  ")]
+    python = textwrap.indent("\n".join(python_lines(card)), "  ")
+    return "\n".join([*lines, *(["", "In Python:", python] if python else [])])
+
+
+def _arguments(text: str, width: int) -> Iterator[str]:
+    """The explanations of the arguments, each a paragraph; the items of a list within one stay apart."""
+    for part in re.split(r"\n(?=\S|\s+[-*] |\s*\n)", text):
+        depth = len(part) - len(part.lstrip(" "))
+        if part.strip():
+            yield from wrapped(" ".join(part.split()), width - depth, " " * 4, " " * depth)
+
+
+def measured(card: Card) -> str:
+    """The figure that was measured of it: what ``measured.json`` in the package says, where that is there."""
+    file = PACKAGE / "measured.json"
+    return str(json.loads(file.read_text("utf-8")).get(card.name, "")) if file.is_file() else ""
+
+
+def excluded(card: Card, known: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Whom a card excludes or is excluded by, maybe at some setting, with the reason."""
+    found = {}
+    for (a, b), text in known.items():
+        if card.name in (a, b):
+            other = b if a == card.name else a
+            setting, _, reason = text.removeprefix("conflicts").strip(": ").partition(": ")
+            if not text.startswith("conflicts if"):
+                setting, reason = other, text.removeprefix("conflicts: ")
+            setting = setting.removeprefix("if ")
+            found[setting if setting.startswith(other) else f"{other}, if {setting}"] = reason
+    return found
+
+
+def related(card: Card, cards: Sequence[Card]) -> list[str]:
+    """Those that a card names, and those whose cards name it."""
+    texts = {one.name: " ".join([one.summary, *one.facts.values(), one.arguments]) for one in [*cards, card]}
+
+    def names(text: str, name: str) -> bool:
+        return re.search(rf"(?<!\w){name}(?!\w)", text) is not None
+
+    others = [one.name for one in cards if one.name != card.name]
+    return [name for name in others if names(texts[card.name], name) or names(texts[name], card.name)]
+
+
+def overlay_of(card: Card) -> str:
+    """The name of the config that adds it to a run, if one comes along; a third party's has none."""
+    name = card.module.rpartition(".")[2]
+    path = configs.known().get(name)
+    return name if path and path.parent.name == "techniques" and card.module.startswith("lit_efficient.") else ""
+
+
+def _as_overlay(card: Card) -> str:
+    name = overlay_of(card)
+    return f" (`-c {name}` on the command line)" if name else ""
+
+
+def _yaml(card: Card) -> str:
+    *parents, key = card.slot.split(".")
+    lines = [f"{'  ' * depth}{parent}:" for depth, parent in enumerate(parents)]
+    indent = "  " * len(parents)
+    if key in ("callbacks", "plugins"):  # lists: the plus sign appends to what earlier files gave
+        return "\n".join([*lines, f"{indent}{key}+:", f"{indent}  - class_path: {card.name}"])
+    return "\n".join([*lines, f"{indent}{key}:", f"{indent}  class_path: {card.name}"])
+
+
+def wrapped(text: str, width: int, indent: str = "", start: str = "") -> list[str]:
+    """The lines of a text, each behind ``start``, those after the first behind ``indent``, too."""
+    return [
+        start + line
+        for line in textwrap.wrap(
+            text, max(20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    ]

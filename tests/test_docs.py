@@ -1,0 +1,257 @@
+"""What the documents say holds: links, commands, options, names of others, sums."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+
+import lit_efficient
+from lit_efficient.__main__ import COMMANDS, SUBCOMMANDS, main
+from lit_efficient.catalog import arguments_of, read_cards
+from lit_efficient.cli import LitEfficientCLI
+from lit_efficient.commands.catalog_text import markdown
+from lit_efficient.files import configs
+from tests.documents import DOCUMENTS, GIVEN, PAGES, ROOT, SCRIPT, all_commands, built, commands
+
+BUILD = built()
+SITE = dict(BUILD["assembled"]())
+ALL = all_commands()
+OF_RUNS = ("fit", "validate", "test", "predict", "preview", "cache-latents")  # parse a config: half a second each
+# A config of one's own stands for one that the command is for: one of these.
+CONFIGS = ("language_model", "latent_diffusion", "diffusion/photos_all", "llm/full_finetune")
+
+
+class Parsed(BaseException):
+    """A command line was understood; nothing of it runs."""
+
+
+@pytest.fixture
+def parses_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every command ends where its options are known."""
+    monkeypatch.chdir(tmp_path)
+    parse_known = argparse.ArgumentParser.parse_known_args
+
+    def ends(parser: Any, arguments: Any = None, namespace: Any = None) -> Any:
+        known, rest = parse_known(parser, arguments, namespace)
+        if rest:
+            parser.error(f"unknown: {rest}")
+        raise Parsed(known)
+
+    def ends_or_goes_on(parser: Any, arguments: Any = None, namespace: Any = None) -> Any:
+        known, rest = parse_known(parser, arguments, namespace)
+        if rest and main(["fit", *rest]):  # of preview and its like: the others are options of fit
+            parser.error(f"unknown: {rest}")
+        raise Parsed(known)
+
+    def ends_here(cli: Any) -> None:
+        raise Parsed(cli.config)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", ends)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", ends_or_goes_on)
+    monkeypatch.setattr(LitEfficientCLI, "before_instantiate_classes", ends_here)
+
+
+def understood(words: tuple[str, ...], config: str) -> bool:
+    given = [config if word == "CONFIG" else GIVEN.get(word, word) for word in words]
+    try:
+        return main(given) == 0  # of --help and --print_config
+    except Parsed:
+        return True
+    except SystemExit as end:
+        return not end.code
+
+
+def check(words: tuple[str, ...]) -> None:
+    assert any(understood(words, config) for config in (CONFIGS if "CONFIG" in words else CONFIGS[:1]))
+
+
+@pytest.mark.parametrize("words", [w for w in ALL if len(w) > 1 and w[0] not in OF_RUNS], ids=" ".join)
+@pytest.mark.usefixtures("parses_alone")
+def test_a_command_exists_with_its_options(words: tuple[str, ...]) -> None:
+    check(words)
+
+
+@pytest.mark.turns(6)
+@pytest.mark.parametrize("words", [w for w in ALL if len(w) > 1 and w[0] in OF_RUNS], ids=" ".join)
+@pytest.mark.usefixtures("parses_alone")
+def test_a_command_of_a_config_exists_with_its_options(words: tuple[str, ...]) -> None:
+    check(words)
+
+
+@pytest.mark.usefixtures("parses_alone")
+def test_an_option_that_does_not_exist_is_found() -> None:
+    assert not understood(("average", "a.ckpt", "--output", "b.ckpt", "--bogus", "1"), "")
+    assert not understood(("fit", "-c", "lora", "--trainer.max_stepz", "1"), "")
+    assert not understood(("preview", "-c", "no_such_config"), "")
+    assert not understood(("no_such_command", "-c", "lora"), "")
+
+
+def test_configs_and_trainer_options_of_all_commands_exist() -> None:
+    """What the commands that rest at this commit would say first."""
+    trainer = set(inspect.signature(Trainer).parameters)
+    for words in ALL:
+        assert not words or words[0].startswith("-") or words[0] in SUBCOMMANDS or words[0] in GIVEN
+        for before, word in pairwise(words):
+            if before == "-c":
+                assert GIVEN.get(word, word) in configs.known() or Path(word).is_file(), words
+        for name in re.findall(r"--trainer\.([a-z_]+)", " ".join(words)):
+            assert name in trainer, words
+
+
+def test_every_command_is_in_the_documents() -> None:
+    assert {words[0] for words in ALL if words} >= {"fit", "validate", "test", "predict", *COMMANDS}
+    text = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    assert [name for name in COMMANDS if f"lit_efficient {name}" not in text] == []
+
+
+def test_the_table_of_techniques_is_the_one_that_the_code_generates() -> None:
+    text = (ROOT / "docs" / "techniques.md").read_text("utf-8")
+    table = text.split("techniques --markdown -->\n")[1].split("<!-- /techniques -->")[0]
+    made = markdown(read_cards()).replace("](lit_efficient/", "](../lit_efficient/")
+    assert table.strip() == made.strip(), "run: python -m lit_efficient techniques --markdown"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_and_heading_that_it_links_to_exists(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    missing = []
+    for link in links:
+        name, _, heading = link.partition("#")
+        there = path.parent / name if name else path
+        if not there.exists() or (heading and heading not in headings(there)):
+            missing.append(link)
+    assert missing == []
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors that a viewer of Markdown and the site alike make of headings."""
+    lines = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_a_link_to_no_file_of_the_repository_stops_the_build() -> None:
+    with pytest.raises(SystemExit, match=r"nothing\.md"):
+        BUILD["page_of"]("docs/nothing.md", {})
+
+
+def test_links_lead_from_page_to_page_in_the_site() -> None:
+    known = {"README.md": "overview.md", "lit_efficient/callbacks/ema.py": "techniques/EMA.md"}
+
+    def linked(page: str, source: str, text: str) -> str:
+        return BUILD["relinked"](page, source, text, lambda path: BUILD["page_of"](path, known))
+
+    assert linked("symptoms.md", "docs/symptoms.md", "[a](../README.md#in-yaml)") == "[a](overview.md#in-yaml)"
+    assert linked("llm.md", "docs/llm.md", "[a](../configs/llm/lora.yaml)") == "[a](configs/llm.md#config-llm-lora)"
+    assert linked("techniques/LoRA.md", "", "[a](lit_efficient/callbacks/ema.py)") == "[a](EMA.md)"
+    assert (
+        linked("overview.md", "README.md", "![a](docs/digits.png) [b](https://a.b)")
+        == "![a](digits.png) [b](https://a.b)"
+    )
+    assert linked("a.md", "docs/a.md", "```\n[a](nothing)\n```") == "```\n[a](nothing)\n```"
+
+
+def test_a_technique_has_a_page_made_of_its_card() -> None:
+    pages = {name for name in SITE if name.startswith("techniques/")}
+    assert pages == {f"techniques/{card.name}.md" for card in read_cards() if card.is_technique}
+    page = SITE["techniques/LoRA.md"]
+    assert "automodule:: lit_efficient.callbacks.lora" in page
+    assert "[IA3](IA3.md) | each freezes all but its own parameters" in page
+    assert "python benchmarks/dora.py" in page  # its measured figure
+    assert "- class_path: LoRA" in page
+    assert "from lit_efficient import LoRA" in page
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = set(re.findall(r"auto(?:class|function):: lit_efficient\.(\w+)$", "\n".join(SITE.values()), re.MULTILINE))
+    assert shown == set(lit_efficient.PUBLIC)
+
+
+def test_every_page_of_the_folder_is_in_the_menu() -> None:
+    menu = SITE["index.md"].partition("```{toctree}")[2]
+    assert [path.name for path in PAGES if path.name != "index.md" and path.name not in menu.split()] == []
+
+
+def test_each_symptom_names_the_command_that_finds_its_cause() -> None:
+    parts = (ROOT / "docs" / "symptoms.md").read_text("utf-8").split("\n### ")[1:]
+    assert len(parts) >= 20
+    assert [part.partition("\n")[0] for part in parts if not list(commands(part))] == []
+
+
+def test_names_of_others_in_the_tables_of_migration_exist() -> None:
+    from lightning.pytorch import callbacks, cli, plugins
+    from transformers import TrainingArguments
+    from transformers.training_args import OptimizerNames
+
+    tables = {part.partition("\n")[0]: rows_of(part) for part in page("migrating.md").split("\n## ")[1:]}
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for name in names(tables["Hugging Face's Trainer"]):
+        assert name in fields, name
+    optimizers = {value for row in tables["Hugging Face's Trainer"] for value in re.findall(r'optim="(\w+)"', row[0])}
+    assert optimizers <= {each.value for each in OptimizerNames}
+    homes = (callbacks, cli, plugins)
+    for name in names(tables["Plain Lightning"]) - {"torch", "load_from_checkpoint"}:
+        assert any(hasattr(home, name) for home in homes) or name == "TorchCheckpointIO", name
+
+
+def test_keys_of_ours_in_the_tables_of_migration_exist() -> None:
+    cards = {card.name: card for card in read_cards()}
+    trainer = set(inspect.signature(Trainer).parameters)
+    known = {"trainer": trainer, "data": arguments(cards["LanguageData"]) | arguments(cards["LatentData"])}
+    known["model"] = arguments(cards["LanguageModeling"]) | arguments(cards["LatentDiffusion"])
+    rows = [row for part in page("migrating.md").split("\n## ")[1:] for row in rows_of(part)]
+    used = re.findall(r"`(trainer|data|model)\.(\w+)", " ".join(row[1] for row in rows))
+    assert len(used) > 50
+    assert [pair for pair in used if pair[1] not in known[pair[0]]] == []
+
+
+def test_the_sizes_that_fit_are_what_the_bytes_give() -> None:
+    rows = [row for row in rows_of(page("gpus.md")) if len(row) == 6 and row[1][0].isdigit()]
+    assert len(rows) == 6
+    for row in rows:
+        for memory, shown in zip((8, 16, 24, 80), row[2:]):
+            assert float(shown.removesuffix(" B")) == pytest.approx(0.8 * memory / float(row[1]), rel=0.07), row
+
+
+def test_the_script_for_pretrained_weights_says_what_should_come_out() -> None:
+    text = SCRIPT.read_text("utf-8")
+    for config in sorted(SCRIPT.with_suffix("").glob("*.yaml")):
+        assert config.name in text
+        assert yaml.safe_load(config.read_text("utf-8"))["model"]
+    for step in re.findall(r"^(\w+)\(\) \{$", text, re.MULTILINE):
+        assert step == "run" or "What should come out" in text.partition(f"\n{step}() {{")[0].rpartition("\n}\n")[2]
+
+
+def test_assistants_are_given_a_short_list_of_commands() -> None:
+    text = (ROOT / "AGENTS.md").read_text("utf-8")
+    assert len(text.splitlines()) < 60
+    assert {("techniques", "--json"), ("configs", "--json")} <= set(commands(text))
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text("utf-8")
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, without their heads."""
+    lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rules = [number for number, line in enumerate(lines) if set("".join(line)) <= set("- |")]
+    return [[cell.strip() for cell in line] for n, line in enumerate(lines) if n not in rules and n + 1 not in rules]
+
+
+def names(rows: list[list[str]]) -> set[str]:
+    """The names that the first cells begin code with."""
+    return {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
+
+
+def arguments(card: Any) -> set[str]:
+    return {one["name"] for one in arguments_of(card)}
