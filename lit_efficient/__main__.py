@@ -20,7 +20,8 @@ COMMANDS = {
     "tokenizer": "tokenizer",
     "write-data": "write_data",
 }
-SUBCOMMANDS = ("fit", "validate", "test", "predict", *COMMANDS)
+RUNS = ("fit", "validate", "test", "predict")
+SUBCOMMANDS = (*RUNS, *COMMANDS)
 
 HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
 resume bit-exactly and prove what they save.
@@ -81,9 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if command in COMMANDS:
         return _run_command(COMMANDS[command], arguments[1:])
+    if any(word in ("-h", "--help") or word.endswith(".help") for word in arguments):
+        from lit_efficient.commands.fit_help import answer
+
+        if command in RUNS and answer(command, arguments[1:]):
+            return 0
     from lit_efficient.cli import run
 
-    return run(arguments)
+    return run(["--help" if word in ("--help-all", "--help_all") else word for word in arguments])
 
 
 def _fitted(text: str) -> str:

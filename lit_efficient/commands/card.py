@@ -29,13 +29,13 @@ def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
         lines += wrapped(f"{label:<8} {text}", width, " " * 9) if text else []
     lines += ["", *wrapped(f"{card.name}({card.signature})", width, " " * 4)]
     if card.arguments:
-        lines += ["", *(f"  {line}".rstrip() for line in _arguments(card.arguments, width - 2))]
+        lines += ["", *(f"  {line}".rstrip() for line in argument_lines(card.arguments, width - 2))]
     lines += ["", f"In YAML{_as_overlay(card)}:", textwrap.indent(_yaml(card), "  ")]
     python = textwrap.indent("\n".join(python_lines(card)), "  ")
     return "\n".join([*lines, *(["", "In Python:", python] if python else [])])
 
 
-def _arguments(text: str, width: int) -> Iterator[str]:
+def argument_lines(text: str, width: int) -> Iterator[str]:
     """The explanations of the arguments, each a paragraph; the items of a list within one stay apart."""
     for part in re.split(r"\n(?=\S|\s+[-*] |\s*\n)", text):
         depth = len(part) - len(part.lstrip(" "))
