@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "generate",
     "tokenizer": "tokenizer",
     "write-data": "write_data",
+    "completion": "completion",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -45,6 +46,7 @@ usage: python -m lit_efficient COMMAND ...
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
+  completion  let the shell complete commands, options and names:    bash | zsh | fish
 
 COMMAND --help lists the options, and so does help COMMAND. A config names classes, and naming a class imports it:
 code of your own needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.

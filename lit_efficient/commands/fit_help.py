@@ -70,12 +70,16 @@ def short(command: str, width: int) -> str:
 
 def arguments_text(card: Card, width: int) -> str:
     """The arguments of a class, and how they are given."""
-    lines = [f"{card.name} ({card.slot})", *wrapped(card.summary, width), ""]
+    lines = [
+        f"{card.name} ({'a block of arguments' if card.is_block else card.slot})",
+        *wrapped(card.summary, width),
+        "",
+    ]
     for one in arguments_of(card):
         default = f" = {one['default']}" if one["default"] else "  (required)"
         lines += wrapped(f"  {one['name']}: {one['type']}{default}", width, " " * 6)
         lines += wrapped(one["help"], width - 6, start=" " * 6)
-    if not card.signature:  # a block, whose fields its docstring has
+    if card.is_block or not card.signature:  # fields are in the docstring
         lines += [f"  {line}" for line in argument_lines(card.arguments, width - 2)] or ["  no arguments"]
     elif card.slot.startswith("trainer."):
         lines += ["", *wrapped(f"In a run: --{card.slot}+={card.name} --{card.slot}.ARGUMENT VALUE", width, "  ")]
