@@ -71,10 +71,9 @@ def offered(shell: str, tmp_path: Path) -> list[list[str]]:
 def test_a_shell_offers_what_may_follow(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed here")
-    for (words, wanted), found in zip(TYPED, offered(shell, tmp_path), strict=True):
-        if shell == "zsh":  # which leaves out what does not begin so by itself
-            found = [word for word in found if word.startswith(words[-1].rpartition("=")[2])]
-        assert sorted(found) == wanted, words
+    for (words, wanted), words_offered in zip(TYPED, offered(shell, tmp_path), strict=True):
+        begin = words[-1].rpartition("=")[2] if shell == "zsh" else ""  # zsh leaves out others by itself
+        assert sorted(word for word in words_offered if word.startswith(begin)) == wanted, words
 
 
 def test_options_are_those_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
