@@ -20,6 +20,7 @@ COMMANDS = {
     "tokenizer": "tokenizer",
     "write-data": "write_data",
     "completion": "completion",
+    "schema": "schema",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -47,6 +48,7 @@ usage: python -m lit_efficient COMMAND ...
   write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
   completion  let the shell complete commands, options and names:    bash | zsh | fish
+  schema      what a config may hold, so that an editor completes keys and flags typos:    > lit_efficient.schema.json
 
 COMMAND --help lists the options, and so does help COMMAND. A config names classes, and naming a class imports it:
 code of your own needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
