@@ -21,6 +21,7 @@ COMMANDS = {
     "write-data": "write_data",
     "completion": "completion",
     "schema": "schema",
+    "check": "check",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -31,6 +32,7 @@ resume bit-exactly and prove what they save.
 usage: python -m lit_efficient COMMAND ...
 
   fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
+  check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions

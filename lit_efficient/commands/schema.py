@@ -216,10 +216,10 @@ def _known_classes() -> dict[str, type]:
         names = {name: value for name, value in names.items() if isinstance(value, type)}
         known |= names | {f"{part.__name__}.{name}": value for name, value in names.items()}
     known["ReduceLROnPlateau"] = known["lightning.pytorch.cli.ReduceLROnPlateau"] = ReduceLROnPlateau
-    for name, module in lit_efficient.PUBLIC.items():
+    for name, place in lit_efficient.PUBLIC.items():
         value = getattr(lit_efficient, name)
         if isinstance(value, type):
-            known |= dict.fromkeys((name, f"lit_efficient.{name}", f"lit_efficient.{module}.{name}"), value)
+            known |= dict.fromkeys((name, f"lit_efficient.{name}", f"lit_efficient.{place}.{name}"), value)
     return known
 
 
