@@ -37,6 +37,10 @@ class _Again(Exception):
     """The check has to be made anew: with real weights, or with data."""
 
 
+class _TooLarge(Exception):
+    """What comes next reads weights that are too large to be made for a check."""
+
+
 def _checked(argv: Sequence[str], with_data: bool) -> list[str]:
     device, prepared = "meta", with_data
     while True:
@@ -44,6 +48,8 @@ def _checked(argv: Sequence[str], with_data: bool) -> list[str]:
             cli = _cli(argv, device, prepared)
             return _lines(cli, device, prepared)
         except _Again as again:
+            if "--debug" in argv:
+                raise
             device, prepared = ("cpu", prepared) if again.args[0] == "weights" else (device, True)
 
 
@@ -70,7 +76,10 @@ def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
             super().instantiate_classes()
 
         def run_subcommand(self, subcommand: str) -> None:
-            self.left = _fit_without_steps(self, device, prepared)
+            try:
+                self.left = _fit_without_steps(self, device, prepared)
+            except _TooLarge as end:
+                self.left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
 
     return Check(args=["fit", *argv], save_config_callback=None)
 
@@ -79,6 +88,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     """Do what a fit does up to its first step; return what was left out."""
     import torch
 
+    from lit_efficient.declaration import Phase, techniques_of
     from lit_efficient.internals.lightning_trainer import begin_fit
 
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
@@ -100,12 +110,14 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
         left.append(f"{type(module).__name__}.setup, which needs the data")
     if trainer.world_size > 1:
         left.append(f"the {trainer.world_size} processes: this is one")
-    with torch.device(device):
-        with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)):
-            type(module).configure_model(module)
-        with _retried(device, lambda: _bytes(module)):
-            module.configure_model()  # and the techniques
+    with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), torch.device(device):
+        type(module).configure_model(module)
     _give_memory(module)
+    reads_all = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer))
+    if reads_all and _bytes(module) > _MOST_BYTES:
+        raise _TooLarge(f"{_bytes(module) / 2**30:.1f} GiB")
+    with _retried(device, lambda: _bytes(module)):
+        module.configure_model()  # and the techniques
     with _retried(device, lambda: _bytes(module)), _steps_known(trainer, may_lack_data):
         configured = module.configure_optimizers()
     if configured is None and not module.automatic_optimization:
@@ -118,27 +130,26 @@ def _retried(device: str, size: Any) -> Iterator[None]:
     """Ask for real weights where something fails for want of them, and they are few."""
     try:
         yield
-    except (_Again, MemoryError):
+    except (_Again, _TooLarge, MemoryError):
         raise
     except Exception as error:
         meant = isinstance(error, LitEfficientError) and "meta device" not in str(error)
         if device != "meta" or meant:
             raise
         if size() > _MOST_BYTES:
-            error.add_note(f"check: the weights, {size() / 2**30:.1f} GiB, are too large to be made for a check")
-            raise
+            raise _TooLarge(f"{size() / 2**30:.1f} GiB") from error
         raise _Again("weights") from error
 
 
 @contextlib.contextmanager
 def _retried_with_data(may_lack_data: bool) -> Iterator[None]:
-    """Ask for the data where something fails before it is prepared."""
+    """Ask for the data where something fails before it is prepared, unless it says that something else is wrong."""
     try:
         yield
-    except _Again:
+    except (_Again, _TooLarge):
         raise
     except Exception as error:
-        if not may_lack_data:
+        if not may_lack_data or (isinstance(error, LitEfficientError) and "data" not in str(error).lower()):
             raise
         raise _Again("data") from error
 
@@ -165,11 +176,11 @@ def _bytes(module: Any) -> int:
 
 
 def _give_memory(module: Any) -> None:
-    """Give parameters on the meta device the memory of one element: optimizers look where parameters lie."""
+    """Give parameters on the meta device the memory of one element: techniques and optimizers want them on a device."""
     import torch
     from torch import nn
 
-    made: dict[int, Any] = {}
+    made: dict[int, Any] = {}  # one that two layers share is one
     for part in module.modules():
         for name, one in part._parameters.items():
             if one is not None and one.device.type == "meta":
