@@ -182,10 +182,10 @@ def _give_memory(module: Any) -> None:
 
     made: dict[int, Any] = {}  # one that two layers share is one
     for part in module.modules():
-        for name, one in part._parameters.items():
-            if one is not None and one.device.type == "meta":
+        for name, one in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if one.device.type == "meta":
                 empty = torch.zeros((), dtype=one.dtype).expand(one.shape)
-                part._parameters[name] = made.setdefault(id(one), nn.Parameter(empty, one.requires_grad))
+                setattr(part, name, made.setdefault(id(one), nn.Parameter(empty, one.requires_grad)))
 
 
 def _lines(cli: Any, device: str, prepared: bool) -> list[str]:

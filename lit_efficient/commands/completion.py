@@ -6,8 +6,8 @@ The words are read from the sources when the script is printed, so that pressing
 import argparse
 import ast
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from lit_efficient.__main__ import COMMANDS, RUNS, SUBCOMMANDS
 from lit_efficient.catalog import PACKAGE, PURPOSES, read_cards, source
 from lit_efficient.files import configs
 
@@ -16,6 +16,17 @@ _OF_CLASSES = (
     "data",
     "optimizer",
 )  # options of a run whose value is a class; other commands have such names, too
+
+
+def _table(name: str) -> Any:
+    """A table of ``__main__``, which lies above."""
+    tree = ast.parse((PACKAGE / "__main__.py").read_text("utf-8"))
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    return ast.literal_eval(assigned[name])
+
+
+COMMANDS: dict[str, str] = _table("COMMANDS")
+RUNS: tuple[str, ...] = _table("RUNS")
 SHELLS = ("bash", "zsh", "fish")
 _PROGRAM = "lit-efficient"
 _HOW = {
@@ -86,7 +97,7 @@ def values() -> dict[str, list[str]]:
         "--for": [*PURPOSES, "oom"],
         "techniques": [card.name for card in cards],
         "completion": [*SHELLS],
-        "help": [*SUBCOMMANDS],
+        "help": [*RUNS, *COMMANDS],
     }
 
 
@@ -117,7 +128,7 @@ _lit_efficient() {{
     if [ -z "$words" ]; then
         case "${{COMP_WORDS[1]}}" in
 {commands}
-            *) words='{" ".join([*SUBCOMMANDS, "help", "--help", "--version"])}';;
+            *) words='{" ".join([*RUNS, *COMMANDS, "help", "--help", "--version"])}';;
         esac
         case "$cur" in -*) ;; *) words=$(printf '%s\\n' $words | grep -v '^-');; esac
     fi
@@ -145,7 +156,7 @@ def fish() -> str:
         quoted = " ".join(words)
         lines.append(" ".join([f'complete -c {_PROGRAM} -n "{condition}"', *more, f"-a '{quoted}'"]))
 
-    line("__fish_is_first_token", [*SUBCOMMANDS, "help", "--help", "--version"], "-f")
+    line("__fish_is_first_token", [*RUNS, *COMMANDS, "help", "--help", "--version"], "-f")
     for command, found in {**options(), "help": []}.items():
         seen = f"__fish_seen_subcommand_from {command}"
         for name in found:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.__main__ import RUNS
 from lit_efficient.catalog import registered
 
 _USE = """Print what a config may hold as a JSON schema. With it an editor completes
@@ -54,6 +53,8 @@ def run(argv: Sequence[str]) -> int:
 
 def schema() -> dict[str, Any]:
     """The schema of whole configs and of overlays."""
+    from lightning.pytorch.cli import LightningCLI
+
     from lit_efficient.cli import LitEfficientCLI
     from lit_efficient.cli.parsing import set_import_policy
     from lit_efficient.internals.jsonargparse_parser import subcommands
@@ -69,7 +70,7 @@ def schema() -> dict[str, Any]:
         parser = stop.args[0]
     made = _Schema()
     whole = made.of_parser(parser)
-    whole["properties"] |= {key: {"$ref": "#"} for key in RUNS}
+    whole["properties"] |= {key: {"$ref": "#"} for key in LightningCLI.subcommands()}
     whole["properties"]["$schema"] = {"type": "string"}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A config of lit_efficient"}
     return {**head, **whole, "definitions": made.definitions}
