@@ -20,8 +20,12 @@ COMMANDS = {
     "generate": "generate",
     "tokenizer": "tokenizer",
     "write-data": "write_data",
+    "completion": "completion",
+    "schema": "schema",
+    "check": "check",
 }
-SUBCOMMANDS = ("fit", "validate", "test", "predict", *COMMANDS)
+RUNS = ("fit", "validate", "test", "predict")
+SUBCOMMANDS = (*RUNS, *COMMANDS)
 
 HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
 resume bit-exactly and prove what they save.
@@ -29,6 +33,7 @@ resume bit-exactly and prove what they save.
 usage: python -m lit_efficient COMMAND ...
 
   fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
+  check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
@@ -46,6 +51,8 @@ usage: python -m lit_efficient COMMAND ...
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
+  completion  let the shell complete commands, options and names:    bash | zsh | fish
+  schema      what a config may hold, so that an editor completes keys and flags typos:    > lit_efficient.schema.json
 
 COMMAND --help lists the options, and so does help COMMAND. A config names classes, and naming a class imports it:
 code of your own needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
@@ -86,9 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     silence_imports()
     if command in COMMANDS:
         return _run_command(COMMANDS[command], arguments[1:])
+    if any(word in ("-h", "--help") or word.endswith(".help") for word in arguments):
+        from lit_efficient.commands.fit_help import answer
+
+        if command in RUNS and answer(command, arguments[1:]):
+            return 0
     from lit_efficient.cli import run
 
-    return run(arguments)
+    return run(["--help" if word in ("--help-all", "--help_all") else word for word in arguments])
 
 
 def _fitted(text: str) -> str:

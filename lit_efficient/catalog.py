@@ -62,6 +62,7 @@ class Card:
         arguments: The ``Args:`` section of the class docstring.
         conflicts: Classes that it excludes, each with the reason and the way out.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
+        is_block: Whether it is a group of arguments of others, which stands in no slot itself.
         distribution: The package of somebody else's that registers it, with its version; empty for ours.
     """
 
@@ -74,6 +75,7 @@ class Card:
     arguments: str = ""
     conflicts: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
+    is_block: bool = False
     distribution: str = ""
 
 
@@ -161,6 +163,7 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         is_technique=bool(
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
+        is_block=any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list),
         distribution=distribution,
     )
 

@@ -17,7 +17,8 @@ def test_what_only_lists_does_not_import_torch(tmp_path):
         for argv in ([], ["--help"], ["--version"], ["techniques"], ["techniques", "--matrix"],
                      ["techniques", "--markdown"], ["techniques", "--help"], ["techniques", "nothing"], ["fitt"],
                      ["techniques", "--json"], ["techniques", "--csv"], ["techniques", "LoRA"],
-                     ["techniques", "--for", "oom"],
+                     ["techniques", "--for", "oom"], ["fit", "--help"], ["help", "test"], ["fit", "--EMA.help"],
+                     ["completion", "bash"], ["completion", "fish"],
                      ["configs"], ["configs", "--json"], ["copy", "lora", "--force"]):
             main(argv)
         heavy = {"torch", "lightning", "lightning_utilities", "numpy", "yaml", "jsonargparse"}

@@ -116,6 +116,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if key in ("-c", "--config"):
             arguments += [key, *map(configs.find, [value] if equals else islice(tokens, 1))]
             continue
+        if re.fullmatch(r"--[A-Z]\w*\.help", key):
+            arguments.append(_help_of(key[2:-5]))
+            continue
         if key.startswith("--") and key.endswith(".strategy"):
             value = value if equals else next(tokens, "")
             named = strategy_class(value)
@@ -133,6 +136,24 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             arguments.append(full_name(token) if names_class else token)
         names_class = is_slot and not equals
     return [*arguments, *options(without)], allowed
+
+
+def _help_of(name: str) -> str:
+    """The option that prints the arguments of a class of torch or Lightning, ``--optimizer.help=torch.optim.AdamW``."""
+    slots: dict[str, Sequence[str]] = {
+        "optimizer": [one for one, value in vars(torch.optim).items() if isinstance(value, type)],
+        "lr_scheduler": [*vars(lr_scheduler)],
+        "trainer.callbacks": callbacks.__all__,
+        "trainer.logger": loggers.__all__,
+        "trainer.plugins": plugins.__all__,
+        "trainer.profiler": profilers.__all__,
+        "trainer.strategy": strategies.__all__,
+    }
+    slot = next((slot for slot, names in slots.items() if name in names), None)
+    if slot is None:
+        known = [*PUBLIC, *(one for names in slots.values() for one in names)]
+        raise ConfigurationError(f"--{name}.help: there is no class {name!r}{did_you_mean(name, known)}")
+    return f"--{slot}.help={full_name(name)}"
 
 
 def _check_text(option: str, text: str) -> None:

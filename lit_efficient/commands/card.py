@@ -18,7 +18,8 @@ def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
         cards: All of them, for what is related to it, and for conflicts that the other one declares.
         width: Columns of the terminal.
     """
-    lines = [f"{card.name}   (slot {card.slot})", "", *wrapped(card.summary, width), ""]
+    place = "a block of arguments" if card.is_block else f"slot {card.slot}"
+    lines = [f"{card.name}   ({place})", "", *wrapped(card.summary, width), ""]
     facts = {key: text.partition(". ")[2] if key in PURPOSES else text for key, text in card.facts.items()}
     facts |= {"measured": measured(card), "file": card.module, "of": card.distribution}
     others = cards or [card]
@@ -27,15 +28,18 @@ def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
     facts["related"] = ", ".join(related(card, others))
     for label, text in facts.items():
         lines += wrapped(f"{label:<8} {text}", width, " " * 9) if text else []
-    lines += ["", *wrapped(f"{card.name}({card.signature})", width, " " * 4)]
+    if card.signature or not card.is_block:
+        lines += ["", *wrapped(f"{card.name}({card.signature})", width, " " * 4)]
     if card.arguments:
-        lines += ["", *(f"  {line}".rstrip() for line in _arguments(card.arguments, width - 2))]
+        lines += ["", *(f"  {line}".rstrip() for line in argument_lines(card.arguments, width - 2))]
+    if card.is_block:
+        return "\n".join(lines)
     lines += ["", f"In YAML{_as_overlay(card)}:", textwrap.indent(_yaml(card), "  ")]
     python = textwrap.indent("\n".join(python_lines(card)), "  ")
     return "\n".join([*lines, *(["", "In Python:", python] if python else [])])
 
 
-def _arguments(text: str, width: int) -> Iterator[str]:
+def argument_lines(text: str, width: int) -> Iterator[str]:
     """The explanations of the arguments, each a paragraph; the items of a list within one stay apart."""
     for part in re.split(r"\n(?=\S|\s+[-*] |\s*\n)", text):
         depth = len(part) - len(part.lstrip(" "))

@@ -23,7 +23,7 @@ from lit_efficient.commands.card import card_text, excluded, overlay_of, wrapped
 from lit_efficient.errors import ConfigurationError, did_you_mean
 
 _SINGLE = {"optimizer", "lr_scheduler", "model", "data", "trainer.strategy"}  # slots that hold one class
-_PARTS = {"model": "tasks and their parts", "data": "data and its parts", "trainer.callbacks": "other callbacks"}
+_PARTS = {"model": "tasks", "data": "data modules", "trainer.callbacks": "other callbacks", "": "blocks of arguments"}
 _OOM = "memory"  # what helps a run that ran out of it
 
 
@@ -98,7 +98,8 @@ def listed(cards: Sequence[Card], width: int) -> str:
         group.sort(key=lambda card: order.index(card.name) if card.name in order else len(order))
         lines += [title, *(line for card in group for line in _line(card, names, width)), ""] if group else []
     for slot, title in _PARTS.items():
-        rest = [c.name for c in cards if c.slot == slot and (not c.is_technique or slot in ("model", "data"))]
+        others = [c for c in cards if not c.is_technique or c.slot in ("model", "data")]
+        rest = [c.name for c in others if (c.slot == slot and not c.is_block) or (c.is_block and not slot)]
         lines += wrapped(f"{title}: {', '.join(rest)}", width, "  ") if rest else []
     lines += [f"{card.name} is a technique of {card.distribution}" for card in cards if card.distribution]
     more = "`techniques NAME` prints a card, `techniques --for memory` what to try first, `techniques --help` the rest."
@@ -144,7 +145,7 @@ def entry(card: Card, known: dict[tuple[str, str], str]) -> dict[str, Any]:
     facts = {key: card.facts.get(key, "") for key in ("saves", "costs", "source")}
     return {
         "name": card.name,
-        "slot": card.slot,
+        "slot": "" if card.is_block else card.slot,
         "group": purpose_of(card),
         "summary": card.summary,
         **facts,

@@ -30,6 +30,27 @@ def set_default_root_dir(trainer: Any, folder: str) -> None:
     trainer._default_root_dir = folder
 
 
+def begin_fit(trainer: Any, module: Any, datamodule: Any) -> None:
+    """Tie a trainer to what it fits, as ``fit`` does before it prepares data: ``strategy._lightning_module``,
+    ``_data_connector``, ``_callback_connector``, ``_verify_loop_configurations``.
+    """
+    from lightning.pytorch.loops.utilities import _parse_loop_limits
+    from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
+    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+
+    trainer.strategy._lightning_module = module
+    trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+    trainer.training = True
+    trainer._data_connector.attach_data(module, datamodule=datamodule)
+    loop = trainer.fit_loop
+    loop.min_epochs, loop.max_epochs = _parse_loop_limits(
+        trainer.min_steps, trainer.max_steps, trainer.min_epochs, trainer.max_epochs, trainer
+    )
+    trainer.strategy.connect(module)
+    trainer._callback_connector._attach_model_callbacks()
+    _verify_loop_configurations(trainer)
+
+
 def call_callbacks(trainer: Any, hook: str) -> None:
     """Call a hook of all callbacks: ``call._call_callback_hooks``."""
     from lightning.pytorch.trainer import call

@@ -1,9 +1,12 @@
 import pytest
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lit_efficient.internals import lightning_trainer
 from tests.internals.leaning import leans_on
-from tests.internals.toy_fit import NAMESPACES, fit, module, trainer
+from tests.internals.toy_fit import NAMESPACES, fit, module, rows, trainer
 
 both = pytest.mark.parametrize("namespace", NAMESPACES)
 
@@ -75,3 +78,26 @@ def test_a_hook_of_the_module_is_called(namespace):
 
     fit(namespace, {"on_train_start": on_train_start}, limit_val_batches=0)
     assert seen == ["called"]
+
+
+@leans_on(
+    "lightning",
+    "strategy._lightning_module, trainer._data_connector, trainer._callback_connector._attach_model_callbacks, "
+    "_parse_loop_limits, _verify_loop_configurations",
+    "lightning_trainer",
+)
+def test_a_fit_can_begin_without_going_on():
+    made, toy = trainer("lightning.pytorch", max_epochs=None, max_steps=3), module("lightning.pytorch")
+    extra = Timer()
+    toy.configure_callbacks = lambda: [extra]
+    data = LightningDataModule.from_datasets(rows().dataset, rows().dataset)
+    lightning_trainer.begin_fit(made, toy, data)
+    assert toy.trainer is made
+    assert made.lightning_module is toy
+    assert made.datamodule is data
+    assert data.trainer is made
+    assert extra in made.callbacks
+    assert (made.training, made.state.fn, made.max_epochs, made.global_step) == (True, "fit", -1, 0)
+    del type(toy).training_step
+    with pytest.raises(MisconfigurationException, match="training_step"):
+        lightning_trainer.begin_fit(trainer("lightning.pytorch"), toy, data)

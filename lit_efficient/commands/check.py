@@ -1,0 +1,204 @@
+"""``python -m lit_efficient check -c X``: all that ``fit`` does with a config before it touches data, and nothing more.
+
+The network is built on the meta device, where weights take neither memory nor time, techniques are applied to it, and
+the optimizer is built over what trains. What cannot be done there is done on the CPU, if the network is small. Data is
+prepared where the network's sizes come from it, or with ``--with_data``. Nothing else is written.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lit_efficient.errors import LitEfficientError
+
+_MOST_BYTES = 2 * 2**30  # of weights that are made on the CPU for a check
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check a config."""
+    parser = argparse.ArgumentParser(
+        "lit_efficient check",
+        description="Say whether `fit` with these options would come to its first step: parse the config, build the "
+        "network without its weights, apply the techniques, build the optimizer. Takes the options of fit: "
+        "-c CONFIG, --trainer.max_steps 100, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--with_data", action="store_true", help="prepare the data as fit does, and take a batch")
+    options, rest = parser.parse_known_args(argv)
+    from lit_efficient.cli.errors import explained
+
+    with explained(rest):
+        print("\n".join(_checked(rest, options.with_data)))
+    return 0
+
+
+class _Again(Exception):
+    """The check has to be made anew: with real weights, or with data."""
+
+
+class _TooLarge(Exception):
+    """What comes next reads weights that are too large to be made for a check."""
+
+
+def _checked(argv: Sequence[str], with_data: bool) -> list[str]:
+    device, prepared = "meta", with_data
+    while True:
+        try:
+            cli = _cli(argv, device, prepared)
+            return _lines(cli, device, prepared)
+        except _Again as again:
+            if "--debug" in argv:
+                raise
+            device, prepared = ("cpu", prepared) if again.args[0] == "weights" else (device, True)
+
+
+def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
+    """The command line of a fit, whose parts are built on a device, that stops where data would be needed."""
+    import torch
+
+    from lit_efficient.cli import LitEfficientCLI
+
+    class Check(LitEfficientCLI):
+        left: list[str]
+
+        def _placed(self, written: Any) -> Any:
+            return written.clone()  # no folder is made
+
+        def instantiate_classes(self) -> None:
+            build = self.parser.instantiate_classes
+
+            def on_device(config: Any, **kwargs: Any) -> Any:
+                with torch.device(device), _retried(device, lambda: 0):
+                    return build(config, **kwargs)
+
+            self.parser.instantiate_classes = on_device
+            super().instantiate_classes()
+
+        def run_subcommand(self, subcommand: str) -> None:
+            try:
+                self.left = _fit_without_steps(self, device, prepared)
+            except _TooLarge as end:
+                self.left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
+
+    return Check(args=["fit", *argv], save_config_callback=None)
+
+
+def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
+    """Do what a fit does up to its first step; return what was left out."""
+    import torch
+
+    from lit_efficient.declaration import Phase, techniques_of
+    from lit_efficient.internals.lightning_trainer import begin_fit
+
+    trainer, module, data = cli.trainer, cli.model, cli.datamodule
+    left = [] if prepared or data is None else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
+    begin_fit(trainer, module, data)
+    if prepared and data is not None:
+        data.prepare_data()
+        data.setup("fit")
+        next(iter(data.train_dataloader()))
+    may_lack_data = data is not None and not prepared
+    with _retried_with_data(may_lack_data):
+        for callback in trainer.callbacks:
+            callback.setup(trainer, module, "fit")
+    try:
+        module.setup("fit")
+    except Exception as error:
+        if isinstance(error, LitEfficientError) or not may_lack_data:
+            raise
+        left.append(f"{type(module).__name__}.setup, which needs the data")
+    if trainer.world_size > 1:
+        left.append(f"the {trainer.world_size} processes: this is one")
+    with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), torch.device(device):
+        type(module).configure_model(module)
+    _give_memory(module)
+    reads_all = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer))
+    if reads_all and _bytes(module) > _MOST_BYTES:
+        raise _TooLarge(f"{_bytes(module) / 2**30:.1f} GiB")
+    with _retried(device, lambda: _bytes(module)):
+        module.configure_model()  # and the techniques
+    with _retried(device, lambda: _bytes(module)), _steps_known(trainer, may_lack_data):
+        configured = module.configure_optimizers()
+    if configured is None and not module.automatic_optimization:
+        left.append("manual optimization")
+    return [*left, "the first step: values, its memory and its time"]
+
+
+@contextlib.contextmanager
+def _retried(device: str, size: Any) -> Iterator[None]:
+    """Ask for real weights where something fails for want of them, and they are few."""
+    try:
+        yield
+    except (_Again, _TooLarge, MemoryError):
+        raise
+    except Exception as error:
+        meant = isinstance(error, LitEfficientError) and "meta device" not in str(error)
+        if device != "meta" or meant:
+            raise
+        if size() > _MOST_BYTES:
+            raise _TooLarge(f"{size() / 2**30:.1f} GiB") from error
+        raise _Again("weights") from error
+
+
+@contextlib.contextmanager
+def _retried_with_data(may_lack_data: bool) -> Iterator[None]:
+    """Ask for the data where something fails before it is prepared, unless it says that something else is wrong."""
+    try:
+        yield
+    except (_Again, _TooLarge):
+        raise
+    except Exception as error:
+        if not may_lack_data or (isinstance(error, LitEfficientError) and "data" not in str(error).lower()):
+            raise
+        raise _Again("data") from error
+
+
+@contextlib.contextmanager
+def _steps_known(trainer: Any, may_lack_data: bool) -> Iterator[None]:
+    """Let schedules ask for the steps of a run whose data is not there."""
+    kind = type(trainer)
+
+    class Counted(kind):  # type: ignore[valid-type, misc]
+        @property
+        def estimated_stepping_batches(self) -> float:
+            endless = self.max_epochs == -1
+            return super().estimated_stepping_batches if endless else self.max_steps if self.max_steps > 0 else 1000
+
+    if may_lack_data:
+        trainer.__class__ = Counted
+    yield
+    trainer.__class__ = kind
+
+
+def _bytes(module: Any) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+
+
+def _give_memory(module: Any) -> None:
+    """Give parameters on the meta device the memory of one element: techniques and optimizers want them on a device."""
+    import torch
+    from torch import nn
+
+    made: dict[int, Any] = {}  # one that two layers share is one
+    for part in module.modules():
+        for name, one in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if one.device.type == "meta":
+                empty = torch.zeros((), dtype=one.dtype).expand(one.shape)
+                setattr(part, name, made.setdefault(id(one), nn.Parameter(empty, one.requires_grad)))
+
+
+def _lines(cli: Any, device: str, prepared: bool) -> list[str]:
+    from lit_efficient.application import reports_of
+    from lit_efficient.declaration import techniques_of
+
+    module, techniques = cli.model, techniques_of(cli.trainer)
+    trains = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    number = sum(p.numel() for p in module.parameters())
+    lines = [
+        f"model: {type(module).__name__}, {number:,} parameters, {trains:,} train, {_bytes(module) / 2**20:,.1f} MiB"
+    ]
+    reports = reports_of(module, techniques)
+    lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())] if reports else []
+    lines.append(f"built on the {'meta device' if device == 'meta' else 'CPU'}{', with its data' if prepared else ''}")
+    return [*lines, "not checked:", *(f"  {one}" for one in cli.left), "The config is fine as far as that goes."]

@@ -1,0 +1,88 @@
+"""The help of ``fit`` and its kin, and ``--NAME.help`` for the arguments of one class. Standard library only."""
+
+import re
+import shutil
+from collections.abc import Sequence
+
+from lit_efficient.catalog import Card, arguments_of, read_cards, read_third_party
+from lit_efficient.commands.card import argument_lines, wrapped
+
+_DOES = {
+    "fit": "Train what a config describes.",
+    "validate": "Evaluate a checkpoint on the validation data of a config.",
+    "test": "Evaluate a checkpoint on the test data of a config.",
+    "predict": "Run a checkpoint's predictions on the data of a config.",
+}
+_COLUMN = 28
+_CONFIGS = """
+configs: later ones go on top of earlier ones, and options on top of all
+  -c CONFIG                 a whole run, by name or file; `configs` lists names
+  -c OVERLAY                what to change: -c ema, -c loggers/wandb, mine.yaml
+  --print_config            print the result; `check -c ...` builds it and stops
+
+techniques: `techniques` lists them, `techniques --for oom` what to try first
+  -c NAME                   by overlay, with arguments that go well together
+  --trainer.callbacks+=NAME by class, with its defaults
+  --without NAME            take one out that a config has
+  --NAME.help               arguments of a technique, task, data module or optimizer: --EMA.help
+
+every key of a config is an option
+"""
+_FIT = """\
+  --trainer.KEY VALUE       --trainer.max_steps 1000, --trainer.precision bf16-mixed, --trainer.devices 2
+  --model.KEY, --data.KEY   --model.learning_rate 1e-3, --data.batch_size 8
+  --optimizer NAME          --optimizer AdamW --optimizer.lr 1e-3, --lr_scheduler CosineAnnealingLR
+  --ckpt_path FILE          go on from a checkpoint; last: from the newest one
+"""
+_OTHERS = """\
+  --trainer.KEY VALUE       --trainer.devices 1, --trainer.limit_test_batches 10
+  --model.KEY, --data.KEY   --data.batch_size 8
+  --ckpt_path FILE          the checkpoint
+"""
+_END = """\
+  --allow-import PACKAGE    let configs name classes of your code
+  --help-all                every option there is    (--debug: tracebacks)"""
+
+
+def answer(command: str, arguments: Sequence[str]) -> bool:
+    """Print the help that the arguments ask for; False if it is not known here."""
+    width = max(40, shutil.get_terminal_size().columns)
+    if {"-h", "--help"} & {*arguments}:
+        print(short(command, width))
+        return True
+    asked = [found[1] for word in arguments if (found := re.fullmatch(r"--([A-Z]\w*)\.help", word))]
+    cards = {card.name.lower(): card for card in [*read_cards(), *read_third_party()[0]]} if asked else {}
+    if not asked or any(name.lower() not in cards for name in asked):
+        return False
+    print("\n\n".join(arguments_text(cards[name.lower()], width) for name in asked))
+    return True
+
+
+def short(command: str, width: int) -> str:
+    """What one needs of ``fit --help``."""
+    head = f"usage: python -m lit_efficient {command} -c CONFIG [-c OVERLAY ...] [OPTIONS]\n\n{_DOES[command]}\n"
+    text = head + _CONFIGS + (_FIT if command == "fit" else _OTHERS) + _END
+    lines = (
+        wrapped(line, width, " " * (_COLUMN if line.startswith("  ") else 2)) or [""] for line in text.splitlines()
+    )
+    return "\n".join(line for part in lines for line in part)
+
+
+def arguments_text(card: Card, width: int) -> str:
+    """The arguments of a class, and how they are given."""
+    lines = [
+        f"{card.name} ({'a block of arguments' if card.is_block else card.slot})",
+        *wrapped(card.summary, width),
+        "",
+    ]
+    for one in arguments_of(card):
+        default = f" = {one['default']}" if one["default"] else "  (required)"
+        lines += wrapped(f"  {one['name']}: {one['type']}{default}", width, " " * 6)
+        lines += wrapped(one["help"], width - 6, start=" " * 6)
+    if card.is_block or not card.signature:  # fields are in the docstring
+        lines += [f"  {line}" for line in argument_lines(card.arguments, width - 2)] or ["  no arguments"]
+    elif card.slot.startswith("trainer."):
+        lines += ["", *wrapped(f"In a run: --{card.slot}+={card.name} --{card.slot}.ARGUMENT VALUE", width, "  ")]
+    else:
+        lines += ["", *wrapped(f"In a run: --{card.slot}={card.name} --{card.slot}.ARGUMENT VALUE", width, "  ")]
+    return "\n".join([*lines, f"Its card: python -m lit_efficient techniques {card.name}"])

@@ -1,0 +1,171 @@
+"""``check`` refuses what ``fit`` refuses before its first step, in the same words, and accepts what fit accepts."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient.__main__ import main
+from lit_efficient.files import configs
+from tests.cli.toy_runs import ALLOW, fit
+from tests.support_cli import ToyData, ToyModel
+
+HERE = __name__
+ONE_STEP = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0"]
+
+
+def check(*arguments: str) -> int:
+    return main(["check", *ALLOW, "-c", "base.yaml", *arguments])
+
+
+class Huge(ToyModel):
+    """40 GB of weights, if they were made."""
+
+    def _build(self, hidden: int) -> None:
+        self.net = nn.Sequential(nn.Linear(100_000, 100_000), nn.Linear(100_000, 1))
+
+
+class Reads(ToyModel):
+    """Reads values while it is built."""
+
+    def _build(self, hidden: int) -> None:
+        super()._build(hidden)
+        self.rates = torch.linspace(0, 1, 3).tolist()
+
+
+class OfData(ToyModel):
+    """Is as wide as the data says once it is set up."""
+
+    def __init__(self, hidden: int = 4) -> None:
+        super().__init__(hidden=hidden, late=True)
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self._build(self.trainer.datamodule.width)
+
+
+class Wide(ToyData):
+    prepared: ClassVar[int] = 0
+
+    def setup(self, stage: str) -> None:
+        Wide.prepared += 1
+        self.width = 5
+
+
+class Missing(ToyData):
+    def setup(self, stage: str) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "rows.jsonl")
+
+
+def test_it_says_what_would_run_and_leaves_nothing_behind(capsys):
+    before, touched = sorted(Path.cwd().rglob("*")), ToyData.touched
+    assert check("--trainer.callbacks+=LoRA", "--trainer.callbacks+=EMA", "--optimizer=AdamW") == 0
+    said = capsys.readouterr().out
+    assert sorted(Path.cwd().rglob("*")) == before
+    assert ToyData.touched == touched
+    assert ToyModel.last.trainer.global_step == 0
+    assert "model: ToyModel, 117 parameters, 96 train" in said  # of 21 as it is written
+    assert "\n  LoRA: 2 layers" in said
+    assert "\n  EMA: " in said
+    assert "not checked:\n  the data: ToyData was not prepared" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--model.late=true", "--model.hidden=8"],
+        ["--trainer.callbacks+=QuantizeBase", "--trainer.callbacks+=LoRA", "--model.hidden=64"],
+        [
+            "--optimizer=FusedAdamW",
+            "--lr_scheduler=OneCycleLR",
+            "--lr_scheduler.max_lr=1e-3",
+        ],  # as long as the data says
+        ["--optimizer=MuonAdamW", "--trainer.callbacks+=CheckpointAverage"],
+        ["--optimizer=ScheduleFreeAdamW"],
+        ["--trainer.callbacks+=LowBitOptimizer", "--optimizer=AdamW", "--model.hidden=2000"],
+        ["--model", f"{HERE}.Reads", "--trainer.callbacks+=LoRA"],
+    ],
+)
+def test_what_fit_accepts_it_accepts(arguments, capsys):
+    assert fit(*ONE_STEP, *arguments) == 0, capsys.readouterr().err
+    assert check(*ONE_STEP, *arguments) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainer.max_step=3"],
+        ["--trainer.max_steps=many"],
+        ["--trainer.accelerator=gpu"],
+        ["--trainer.devices=9999"],
+        ["--trainer.default_root_dir=/proc/nowhere"],
+        ["--model.hidden=0"],
+        ["--model.hiden=4"],
+        ["--model", f"{HERE}.Nothing"],
+        ["--trainer.callbacks+=EMMA"],
+        ["--trainer.callbacks+=EMA", "--trainer.callbacks.decay=2"],
+        ["--trainer.callbacks+=EMA", "--trainer.callbacks+=CheckpointAverage"],
+        ["--trainer.callbacks+=ChannelsLast"],
+        ["--trainer.callbacks+=OffloadOptimizer"],
+        ["--trainer.callbacks+=LoRA", "--trainer.callbacks.targets=[nothing]"],
+        ["--trainer.callbacks+=StochasticDepth"],
+        ["--trainer.callbacks+=ScheduleFree", "--optimizer=Lion"],
+        ["--optimizer=AdamW", "--optimizer.lr=-1"],
+        ["--lr_scheduler=CosineAnnealingLR"],
+        ["--optimizer=AdamW", "--lr_scheduler=CosineAnnealingLR", "--trainer.max_epochs=-1"],
+        ["--ckpt_path=none.ckpt"],
+        ["--without=EMA"],
+        ["-c", "misssing"],
+        ["--trainer.plugins+=lightning.pytorch.plugins.io.TorchCheckpointIO"],
+    ],
+)
+def test_what_fit_refuses_it_refuses_in_the_same_words(arguments, capsys):
+    assert fit(*arguments) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert check(*arguments) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == said
+    assert len(said) == 1
+
+
+def test_a_network_of_any_size_takes_no_memory(capsys):
+    assert check("--model", f"{HERE}.Huge", "--trainer.callbacks+=LoRA", "--optimizer=AdamW") == 0
+    said = capsys.readouterr().out
+    assert "10,000,100,000 parameters" not in said  # those of the adapters are there, too
+    assert "built on the meta device" in said
+    assert check("--model", f"{HERE}.Huge", "--trainer.callbacks+=QuantizeBase") == 0
+    assert "the optimizer, which need the weights (37.3 GiB)" in capsys.readouterr().out
+
+
+def test_weights_are_made_where_they_are_read_and_data_where_a_size_comes_from_it(capsys):
+    assert check("--model", f"{HERE}.Reads") == 0
+    assert "built on the CPU\n" in capsys.readouterr().out
+    wide = ["--model", f"{HERE}.OfData", "--data", f"{HERE}.Wide"]
+    assert check(*wide) == 0
+    said = capsys.readouterr().out
+    assert Wide.prepared == 1
+    assert "ToyModel, 26 parameters" in said.replace("OfData", "ToyModel")
+    assert "with its data" in said
+    assert "not prepared" not in said
+
+
+def test_data_is_looked_at_when_asked_for(capsys):
+    missing = ["--data", f"{HERE}.Missing"]
+    assert check(*missing) == 0
+    assert "Missing was not prepared (--with_data does)" in capsys.readouterr().out
+    assert check(*missing, "--with-data") == fit(*missing) == 2
+    assert capsys.readouterr().err.count("error: rows.jsonl: No such file or directory") == 2
+
+
+@pytest.mark.turns(9)
+@pytest.mark.parametrize(
+    "overlay", [name for name, path in configs.known().items() if path.parent.name == "techniques"]
+)
+def test_an_overlay_is_taken_or_refused_with_its_reason(overlay, capsys):
+    code = main(["check", "-c", "language_model", "-c", overlay])
+    captured = capsys.readouterr()
+    assert code == 0 or "error: " in captured.err
+    assert ("fine as far as that goes" in captured.out) is (code == 0)
+    assert "Traceback" not in captured.err
