@@ -58,8 +58,7 @@ def test_the_space_before_the_first_new_word_stays(monkeypatch: pytest.MonkeyPat
 PROMPTS = ["the cat", "a dog sat on the mat, and", "on"]
 
 
-@pytest.fixture(scope="module")
-def written() -> tuple[Any, Any]:
+def writer() -> tuple[Any, Any]:
     """A network with random weights and a tokenizer of bytes and their pairs, of which one token is no whole word."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,6 +73,11 @@ def written() -> tuple[Any, Any]:
     network = build(CausalLMConfig(config_fields=fields)).eval()
     network.generation_config.eos_token_id = None
     return network, tokenizer
+
+
+@pytest.fixture(scope="module")
+def written() -> tuple[Any, Any]:
+    return writer()
 
 
 def _continued(written: tuple[Any, Any], prompts: list[str], how: Sampling, **options: Any) -> list[str]:
