@@ -16,6 +16,7 @@ COMMANDS = {
     "ema-sweep": "ema_sweep",
     "export": "export",
     "generate": "generate",
+    "sample": "sample",
     "tokenizer": "tokenizer",
     "write-data": "write_data",
 }
@@ -40,6 +41,8 @@ usage: python -m lit_efficient COMMAND ...
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
               and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
   generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]
+              or talk to it:    --ckpt FILE --chat
+  sample      let a diffusion model draw:    --ckpt FILE --output FILE.png [--classes 0,3,7 | --prompts TEXT ...]
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
