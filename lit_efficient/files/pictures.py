@@ -80,10 +80,11 @@ def write_picture(picture: Any, path: Path, about: Mapping[str, Any] | None = No
 
 def shortened(text: str, font: Any, width: int = _WIDEST) -> str:
     """``text`` in one line of letters that the font has, cut with an ellipsis where it is wider than ``width``."""
-    plain = unicodedata.normalize("NFKD", " ".join(text.split())[:500])  # an e and its accent: the e can be drawn
-    letters = [letter for letter in plain if not unicodedata.combining(letter)]
+    letters = unicodedata.normalize("NFKD", " ".join(text.split())[:200])  # an e and its accent: the e can be drawn
     missing = _drawn("\U0010ffff", font)
-    plain = "".join(letter if letter == " " or _drawn(letter, font) != missing else "?" for letter in letters)
+    marks = {letter: letter if _drawn(letter, font) != missing else "?" for letter in set(letters)}
+    marks |= {letter: "" for letter in marks if unicodedata.combining(letter)}
+    plain = "".join(map(marks.__getitem__, letters))
     if font.getlength(plain) <= width:
         return plain
     while font.getlength(plain + "…") > width:

@@ -77,7 +77,7 @@ def samples_file(step: int, suffix: str, root: str, log_dir: str | None, folder:
         log_dir: The trainer's, for other runs; ``None`` is ``root``.
         folder: That of the user's choice.
     """
-    place = folder or (root if read_record(Path(root)) else log_dir) or root
+    place = folder or (root if read_record(Path(root)) is not None else log_dir) or root
     return Path(place, "samples", f"step_{step:07d}{suffix}")
 
 
