@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_efficient.models.generation import longest_row
 from lit_efficient.models.sampling import Sampling
-from lit_efficient.tasks.text_generation import as_chat, continuations, length_of, room_for
+from lit_efficient.tasks.text_generation import as_chat, length_of, room_for
 
 with contextlib.suppress(ImportError):  # Windows has none
     import readline  # noqa: F401 (input() edits lines by it)
@@ -30,8 +30,9 @@ class Conversation:
     def __init__(
         self, model: Any, sampling: Sampling, max_new_tokens: int | None, endings: Sequence[str], seed: int
     ) -> None:
-        model.generate_text([], max_new_tokens=1, stop=endings)  # a model that cannot write says so
         self.model, self.tokenizer = model, model.tokenizer
+        how: dict[str, Any] = {"max_new_tokens": 1, "sampling": sampling, "seeds": [], "endings": endings}
+        model.continuations(self.tokenizer, [], **how)  # or it says why it cannot
         self.sampling, self.endings, self.seed = sampling, endings, seed
         self.most = min(_MOST, longest_row(model.network) // 2) if max_new_tokens is None else max_new_tokens
         self.room = room_for(model.network, self.most)
@@ -79,7 +80,7 @@ class Conversation:
         """Print the answer to the last turn while it is written, and add it, stopped or not."""
         written, shown = "", 0
 
-        def told(_: int, text: str) -> None:
+        def watch(_: int, text: str) -> None:
             nonlocal written, shown
             written, safe = text, len(text) - _unsure(text, self.endings)
             if safe > shown:
@@ -87,18 +88,15 @@ class Conversation:
                 shown = safe
 
         try:
-            ((written, _),) = continuations(
-                self.model.network,
+            ((written, _),) = self.model.continuations(
                 self.tokenizer,
                 [as_chat(self.tokenizer, self.turns)],
                 max_new_tokens=self.most,
                 sampling=self.sampling,
                 seeds=[self.seed],
-                stop=set((self.model.tokenizer_state or {}).get("stop", ())),
-                device=self.model.device,
                 special=False,
                 endings=self.endings,
-                told=told,
+                watch=watch,
             )
         except KeyboardInterrupt:
             self.interrupted = True

@@ -1,10 +1,9 @@
 """``python -m lit_efficient generate --ckpt FILE --prompt TEXT``: let a trained language model write, or talk to it."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from lit_efficient.commands.prompts import default_device, forgiving_streams, prompts_of
+from lit_efficient.commands.prompts import add_model_options, forgiving_streams, load_model, prompts_of
 
 
 def run(argv: Sequence[str]) -> int:
@@ -15,9 +14,7 @@ def run(argv: Sequence[str]) -> int:
         "of EMA or CheckpointAverage used where the run kept some. The same seed gives the same text. With --chat and "
         "no prompt it holds a conversation.",
     )
-    parser.add_argument(
-        "--ckpt", required=True, help="a checkpoint of LanguageModeling or of a task derived from it, or a run's folder"
-    )
+    add_model_options(parser, "a checkpoint of LanguageModeling, or of a task derived from it")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     parser.add_argument(
         "--prompts",
@@ -37,14 +34,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="prompt number i is continued with seed + i")
     parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time; it does not change the texts")
-    parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto")
-    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
     arguments = parser.parse_args(argv)
     texts_alone = "" if arguments.chat else "add --chat"
     given = [*(arguments.prompt or ()), *prompts_of(arguments.prompts or (), "generate", texts_alone)]
     if not given and not arguments.chat:
         parser.error("one of the arguments --prompt --prompts --chat is required")
-    from lit_efficient.files.checkpoints import newest_in
     from lit_efficient.models.sampling import Sampling
     from lit_efficient.tasks.loading import load_language_model
 
@@ -52,10 +46,7 @@ def run(argv: Sequence[str]) -> int:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     sampling = {name: getattr(arguments, name) for name in names}
     Sampling(**sampling).check("generate")
-    path = newest_in(arguments.ckpt)
-    model, held = load_language_model(str(path), arguments.weights)
-    model.to(arguments.device or default_device())
-    print(f"{path}: {held} weights", file=sys.stderr)
+    model, _ = load_model(load_language_model, arguments)
     if not given:
         from lit_efficient.commands.chat import Conversation
 

@@ -1,10 +1,12 @@
 """What the commands that write and draw have in common: prompts, and where to compute."""
 
+import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lit_efficient.errors import ConfigurationError
 
@@ -80,6 +82,25 @@ def default_device() -> str:
 
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
+
+
+def add_model_options(parser: argparse.ArgumentParser, ckpt: str) -> None:
+    """``--ckpt``, which is described by ``ckpt``, ``--weights`` and ``--device``."""
+    parser.add_argument("--ckpt", required=True, help=f"{ckpt}; or a run's folder, for its last one")
+    parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto", help="auto: as it validated")
+    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
+
+
+def load_model(
+    load: Callable[[str, Any], tuple[Any, str]], arguments: argparse.Namespace
+) -> tuple[Any, dict[str, str]]:
+    """The model that these options name, on its device, and what is known of it, of which a line is printed."""
+    from lit_efficient.files.checkpoints import newest_in
+
+    path = str(newest_in(arguments.ckpt))
+    model, held = load(path, arguments.weights)
+    print(f"{path}: {held} weights", file=sys.stderr)
+    return model.to(arguments.device or default_device()), {"checkpoint": path, "weights": held}
 
 
 def forgiving_streams() -> None:

@@ -3,12 +3,12 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from lit_efficient.commands.prompts import default_device, prompts_of
+from lit_efficient.commands.prompts import add_model_options, load_model, prompts_of
 from lit_efficient.errors import check_choice, check_number, refusal
 
 _SHOWN = 10  # classes, and prompts, where none are named
@@ -18,14 +18,7 @@ _MOST = 100_000  # numbers in one option
 
 @dataclass(frozen=True)
 class Subject:
-    """What a row of the grid shows.
-
-    Args:
-        name: As it stands beside the row.
-        stem: As its files begin.
-        label: The class, if the model takes one.
-        prompt: The prompt, if it takes one.
-    """
+    """What a row of the grid shows: its name there, how its files begin, and what the model is given."""
 
     name: str
     stem: str
@@ -41,47 +34,31 @@ def run(argv: Sequence[str]) -> int:
         "EMA or CheckpointAverage used where the run kept some. A row for each class or prompt, a column for each "
         "seed. An image is that of its class or prompt, seed and settings, whatever is drawn beside it.",
     )
-    parser.add_argument("--ckpt", required=True, help="a checkpoint of LatentDiffusion, or a run's folder")
+    add_model_options(parser, "a checkpoint of LatentDiffusion")
     parser.add_argument("--output", required=True, help="FILE.png, the grid; or a folder for it and all images")
-    parser.add_argument("--classes", metavar="0,3,7", help="classes by number, 0-9 is ten; the first ten if left out")
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        metavar="TEXT",
-        help="texts, or one file with a text a line; those of the run if left out",
-    )
+    parser.add_argument("--classes", metavar="0,3,7", help="by number, 0-9 is ten; the first ten if left out")
+    texts = "texts, or one file with a text a line; those of the run if left out"
+    parser.add_argument("--prompts", nargs="+", metavar="TEXT", help=texts)
     parser.add_argument("--seeds", default="0-3", metavar="0,1,2", help="as classes; 0-3 if left out")
     parser.add_argument("--guidance", type=float, help="strength of guidance, 1 is none; the run's if left out")
     parser.add_argument("--steps", type=int, help="of the sampler; the run's if left out")
     parser.add_argument("--sampler", help="builtin, ddim, euler, heun, dpmsolver++; the run's if left out")
     parser.add_argument("--batch_size", type=int, default=16, help="images at a time; it does not change them")
-    parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto")
-    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
     arguments = parser.parse_args(argv)
-    if arguments.guidance is not None:
-        check_number("sample", "--guidance", arguments.guidance, least=0)
-    if arguments.steps is not None:
-        check_number("sample", "--steps", arguments.steps, least=1, whole=True)
-    check_number("sample", "--batch_size", arguments.batch_size, least=1, whole=True)
     seeds = numbers("--seeds", arguments.seeds)
     classes = None if arguments.classes is None else numbers("--classes", arguments.classes)
     prompts = None if arguments.prompts is None else prompts_of(arguments.prompts, "sample", "it draws for texts alone")
-    grid = _grid_file(Path(arguments.output))
-    from lit_efficient.files.checkpoints import newest_in
-    from lit_efficient.losses.diffusion_sampling import SamplerName
+    output = Path(arguments.output)
+    grid = _grid_file(output)
+    check_number("sample", "--batch_size", arguments.batch_size, least=1, whole=True)
     from lit_efficient.tasks.loading import load_latent_diffusion
 
-    if arguments.sampler is not None:
-        check_choice("sample", "--sampler", arguments.sampler, get_args(SamplerName))
-    path = newest_in(arguments.ckpt)
-    model, held = load_latent_diffusion(str(path), arguments.weights)
-    _set(model, arguments)
+    model, about = load_model(load_latent_diffusion, arguments)
+    about |= _set(model, arguments)
     subjects = subjects_of(model, classes, prompts)
-    model.to(arguments.device or default_device())
-    print(f"{path}: {held} weights", file=sys.stderr)
-    about = {"checkpoint": path, "weights": held, "sampler": model.sampler.name}
-    about |= {"guidance": model.guidance_scale, "steps": model.sampling_steps}
-    _write(model, subjects, seeds, arguments.batch_size, grid, about, alone=grid != Path(arguments.output))
+    images = _draw(model, subjects, seeds, arguments.batch_size, grid.parent if grid != output else None, about)
+    _write_grid(images, subjects, seeds, grid, about)
+    print(f"Wrote {grid}" + (f" and {len(images)} images beside it" if grid != output else ""))
     return 0
 
 
@@ -104,11 +81,6 @@ def numbers(option: str, text: str) -> list[int]:
 def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any] | None) -> list[Subject]:
     """The rows that are asked for; of a model that takes both, each prompt with each class.
 
-    Args:
-        model: The model.
-        classes: Classes that were named.
-        prompts: Prompts that were named.
-
     Raises:
         ConfigurationError: For what the model does not take, and for a class that it does not have.
     """
@@ -122,19 +94,15 @@ def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any
     by_class = [Subject(model.class_label(i), f"class_{i}", i) for i in classes or range(min(count, _SHOWN))]
     if not model.shape.takes_text:
         return by_class or [Subject("", "image")]
-    if prompts is None:
-        prompts = list(dict.fromkeys(model.prompts_in_turn(_SHOWN)))
-    texts = [Subject(text, f"prompt_{i}", prompt=text) for i, text in enumerate(prompts)]
-    if not count:
-        return texts
+    given = prompts or dict.fromkeys(model.in_turn(_SHOWN)["captions"])
+    texts = [Subject(text or "(empty)", f"prompt_{i}", prompt=text) for i, text in enumerate(given)]
     if classes is None:  # the one after the last is no class
-        return [replace(text, label=count) for text in texts]
+        return [replace(text, label=count) for text in texts] if count else texts
     both = [(one, text) for text in texts for one in by_class]
     return [replace(one, name=f"{one.name}: {t.name}", stem=f"{one.stem}_{t.stem}", prompt=t.prompt) for one, t in both]
 
 
 def _grid_file(output: Path) -> Path:
-    """Where the grid goes."""
     from PIL import Image
 
     if output.suffix.lower() == ".png" and not output.is_dir():
@@ -144,59 +112,60 @@ def _grid_file(output: Path) -> Path:
     return output / "grid.png"
 
 
-def _set(model: Any, arguments: argparse.Namespace) -> None:
-    """Put the sampler's settings that were given into the model, and refuse what cannot be, before work starts."""
+def _set(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Have the model sample by the options that were given, or refuse them before work starts; return all settings."""
     from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
+    from lit_efficient.losses.diffusion_sampling import SamplerName
 
-    if arguments.guidance not in (None, 1.0):
-        known = "1 for a network that was trained with label_dropout 0, and knows no image of nothing"
-        if not model.shape.conditions or model.label_dropout == 0.0:
-            allowed = known if model.shape.conditions else f"1 for {model.shape.name}, which takes no conditions"
-            raise refusal("sample", "--guidance", allowed, arguments.guidance)
-    model.guidance_scale = model.guidance_scale if arguments.guidance is None else arguments.guidance
-    model.sampling_steps = arguments.steps or model.sampling_steps
-    model.sampler = replace(model.sampler, name=arguments.sampler or model.sampler.name)
+    if arguments.guidance is not None:
+        check_number("sample", "--guidance", arguments.guidance, least=0)
+        unguided = None if model.label_dropout else "a network that was trained with label_dropout 0"
+        unguided = unguided if model.shape.conditions else f"{model.shape.name}, which takes no conditions"
+        if unguided and arguments.guidance != 1.0:
+            raise refusal("sample", "--guidance", f"1 for {unguided}", arguments.guidance)
+        model.guidance_scale = arguments.guidance
+    if arguments.steps is not None:
+        check_number("sample", "--steps", arguments.steps, least=1, whole=True)
+        model.sampling_steps = arguments.steps
+    if arguments.sampler is not None:
+        check_choice("sample", "--sampler", arguments.sampler, get_args(SamplerName))
+        model.sampler = replace(model.sampler, name=arguments.sampler)
     check_sampler(model.process, model.sampler, model.prediction)
     check_steps(model.process, model.sampler, model.sampling_steps)
     model.check_sample_images()
+    return {"sampler": model.sampler.name, "guidance": model.guidance_scale, "steps": model.sampling_steps}
 
 
-def _drawn(model: Any, asked: Sequence[tuple[Subject, int]], at_once: int) -> Iterator[tuple[Subject, int, Any]]:
-    """Each subject and seed with its image, [C, H, W] uint8."""
+def _draw(
+    model: Any, subjects: Sequence[Subject], seeds: Sequence[int], at_once: int, folder: Path | None, about: Any
+) -> list[Any]:
+    """All images, [C, H, W] uint8, row by row; each is written as it comes, if there is a folder for them."""
+    from lit_efficient.files.pictures import draw_grid, write_picture
+
+    asked = [(subject, seed) for subject in subjects for seed in seeds]
+    images: list[Any] = []
     for start in range(0, len(asked), at_once):
         some = asked[start : start + at_once]
-        labels = [subject.label for subject, _ in some]
-        prompts = [subject.prompt for subject, _ in some]
-        images = model.draw_images(
-            [seed for _, seed in some],
-            None if None in labels else labels,
-            None if None in prompts else prompts,
-        )
-        for (subject, seed), image in zip(some, images):
-            yield subject, seed, image
+        labels, prompts = ([getattr(subject, name) for subject, _ in some] for name in ("label", "prompt"))
+        given = {"labels": None if None in labels else labels, "captions": None if None in prompts else prompts}
+        images += model.draw_images([seed for _, seed in some], **given)
+        for (subject, seed), image in zip(some, images[start:]) if folder else ():
+            notes = {"class": subject.label, "prompt": subject.prompt, "seed": seed}
+            notes = about | {name: value for name, value in notes.items() if value is not None}
+            write_picture(draw_grid(image[None], 1), folder / f"{subject.stem}_seed_{seed}.png", notes)
         if sys.stderr.isatty():
-            print(f"\r{start + len(some)} of {len(asked)} images", end="", file=sys.stderr, flush=True)
+            print(f"\r{len(images)} of {len(asked)} images", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return images
 
 
-def _write(
-    model: Any, subjects: Sequence[Subject], seeds: Sequence[int], at_once: int, grid: Path, about: Any, alone: bool
-) -> None:
-    """Draw all, write each image as it comes if they are wanted ``alone``, and the grid of them."""
+def _write_grid(images: list[Any], subjects: Sequence[Subject], seeds: Sequence[int], grid: Path, about: Any) -> None:
     import torch
 
     from lit_efficient.files.pictures import draw_grid, write_picture
 
-    images = []
-    for subject, seed, image in _drawn(model, [(one, seed) for one in subjects for seed in seeds], at_once):
-        images.append(image)
-        if alone:
-            known = {"class": subject.label, "prompt": subject.prompt, "seed": seed}
-            notes = about | {name: value for name, value in known.items() if value is not None}
-            write_picture(draw_grid(image[None], 1), grid.parent / f"{subject.stem}_seed_{seed}.png", notes)
     zoom = max(1, -(-_LEGIBLE // max(images[0].shape[1:])))
-    names = [subject.name for subject in subjects] if any(subject.name for subject in subjects) else ()
+    names = [subject.name for subject in subjects if subject.name]
     heads = [f"seed {seed}" for seed in seeds]
     write_picture(draw_grid(torch.stack(images), len(seeds), zoom, rows=names, heads=heads), grid, about)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    print(f"Wrote {grid}" + (f" and {len(images)} images beside it" if alone else ""))

@@ -169,24 +169,20 @@ def _answer(
     model: Any, arguments: argparse.Namespace
 ) -> Callable[[int, Sequence[str | Turns]], list[tuple[Row, bool]]]:
     from lit_efficient.models.sampling import Sampling
-    from lit_efficient.tasks.text_generation import as_chat, continuations
+    from lit_efficient.tasks.text_generation import as_chat
 
     tokenizer = model.tokenizer
-    stop = set((model.tokenizer_state or {}).get("stop", ()))
     completes = arguments.format == "completion"
     if not completes:
         as_chat(tokenizer, "", "write-data: --format messages")
 
     def answer(first: int, prompts: Sequence[str | Turns]) -> list[tuple[Row, bool]]:
-        found = continuations(
-            model.network,
+        found = model.continuations(
             tokenizer,
             [str(prompt) if completes else as_chat(tokenizer, prompt) for prompt in prompts],
             max_new_tokens=arguments.max_new_tokens,
             sampling=Sampling(arguments.temperature, arguments.top_p),
             seeds=range(arguments.seed + first, arguments.seed + first + len(prompts)),
-            stop=stop,
-            device=model.device,
             special=completes,
         )
         return [(_row(prompt, new, completes), ended) for prompt, (new, ended) in zip(prompts, found)]

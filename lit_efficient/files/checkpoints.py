@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.runs import LATEST, read_record, through_latest
+from lit_efficient.files.runs import LATEST, read_record, real, through_latest
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
 _DTYPE = r"[?biufcmMOSUV]\d+"  # how numpy's pickles call a dtype, whose class torch asks for as well
@@ -47,7 +47,7 @@ def newest_in(path: str | os.PathLike[str]) -> Path:
     """
     place = local_file(path)
     if (place / LATEST).exists():
-        place = local_file(place / LATEST)
+        place = real(place / LATEST)
     found = [file for file in place.glob("*.ckpt") if file.is_file()]
     if not found and read_record(place) is not None:
         raise CheckpointError(f"there is no checkpoint in {place}")

@@ -30,7 +30,7 @@ from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.models.sampling import Sampling
 from lit_efficient.optimizers.schedules import warmup_cosine
-from lit_efficient.tasks.text_generation import BATCH_SIZE, continue_texts
+from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _CHECKPOINT_KEY = "language_modeling"
@@ -242,20 +242,25 @@ class LanguageModeling(LightningModule):
             repetition_penalty: above 0; more than 1 makes tokens less likely that the prompt or its continuation has.
             stop: texts that end a continuation, which is cut before them.
         """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokenizer = self.tokenizer
-        return continue_texts(
-            self._built(),
+        texts = [as_chat(tokenizer, text) for text in texts] if chat else texts
+        found = self.continuations(
             tokenizer,
-            [prompts] if isinstance(prompts, str) else prompts,
+            texts,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature, top_p, top_k, min_p, repetition_penalty),
-            seed=seed,
-            chat=chat,
-            stop=set((self.tokenizer_state or {}).get("stop", ())),
-            device=self.device,
+            seeds=range(seed, seed + len(texts)),
+            special=not chat,
             batch_size=batch_size,
             endings=stop,
         )
+        return [text + new for text, (new, _) in zip(texts, found)]
+
+    def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
+        """What follows each prompt, and whether it ended; ``how`` as for `text_generation.continuations`."""
+        stop = set((self.tokenizer_state or {}).get("stop", ()))
+        return continuations(self._built(), tokenizer, prompts, stop=stop, device=self.device, **how)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_CHECKPOINT_KEY] = {

@@ -241,16 +241,26 @@ class LatentGenerator(LightningModule):
 
         Classes and prompts in turn; by ``samples.preview`` while fitting.
         """
-        latents = self.sample(**self._in_turn(num), generator=torch.Generator().manual_seed(seed))
+        latents = self.sample(**self.in_turn(num), generator=torch.Generator().manual_seed(seed))
         trainer = trainer_of(self)
         fitting = trainer is not None and trainer.state.fn == "fit" and not trainer.state.finished
         return to_uint8(self._decode(latents, self._preview if fitting else None))
 
     def image_captions(self, num: int) -> list[str]:
         """What each of :meth:`sample_images` is meant to be; empty if nothing is."""
-        asked = self._in_turn(num)
+        asked = self.in_turn(num)
         kinds = [asked.get("captions"), [self.class_label(int(i)) for i in asked.get("labels", ())]]
         return [": ".join(names) for names in zip(*(kind for kind in reversed(kinds) if kind))]
+
+    def in_turn(self, count: int) -> dict[str, Any]:
+        """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
+        known: dict[str, Any] = {}
+        if self.shape.takes_text:
+            known["captions"] = self._prompts.first(count)
+        if self.shape.num_classes:
+            labels = self._prompts.labels_of(count) if "captions" in known else None
+            known["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
+        return known or {"count": count}
 
     def class_label(self, number: int) -> str:
         """A class by its number, and its name if that is another one."""
@@ -258,28 +268,15 @@ class LatentGenerator(LightningModule):
         return name if name == str(number) else f"{number} {name}"
 
     def draw_images(
-        self,
-        seeds: Sequence[int],
-        labels: Sequence[int] | None = None,
-        captions: list[str] | None = None,
-        guidance_scale: float | None = None,
-        steps: int | None = None,
+        self, seeds: Sequence[int], labels: Sequence[int] | None = None, captions: list[str] | None = None
     ) -> Tensor:
-        """An image of each seed: uint8 [N, C, H, W]. Put the module in evaluation mode first.
+        """An image of each seed and its label and caption: uint8 [N, C, H, W], the same whatever is drawn beside it.
 
-        Each has noise of its own, that of ``sample`` for it alone with a generator of this seed, whatever is beside it.
-
-        Args:
-            seeds: N of them.
-            labels: N classes, for a backbone that takes them.
-            captions: N captions, for one that takes text.
-            guidance_scale: None takes the module's.
-            steps: None takes the module's.
+        Its noise is that of ``sample`` for it alone, with a generator of this seed.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         given = None if labels is None else torch.tensor(labels)
-        ways: dict[str, Any] = {"guidance_scale": guidance_scale, "steps": steps, "count": len(seeds)}
-        return to_uint8(self._decode(self.sample(given, generators, captions=captions, **ways)))
+        return to_uint8(self._decode(self.sample(given, generators, captions=captions, count=len(seeds))))
 
     def check_sample_images(self) -> None:
         """Refuse what could not make images, before the first step."""
@@ -318,24 +315,6 @@ class LatentGenerator(LightningModule):
             self.class_names = self.class_names or list(own.get("class_names", ()))
             if self.latent_size is None and own["latent_size"] is not None:
                 self.latent_size = (own["latent_size"][0], own["latent_size"][1])
-
-    def prompts_in_turn(self, count: int) -> list[str]:
-        """Captions that samples are made for, one after the other and again from the first.
-
-        Raises:
-            ConfigurationError: If there are none.
-        """
-        return self._prompts.first(count)
-
-    def _in_turn(self, count: int) -> dict[str, Any]:
-        """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
-        known: dict[str, Any] = {}
-        if self.shape.takes_text:
-            known["captions"] = self._prompts.first(count)
-        if self.shape.num_classes:
-            labels = self._prompts.labels_of(count) if "captions" in known else None
-            known["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
-        return known or {"count": count}
 
     @torch.no_grad()
     def _sample(

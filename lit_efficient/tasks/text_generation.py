@@ -14,56 +14,6 @@ from lit_efficient.models.sampling import Sampling
 BATCH_SIZE = 8
 
 
-def continue_texts(
-    network: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    chat: bool = False,
-    stop: set[int],
-    device: torch.device,
-    batch_size: int = BATCH_SIZE,
-    endings: Sequence[str] = (),
-) -> list[str]:
-    """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
-
-    Args:
-        network: a `GPT`, or a causal model of transformers.
-        tokenizer: its tokenizer, a ``tokenizers.Tokenizer`` or a fast one of transformers.
-        prompts: texts to continue; the last tokens that leave room for the new ones are used.
-        max_new_tokens: most tokens to add.
-        sampling: how tokens are drawn.
-        seed: prompt number i is continued with the seed ``seed + i``.
-        chat: whether each prompt is a user's turn, to be answered.
-        stop: further ids that end a text.
-        device: where the network is.
-        batch_size: most prompts at a time; each is continued as if it were alone.
-        endings: texts that end a continuation, which is cut before them.
-
-    Raises:
-        ConfigurationError: for arguments out of range, an empty prompt where no token begins a text, and a chat without
-            a template.
-    """
-    prompts = [as_chat(tokenizer, prompt) for prompt in prompts] if chat else list(prompts)
-    found = continuations(
-        network,
-        tokenizer,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seeds=range(seed, seed + len(prompts)),
-        stop=stop,
-        device=device,
-        special=not chat,
-        batch_size=batch_size,
-        endings=endings,
-    )
-    return [prompt + new for prompt, (new, _) in zip(prompts, found)]
-
-
 def continuations(
     network: nn.Module,
     tokenizer: Any,
@@ -77,11 +27,28 @@ def continuations(
     special: bool = True,
     batch_size: int = BATCH_SIZE,
     endings: Sequence[str] = (),
-    told: Callable[[int, str], None] | None = None,
+    watch: Callable[[int, str], None] | None = None,
 ) -> list[tuple[str, bool]]:
-    """As `continue_texts`: the continuations alone, and of each whether the model or an ending, no limit, ended it.
+    """What follows each prompt, and whether the model or an ending (not the limit) ended it.
 
-    ``told`` is called after each token with the number of its prompt and the whole continuation so far.
+    No global random state is read or changed.
+
+    Args:
+        network: a `GPT`, or a causal model of transformers.
+        tokenizer: its tokenizer, a ``tokenizers.Tokenizer`` or a fast one of transformers.
+        prompts: texts to continue; the last tokens that leave room for the new ones are used.
+        max_new_tokens: most tokens to add.
+        sampling: how tokens are drawn.
+        seeds: of each prompt.
+        stop: further ids that end a text.
+        device: where the network is.
+        special: whether the tokenizer adds what begins a text; a chat template has written it.
+        batch_size: most prompts at a time; each is continued as if it were alone.
+        endings: texts that end a continuation, which is cut before them.
+        watch: called after each token with the number of its prompt and the whole continuation so far.
+
+    Raises:
+        ConfigurationError: for arguments out of range, and an empty prompt where no token begins a text.
     """
     sampling.check("generate_text")
     check_number("generate_text", "batch_size", batch_size, least=1, whole=True)
@@ -99,11 +66,11 @@ def continuations(
 
         def written(j: int, new: list[int], group: list[int] = group) -> bool:
             text, ended = text_of(group[j], new)
-            if told is not None:
-                told(group[j], text)
+            if watch is not None:
+                watch(group[j], text)
             return ended
 
-        ways: dict[str, Any] = {"sampling": sampling, "stop": stop, "written": written if endings or told else None}
+        ways: dict[str, Any] = {"sampling": sampling, "stop": stop, "written": written if endings or watch else None}
         ways["generators"] = [torch.Generator(device).manual_seed(seeds[i]) for i in group]
         for i, new in zip(group, continue_rows(network, [rows[i] for i in group], max_new_tokens, **ways)):
             by_model = new[-1] in stop

@@ -40,17 +40,17 @@ def test_the_space_before_the_first_new_word_stays(monkeypatch: pytest.MonkeyPat
     network = build(CausalLMConfig(config_fields=FAMILIES["llama"]))
     network.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
     monkeypatch.setattr("lit_efficient.models.generation.sample_token", words)
-    text = text_generation.continue_texts(
+    text = text_generation.continuations(
         network,
         _tokenizer(),
         ["on the"],
         max_new_tokens=5,
         sampling=Sampling(1.0, 1.0),
-        seed=0,
+        seeds=[0],
         stop=set(),
         device=torch.device("cpu"),
     )
-    assert text == ["on the cat sat"]
+    assert text == [(" cat sat", True)]
     prompt = next(ids for ids in seen if len(ids) == 1)  # the rows before it ask whether the network goes on rightly
     assert prompt.tolist() == [[2, 3]]  # and not the end that the tokenizer puts behind every text
 
@@ -82,9 +82,8 @@ def written() -> tuple[Any, Any]:
 
 def _continued(written: tuple[Any, Any], prompts: list[str], how: Sampling, **options: Any) -> list[str]:
     network, tokenizer = written
-    given = {"max_new_tokens": 16, "seed": 0, "stop": set(), "device": torch.device("cpu")} | options
-    texts = text_generation.continue_texts(network, tokenizer, prompts, sampling=how, **given)
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts)]
+    given = {"max_new_tokens": 16, "seeds": range(3), "stop": set(), "device": torch.device("cpu")} | options
+    return [text for text, _ in text_generation.continuations(network, tokenizer, prompts, sampling=how, **given)]
 
 
 def _theirs(written: tuple[Any, Any], prompts: list[str], **options: Any) -> list[str]:
@@ -124,8 +123,8 @@ def test_the_same_seed_writes_the_same_whatever_the_batch(written: tuple[Any, An
     together = _continued(written, PROMPTS, how, endings=["zz"])
     assert together == _continued(written, PROMPTS, how, endings=["zz"], batch_size=1)
     for i, prompt in enumerate(PROMPTS):
-        assert _continued(written, [prompt], how, endings=["zz"], seed=i) == together[i : i + 1]
-    assert together != _continued(written, PROMPTS, how, seed=9)
+        assert _continued(written, [prompt], how, endings=["zz"], seeds=[i]) == together[i : i + 1]
+    assert together != _continued(written, PROMPTS, how, seeds=[9, 10, 11])
 
 
 @pytest.mark.parametrize("endings", ["\n", [""], [1]])
