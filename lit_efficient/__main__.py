@@ -1,5 +1,6 @@
 """``python -m lit_efficient``: help, version and the catalogue answer before torch is imported."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -100,6 +101,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
         options = [(argument.partition("=")[0], argument) for argument in arguments if argument != "--debug"]
         given = [plain(name) + whole[len(name) :] if name[:2] == "--" else whole for name, whole in options]
         return int(import_module(f"lit_efficient.commands.{name}").run(given))
+    except BrokenPipeError:  # the reader has read enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for what Python still flushes at its end)
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
         if code is None:

@@ -45,7 +45,7 @@ class Conversation:
         _say("/reset forgets what was said, /quit or Ctrl-D ends; Ctrl-C stops an answer, and once more it ends.")
         while True:
             try:
-                line = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "").strip()
+                line = _read().strip()
                 self.interrupted = False
                 if line == "/quit":
                     return 0
@@ -111,6 +111,12 @@ def _unsure(text: str, endings: Sequence[str]) -> int:
     """How many letters at the end of a text may still become an ending, or another letter."""
     begun = [n for ending in endings for n in range(1, len(ending)) if text.endswith(ending[:n])]
     return max([len(text) - len(text.rstrip("\ufffd")), *begun])
+
+
+def _read() -> str:
+    if sys.stdin is None:  # closed
+        raise EOFError
+    return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
 
 
 def _say(line: str) -> None:

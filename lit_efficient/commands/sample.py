@@ -149,7 +149,9 @@ def _draw(
         labels, prompts = ([getattr(subject, name) for subject, _ in some] for name in ("label", "prompt"))
         given = {"labels": None if None in labels else labels, "captions": None if None in prompts else prompts}
         images += model.draw_images([seed for _, seed in some], **given)
-        for (subject, seed), image in zip(some, images[start:]) if folder else ():
+        for (subject, seed), image in zip(some, images[start:]):
+            if folder is None:
+                break
             notes = {"class": subject.label, "prompt": subject.prompt, "seed": seed}
             notes = about | {name: value for name, value in notes.items() if value is not None}
             write_picture(draw_grid(image[None], 1), folder / f"{subject.stem}_seed_{seed}.png", notes)
