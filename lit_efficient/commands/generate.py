@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from lit_efficient.commands.prompts import add_model_options, forgiving_streams, load_model, prompts_of
+from lit_efficient.errors import refusal
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,6 +37,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time; it does not change the texts")
     arguments = parser.parse_args(argv)
     texts_alone = "" if arguments.chat else "add --chat"
+    if "" in arguments.stop:
+        raise refusal("generate", "--stop", "a text with something in it", "")
     given = [*(arguments.prompt or ()), *prompts_of(arguments.prompts or (), "generate", texts_alone)]
     if not given and not arguments.chat:
         parser.error("one of the arguments --prompt --prompts --chat is required")

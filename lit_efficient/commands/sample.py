@@ -91,7 +91,8 @@ def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any
         raise refusal("sample", "--prompts", f"left out for {name}, which takes no text", list(prompts))
     if classes is not None and max(classes) >= count:
         raise refusal("sample", "--classes", f"in 0 to {count - 1}", max(classes))
-    by_class = [Subject(model.class_label(i), f"class_{i}", i) for i in classes or range(min(count, _SHOWN))]
+    names = {i: model.class_label(i) for i in classes or range(min(count, _SHOWN))}
+    by_class = [Subject(f"class {i}" if name == str(i) else name, f"class_{i}", i) for i, name in names.items()]
     if not model.shape.takes_text:
         return by_class or [Subject("", "image")]
     given = prompts or dict.fromkeys(model.in_turn(_SHOWN)["captions"])
