@@ -1,5 +1,6 @@
 """``python -m lit_efficient``: help, version and the catalogue answer before torch is imported."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ COMMANDS = {
     "ema-sweep": "ema_sweep",
     "export": "export",
     "generate": "generate",
+    "sample": "sample",
     "tokenizer": "tokenizer",
     "write-data": "write_data",
     "completion": "completion",
@@ -48,6 +50,8 @@ usage: python -m lit_efficient COMMAND ...
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
               and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
   generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]
+              or talk to it:    --ckpt FILE --chat
+  sample      let a diffusion model draw:    --ckpt FILE --output FILE.png [--classes 0,3,7 | --prompts TEXT ...]
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
@@ -132,8 +136,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
         if isinstance(end.code, int):
             return end.code
         raise
-    except BrokenPipeError:  # whoever reads has read enough
-        raise
+    except BrokenPipeError:  # the reader has read enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for what Python still flushes at its end)
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
         if code is None:

@@ -2,7 +2,8 @@
 
 Works with any LightningModule that has ``sample_images(num, seed) -> [N, C, H, W]``, uint8 or float in [-1, 1], which
 draws from a generator of its own. The same seed each time: one watches the same samples improve. A module that has
-``check_sample_images()`` is asked before the first step whether it can.
+``check_sample_images()`` is asked before the first step whether it can, one that has ``image_captions(num)`` for the
+names of its samples, which are written on the grid.
 
 Costs: one sampling of ``rows * columns`` images at each validation it acts on.
 """
@@ -12,46 +13,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-
-
-def image_grid(images: Tensor, columns: int, border: int = 1) -> Tensor:
-    """Images in rows: uint8 [height, width, C] on the CPU; a short last row is filled with black.
-
-    Args:
-        images: [N, C, H, W], uint8, or float in [-1, 1]; C is 1 or 3.
-        columns: Images a row.
-        border: Black pixels between images.
-    """
-    if images.dim() != 4 or images.shape[1] not in (1, 3):
-        raise refusal("image_grid", "images", "[N, 1 or 3, H, W]", tuple(images.shape))
-    if images.dtype != torch.uint8:
-        images = ((images.detach().float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
-    count, channels, height, width = images.shape
-    rows = -(-count // columns)
-    cells = torch.zeros(rows * columns, channels, height + border, width + border, dtype=torch.uint8)
-    cells[:count, :, :height, :width] = images.cpu()
-    grid = cells.view(rows, columns, channels, height + border, width + border).permute(0, 3, 1, 4, 2)
-    return grid.reshape(rows * (height + border), columns * (width + border), channels)[
-        : -border or None, : -border or None
-    ]
-
-
-def write_png(grid: Tensor, path: Path, zoom: int) -> None:
-    """Write uint8 [height, width, 1 or 3], each pixel ``zoom`` pixels wide, whole or not at all."""
-    from PIL import Image
-
-    pixels = grid.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1).squeeze(-1).numpy()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    Image.fromarray(pixels).save(unfinished, format="PNG")
-    unfinished.replace(path)
+from lit_efficient.files.pictures import draw_grid, write_picture
+from lit_efficient.files.runs import samples_file
+from lit_efficient.models.modes import evaluating
 
 
 class SampleImages(Callback):
-    """Writes ``samples/step_XXXXXX.png`` under the run's log folder at each validation, and logs it.
+    """Writes ``samples/step_XXXXXXX.png`` in the run's folder at each validation, and logs it.
 
     Args:
         every_n_validations: Act on every n-th validation of the fit; the sanity check does not count.
@@ -59,12 +29,19 @@ class SampleImages(Callback):
         rows: Rows of the grid.
         zoom: Screen pixels per image pixel in the file.
         seed: Seed of the samples.
+        folder: Where ``samples`` lies; null is the run's folder, outside of the command line that of the logger.
     """
 
     leaves_traces = True
 
     def __init__(
-        self, every_n_validations: int = 1, columns: int = 10, rows: int = 6, zoom: int = 2, seed: int = 0
+        self,
+        every_n_validations: int = 1,
+        columns: int = 10,
+        rows: int = 6,
+        zoom: int = 2,
+        seed: int = 0,
+        folder: str | None = None,
     ) -> None:
         named = {"every_n_validations": every_n_validations, "columns": columns, "rows": rows, "zoom": zoom}
         for name, value in named.items():
@@ -74,6 +51,7 @@ class SampleImages(Callback):
         self.rows = rows
         self.zoom = zoom
         self.seed = seed
+        self.folder = folder
         self._validations = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -94,13 +72,19 @@ class SampleImages(Callback):
         self._validations += 1
         if self._validations % self.every_n_validations:
             return
-        images = _sample(pl_module, self.rows * self.columns, self.seed)
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks all processes: not under is_global_zero
+        with evaluating(pl_module), torch.no_grad():
+            images = pl_module.sample_images(self.rows * self.columns, self.seed)  # type: ignore[operator]
+        log_dir = trainer.log_dir  # asks all processes: not under is_global_zero
         if trainer.is_global_zero:
-            grid = image_grid(images, self.columns)
-            path = folder / "samples" / f"step_{trainer.global_step:06d}.png"
-            write_png(grid, path, self.zoom)
-            _log(trainer, grid, path)
+            captions = getattr(pl_module, "image_captions", None)
+            names = captions(len(images)) if callable(captions) else ()
+            if names and len(names) != len(images):
+                name = f"{type(pl_module).__name__}.image_captions({len(images)})"
+                raise refusal("SampleImages", name, f"{len(images)} names, or none", list(names))
+            picture = draw_grid(images, self.columns, self.zoom, captions=names)
+            path = samples_file(trainer.global_step, ".png", trainer.default_root_dir, log_dir, self.folder)
+            write_picture(picture, path)
+            _log(trainer, picture, path)
 
     def state_dict(self) -> dict[str, Any]:
         """The count of validations."""
@@ -111,19 +95,8 @@ class SampleImages(Callback):
         self._validations = state_dict["validations"]
 
 
-def _sample(module: LightningModule, count: int, seed: int) -> Tensor:
-    """Samples in evaluation mode; every submodule is left in the mode it was in."""
-    modes = {submodule: submodule.training for submodule in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            return module.sample_images(count, seed)  # type: ignore[operator]
-    finally:
-        for submodule, training in modes.items():
-            submodule.training = training
-
-
-def _log(trainer: Trainer, grid: Tensor, path: Path) -> None:
+def _log(trainer: Trainer, picture: Any, path: Path) -> None:
+    import numpy as np
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
     for logger in trainer.loggers:
@@ -131,4 +104,5 @@ def _log(trainer: Trainer, grid: Tensor, path: Path) -> None:
             # No step: W&B's own counter only moves forward, and other metrics were logged at this one already.
             logger.log_image("samples", [str(path)], caption=[f"step {trainer.global_step}"])
         elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image("samples", grid, trainer.global_step, dataformats="HWC")
+            pixels = np.atleast_3d(np.asarray(picture))
+            logger.experiment.add_image("samples", pixels, trainer.global_step, dataformats="HWC")

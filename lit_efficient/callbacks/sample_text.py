@@ -7,21 +7,22 @@ Costs: prompts * max_new_tokens forward passes of one token at each validation.
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.files.atomic_file import replacing
+from lit_efficient.files.runs import samples_file
 from lit_efficient.models.modes import evaluating
-from lit_efficient.models.sampling import check_sampling
+from lit_efficient.models.sampling import Sampling
 
 
 class SampleText(Callback):
     """Print and log generated text whenever a validation ends, and print what ``predict`` generates.
 
-    Texts go to every TensorBoard and W&B logger of the trainer; without one, to ``samples/step-N.txt`` in its log
+    Texts go to every TensorBoard and W&B logger of the trainer, and to ``samples/step_XXXXXXX.txt`` in the run's
     folder.
     The module needs ``generate_text(prompts, *, max_new_tokens, temperature, top_p, seed) -> list[str]``.
 
@@ -32,6 +33,7 @@ class SampleText(Callback):
         top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
         seed: the same at each validation, so that samples differ by the model only.
         chat: each prompt is a user's turn in the tokenizer's chat template; ``generate_text`` gets ``chat=True``.
+        folder: where ``samples`` lies; null is the run's folder, outside of the command line that of the logger.
     """
 
     leaves_traces = True
@@ -45,17 +47,19 @@ class SampleText(Callback):
         top_p: float = 0.95,
         seed: int = 0,
         chat: bool = False,
+        folder: str | None = None,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
             raise refusal("SampleText", "prompts", "a list of at least one text", prompts)
         check_number("SampleText", "max_new_tokens", max_new_tokens, least=1, whole=True)
-        check_sampling("SampleText", temperature, top_p)
+        Sampling(temperature, top_p).check("SampleText")
         self.prompts = list(prompts)
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.top_p = top_p
         self.seed = seed
         self.chat = chat
+        self.folder = folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not callable(getattr(pl_module, "generate_text", None)):
@@ -77,10 +81,10 @@ class SampleText(Callback):
                 seed=self.seed,
                 **({"chat": True} if self.chat else {}),  # modules that know no chats need not know the word
             )
-        folder = trainer.log_dir  # asked in every process: it is broadcast
+        log_dir = trainer.log_dir  # asked in every process: it is broadcast
         if trainer.is_global_zero:
             pl_module.print(framed(f"sample at step {trainer.global_step}", texts[0]))
-            self._log(trainer, texts, folder)
+            self._log(trainer, texts, log_dir)
 
     def on_predict_batch_end(
         self,
@@ -95,21 +99,18 @@ class SampleText(Callback):
             if isinstance(text, str):
                 pl_module.print(framed("prediction", text))
 
-    def _log(self, trainer: Trainer, texts: list[str], folder: str | None) -> None:
-        step, logged = trainer.global_step, False
+    def _log(self, trainer: Trainer, texts: list[str], log_dir: str | None) -> None:
+        step = trainer.global_step
+        content = "\n".join(framed(prompt, text) for prompt, text in zip(self.prompts, texts))
+        with replacing(samples_file(step, ".txt", trainer.default_root_dir, log_dir, self.folder)) as file:
+            file.write(content.encode())
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 fenced = "\n\n".join(f"```\n{text}\n```" for text in texts)
                 logger.experiment.add_text("samples", fenced, step)
-                logged = True
             elif isinstance(logger, WandbLogger):
                 rows = [list(row) for row in zip(self.prompts, texts, strict=True)]
                 logger.log_text("samples", columns=["prompt", "text"], data=rows, step=step)
-                logged = True
-        if not logged:
-            path = Path(folder or trainer.default_root_dir, "samples", f"step-{step}.txt")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(framed(prompt, text) for prompt, text in zip(self.prompts, texts)), "utf-8")
 
 
 def framed(title: str, text: str) -> str:

@@ -1,8 +1,10 @@
-"""``python -m lit_efficient generate --ckpt FILE --prompt TEXT``: let a trained language model write."""
+"""``python -m lit_efficient generate --ckpt FILE --prompt TEXT``: let a trained language model write, or talk to it."""
 
 import argparse
-import sys
 from collections.abc import Sequence
+
+from lit_efficient.commands.prompts import add_model_options, forgiving_streams, load_model, prompts_of
+from lit_efficient.errors import refusal
 
 
 def run(argv: Sequence[str]) -> int:
@@ -10,39 +12,58 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "lit_efficient generate",
         description="Continue texts with the model of a checkpoint: its adapters are applied, and the averaged weights "
-        "of EMA or CheckpointAverage used where the run kept some. The same seed gives the same text.",
+        "of EMA or CheckpointAverage used where the run kept some. The same seed gives the same text. With --chat and "
+        "no prompt it holds a conversation.",
     )
-    parser.add_argument("--ckpt", required=True, help="a checkpoint of LanguageModeling, or of a task derived from it")
-    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
+    add_model_options(parser, "a checkpoint of LanguageModeling, or of a task derived from it")
+    parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        metavar="TEXT",
+        help='texts to continue; or one file of them, a line each, or a .jsonl of {"prompt": "..."}',
+    )
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn in the model's chat template")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--max_new_tokens", type=int, help="128; in a conversation 512, at most half of what it reads")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
     parser.add_argument("--top_p", type=float, default=0.95, help="draw among the likeliest tokens of this probability")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto")
-    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
+    parser.add_argument("--top_k", type=int, default=0, help="draw among this many likeliest tokens; 0: all")
+    parser.add_argument("--min_p", type=float, default=0.0, help="least probability, as a share of the likeliest's")
+    parser.add_argument(
+        "--repetition_penalty", type=float, default=1.0, help="above 1: tokens that were there before are less likely"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    parser.add_argument("--seed", type=int, default=0, help="prompt number i is continued with seed + i")
+    parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time; it does not change the texts")
     arguments = parser.parse_args(argv)
+    texts_alone = "" if arguments.chat else "add --chat"
+    if "" in arguments.stop:
+        raise refusal("generate", "--stop", "a text with something in it", "")
+    given = [*(arguments.prompt or ()), *prompts_of(arguments.prompts or (), "generate", texts_alone)]
+    if not given and not arguments.chat:
+        parser.error("one of the arguments --prompt --prompts --chat is required")
+    from lit_efficient.models.sampling import Sampling
     from lit_efficient.tasks.loading import load_language_model
 
-    model, held = load_language_model(arguments.ckpt, arguments.weights)
-    model.to(arguments.device or default_device())
-    print(f"{arguments.ckpt}: {held} weights", file=sys.stderr)
+    forgiving_streams()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    sampling = {name: getattr(arguments, name) for name in names}
+    Sampling(**sampling).check("generate")
+    model, _ = load_model(load_language_model, arguments)
+    if not given:
+        from lit_efficient.commands.chat import Conversation
+
+        how = Sampling(**sampling)
+        return Conversation(model, how, arguments.max_new_tokens, arguments.stop, arguments.seed).hold()
     texts = model.generate_text(
-        arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
+        given,
+        max_new_tokens=128 if arguments.max_new_tokens is None else arguments.max_new_tokens,
         seed=arguments.seed,
         chat=arguments.chat,
+        batch_size=arguments.batch_size,
+        stop=arguments.stop,
+        **sampling,
     )
     for text in texts:
         print(text)
     return 0
-
-
-def default_device() -> str:
-    """The accelerator, if there is one."""
-    import torch
-
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type

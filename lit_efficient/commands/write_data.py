@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.commands.generate import default_device
+from lit_efficient.commands.prompts import Turns, default_device, read_prompts
 
-Turns = list[dict[str, str]]
 Row = dict[str, Any]
 
 
@@ -23,12 +22,13 @@ def run(argv: Sequence[str]) -> int:
     """Answer prompts with a checkpoint's model or one of Hugging Face."""
     arguments = _parser().parse_args(argv)
     from lit_efficient.models.causal_lm import CausalLMConfig
-    from lit_efficient.models.sampling import check_sampling
+    from lit_efficient.models.sampling import Sampling
     from lit_efficient.tasks.loading import load_hugging_face, load_language_model
     from lit_efficient.tasks.teacher import TeacherSource
 
-    check_sampling("write-data", arguments.temperature, arguments.top_p)
-    prompts = read_prompts(Path(arguments.prompts), arguments.format)
+    Sampling(arguments.temperature, arguments.top_p).check("write-data")
+    texts_alone = "add --format messages" if arguments.format == "completion" else ""
+    prompts = read_prompts(Path(arguments.prompts), "write-data", texts_alone)
     spec = arguments.ckpt or CausalLMConfig(arguments.model, dtype=arguments.dtype, quantize=arguments.quantize)
     named = ("format", "temperature", "top_p", "max_new_tokens", "seed", "keep_cut")
     settings = {"teacher": TeacherSource(spec).digest()} | {name: getattr(arguments, name) for name in named}
@@ -84,56 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantize", choices=("nf4", "int8"), help="of --model")
     parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
     return parser
-
-
-def read_prompts(path: Path, form: str) -> list[str | Turns]:
-    """The prompts of a file.
-
-    Args:
-        path: ``.jsonl`` with ``prompt`` or ``messages`` in each row, or text with one a line.
-        form: ``completion`` takes texts alone.
-
-    Raises:
-        ConfigurationError: naming the line, for a row with neither.
-    """
-    from lit_efficient.errors import ConfigurationError
-
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"write-data: {path} is not UTF-8: {error}") from error
-    lines = text.replace("\r\n", "\n").split("\n")  # JSON may hold the other line breaks that splitlines() knows
-    if path.suffix != ".jsonl":
-        prompts: list[str | Turns] = [line for line in lines if line.strip()]
-    else:
-        prompts = [_prompt_of(line, f"{path}:{number}", form) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise ConfigurationError(f"write-data: {path} holds no prompts")
-    return prompts
-
-
-def _prompt_of(line: str, where: str, form: str) -> str | Turns:
-    from lit_efficient.errors import ConfigurationError
-
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigurationError(f"write-data: {where} is no JSON: {error}") from error
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    turns = row.get("messages") if isinstance(row, dict) else None
-    if isinstance(prompt, str):
-        return prompt
-    spoken = isinstance(turns, list) and all(
-        isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns
-    )
-    if not turns or not spoken or turns[-1]["role"] == "assistant":
-        raise ConfigurationError(
-            f'write-data: {where} must have a text under "prompt", or under "messages" turns with role and content of '
-            "which the last is not the assistant's"
-        )
-    if form == "completion":
-        raise ConfigurationError(f"write-data: {where} has messages: add --format messages")
-    return turns
 
 
 def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any]) -> int:
@@ -218,25 +168,21 @@ def write_rows(
 def _answer(
     model: Any, arguments: argparse.Namespace
 ) -> Callable[[int, Sequence[str | Turns]], list[tuple[Row, bool]]]:
-    from lit_efficient.tasks.text_generation import as_chat, continuations
+    from lit_efficient.models.sampling import Sampling
+    from lit_efficient.tasks.text_generation import as_chat
 
     tokenizer = model.tokenizer
-    stop = set((model.tokenizer_state or {}).get("stop", ()))
     completes = arguments.format == "completion"
     if not completes:
         as_chat(tokenizer, "", "write-data: --format messages")
 
     def answer(first: int, prompts: Sequence[str | Turns]) -> list[tuple[Row, bool]]:
-        found = continuations(
-            model.network,
+        found = model.continuations(
             tokenizer,
             [str(prompt) if completes else as_chat(tokenizer, prompt) for prompt in prompts],
             max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
+            sampling=Sampling(arguments.temperature, arguments.top_p),
             seeds=range(arguments.seed + first, arguments.seed + first + len(prompts)),
-            stop=stop,
-            device=model.device,
             special=completes,
         )
         return [(_row(prompt, new, completes), ended) for prompt, (new, ended) in zip(prompts, found)]

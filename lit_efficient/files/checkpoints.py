@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.runs import through_latest
+from lit_efficient.files.runs import LATEST, read_record, real, through_latest
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
 _DTYPE = r"[?biufcmMOSUV]\d+"  # how numpy's pickles call a dtype, whose class torch asks for as well
@@ -39,16 +39,31 @@ class DamagedError(CheckpointError):
     """The bytes are not those that were written: another checkpoint may be whole."""
 
 
+def newest_in(path: str | os.PathLike[str]) -> Path:
+    """The last checkpoint of a run's folder, or of the newest run in a folder; anything else as it is.
+
+    Raises:
+        CheckpointError: If the run has none.
+    """
+    place = local_file(path)
+    if (place / LATEST).exists():
+        place = real(place / LATEST)
+    found = [file for file in place.glob("*.ckpt") if file.is_file()]
+    if not found and read_record(place) is not None:
+        raise CheckpointError(f"there is no checkpoint in {place}")
+    return max(found, key=lambda file: (file.name == "last.ckpt", file.stat().st_mtime_ns), default=place)
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A checkpoint, a bare state dict or a ``.safetensors`` file as ``{"state_dict": ..., ...}``, on the CPU.
 
-    A checkpoint's tensors stay on disk until they are used.
+    Of a run's folder it is that of :func:`newest_in`. A checkpoint's tensors stay on disk until they are used.
 
     Raises:
         CheckpointError: If there is no such file, or it is damaged, or holds more than data.
         ConfigurationError: If it holds no weights.
     """
-    source = local_file(path)
+    source = newest_in(path)
     if source.suffix == ".safetensors":
         return {"state_dict": load_tensors(source)}
     checkpoint = load_verified(source, mapped=True)

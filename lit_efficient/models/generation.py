@@ -7,7 +7,7 @@ for each token by which the longest is longer than the shortest.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lit_efficient.models.gpt import GPT, KVCache
 from lit_efficient.models.modes import evaluating, whole_precision
 from lit_efficient.models.output_head import hidden_states
-from lit_efficient.models.sampling import sample_token
+from lit_efficient.models.sampling import Sampling, penalized, sample_token
 
 
 def longest_row(network: nn.Module) -> int:
@@ -40,10 +40,10 @@ def continue_rows(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    temperature: float,
-    top_p: float,
+    sampling: Sampling,
     generators: Sequence[torch.Generator],
     stop: set[int],
+    written: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """What follows each prompt: at most ``max_new_tokens`` ids, up to the first of ``stop``, which is among them.
 
@@ -53,10 +53,10 @@ def continue_rows(
         network: a `GPT`, or a causal model of transformers.
         prompts: ids of each, at least one.
         max_new_tokens: most tokens to add.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: in (0, 1].
+        sampling: how the next token is drawn.
         generators: the only source of randomness of each prompt, on the device of the network.
         stop: ids that end a text.
+        written: called after each token with the number of its row and all that is new in it; true ends the row.
     """
     rows = [list(prompt) for prompt in prompts]
     seen, most = min(map(len, rows)), max(map(len, rows)) + max_new_tokens
@@ -68,16 +68,22 @@ def continue_rows(
         while True:
             logits = reader.read(pending)
             drawing = [i for i, row in enumerate(rows) if len(row) == seen < ends[i]]
-            drawn = [sample_token(logits[i : i + 1], temperature, top_p, generators[i]) for i in drawing]
+            drawn = [_drawn(logits[i : i + 1], rows[i], sampling, generators[i]) for i in drawing]
             for i, token in zip(drawing, torch.cat(drawn).flatten().tolist() if drawn else ()):
                 rows[i].append(token)
-                if token in stop:
+                if token in stop or (written is not None and written(i, rows[i][len(prompts[i]) :])):
                     ends[i] = len(rows[i])
             if all(len(row) == end for row, end in zip(rows, ends)):
                 return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
             # What has ended reads its last token again: nobody looks at it.
             pending = torch.tensor([row[min(seen, len(row) - 1)] for row in rows], device=device)[:, None]
             seen += 1
+
+
+def _drawn(logits: Tensor, row: list[int], how: Sampling, generator: torch.Generator) -> Tensor:
+    if how.repetition_penalty != 1.0:
+        logits = penalized(logits, torch.tensor([sorted(set(row))], device=logits.device), how.repetition_penalty)
+    return sample_token(logits, how.temperature, how.top_p, generator, how.top_k, how.min_p)
 
 
 class _Reader:

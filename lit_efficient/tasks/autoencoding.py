@@ -152,6 +152,10 @@ class Autoencoding(LightningModule):
         reconstructions = self(originals.to(self.device)).float().cpu()
         return torch.stack((originals.float(), reconstructions.clamp(-1.0, 1.0)), dim=1).flatten(0, 1)
 
+    def image_captions(self, num: int) -> list[str]:
+        """What each of :meth:`sample_images` is."""
+        return ["original", "reconstruction"] * (num // 2)
+
     def configure_optimizers(self) -> Any:
         """AdamW with a linear decay to zero over the run, if its length is known."""
         trainable = [p for p in self.parameters() if p.requires_grad]

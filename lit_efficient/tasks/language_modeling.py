@@ -7,7 +7,7 @@ model that generates text, and a checkpoint never meets tokens of another tokeni
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -28,8 +28,9 @@ from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.sampling import Sampling
 from lit_efficient.optimizers.schedules import warmup_cosine
-from lit_efficient.tasks.text_generation import BATCH_SIZE, continue_texts
+from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _CHECKPOINT_KEY = "language_modeling"
@@ -221,6 +222,10 @@ class LanguageModeling(LightningModule):
         seed: int = 0,
         chat: bool = False,
         batch_size: int = BATCH_SIZE,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
     ) -> list[str]:
         """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
 
@@ -232,21 +237,30 @@ class LanguageModeling(LightningModule):
             seed: prompt number i is continued with the seed ``seed + i``.
             chat: each prompt is a user's turn, to be answered in the tokenizer's chat template.
             batch_size: most prompts at a time; each is continued as if it were alone.
+            top_k: draw among this many likeliest tokens; 0 is all.
+            min_p: draw among tokens at least this many times as likely as the likeliest, in [0, 1].
+            repetition_penalty: above 0; more than 1 makes tokens less likely that the prompt or its continuation has.
+            stop: texts that end a continuation, which is cut before them.
         """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokenizer = self.tokenizer
-        return continue_texts(
-            self._built(),
+        texts = [as_chat(tokenizer, text) for text in texts] if chat else texts
+        found = self.continuations(
             tokenizer,
-            [prompts] if isinstance(prompts, str) else prompts,
+            texts,
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            chat=chat,
-            stop=set((self.tokenizer_state or {}).get("stop", ())),
-            device=self.device,
+            sampling=Sampling(temperature, top_p, top_k, min_p, repetition_penalty),
+            seeds=range(seed, seed + len(texts)),
+            special=not chat,
             batch_size=batch_size,
+            endings=stop,
         )
+        return [text + new for text, (new, _) in zip(texts, found)]
+
+    def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
+        """What follows each prompt, and whether it ended; ``how`` as for `text_generation.continuations`."""
+        stop = set((self.tokenizer_state or {}).get("stop", ()))
+        return continuations(self._built(), tokenizer, prompts, stop=stop, device=self.device, **how)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_CHECKPOINT_KEY] = {

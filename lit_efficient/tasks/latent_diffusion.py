@@ -217,7 +217,7 @@ class LatentDiffusion(LatentGenerator):
         count = self.samples.count
         if self.trainer.sanity_checking:
             count = min(count, max(2, self.shape.num_classes or 2))
-        asked = self._in_turn(count)
+        asked = self.in_turn(count)
         labels = asked.get("labels", self._prompts.labels_of(count) if "captions" in asked else None)
         latents = self.sample(**asked, generator=torch.Generator().manual_seed(FIXED_SEED))
         for name, value in score(self._decode(latents), labels).items():

@@ -9,6 +9,7 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, get_args
@@ -124,6 +125,7 @@ class LatentGenerator(LightningModule):
         self.codec: LatentCodec | None = None
         self.text_encoder: TextEncoder | None = None
         self.latent_size: tuple[int, int] | None = None
+        self.class_names: list[str] = []  # of the data that it was trained on, if it has some
 
     @cached_property
     def shape(self) -> BackboneShape:
@@ -147,6 +149,7 @@ class LatentGenerator(LightningModule):
         self.codec = self.codec if data.codec is None else data.codec
         self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
         self.latent_size = (height, width)
+        self.class_names = [str(name) for name in getattr(data, "class_names", None) or self.class_names]
         self.conditioning.check(data.num_classes)
         self._check_nothing()
         if self.samples.preview is not None and stage == "fit":
@@ -202,7 +205,7 @@ class LatentGenerator(LightningModule):
     def sample(
         self,
         labels: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
         guidance_scale: float | None = None,
         steps: int | None = None,
         *,
@@ -214,7 +217,8 @@ class LatentGenerator(LightningModule):
 
         Args:
             labels: Classes, [B] int64, for a backbone that takes them.
-            generator: Source of the noise; None is torch's global generator. A CPU generator serves every device.
+            generator: Source of the noise, or one for each sample; None is torch's global generator. A CPU generator
+                serves every device.
             guidance_scale: None takes the module's.
             steps: None takes the module's ``sampling_steps``.
             captions: B captions, for a backbone that takes text.
@@ -237,10 +241,42 @@ class LatentGenerator(LightningModule):
 
         Classes and prompts in turn; by ``samples.preview`` while fitting.
         """
-        latents = self.sample(**self._in_turn(num), generator=torch.Generator().manual_seed(seed))
+        latents = self.sample(**self.in_turn(num), generator=torch.Generator().manual_seed(seed))
         trainer = trainer_of(self)
         fitting = trainer is not None and trainer.state.fn == "fit" and not trainer.state.finished
         return to_uint8(self._decode(latents, self._preview if fitting else None))
+
+    def image_captions(self, num: int) -> list[str]:
+        """What each of :meth:`sample_images` is meant to be; empty if nothing is."""
+        asked = self.in_turn(num)
+        kinds = [asked.get("captions"), [self.class_label(int(i)) for i in asked.get("labels", ())]]
+        return [": ".join(names) for names in zip(*(kind for kind in reversed(kinds) if kind))]
+
+    def in_turn(self, count: int) -> dict[str, Any]:
+        """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
+        known: dict[str, Any] = {}
+        if self.shape.takes_text:
+            known["captions"] = self._prompts.first(count)
+        if self.shape.num_classes:
+            labels = self._prompts.labels_of(count) if "captions" in known else None
+            known["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
+        return known or {"count": count}
+
+    def class_label(self, number: int) -> str:
+        """A class by its number, and its name if that is another one."""
+        name = self.class_names[number] if number < len(self.class_names) else str(number)
+        return name if name == str(number) else f"{number} {name}"
+
+    def draw_images(
+        self, seeds: Sequence[int], labels: Sequence[int] | None = None, captions: list[str] | None = None
+    ) -> Tensor:
+        """An image of each seed and its label and caption: uint8 [N, C, H, W], the same whatever is drawn beside it.
+
+        Its noise is that of ``sample`` for it alone, with a generator of this seed.
+        """
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        given = None if labels is None else torch.tensor(labels)
+        return to_uint8(self._decode(self.sample(given, generators, captions=captions, count=len(seeds))))
 
     def check_sample_images(self) -> None:
         """Refuse what could not make images, before the first step."""
@@ -254,6 +290,7 @@ class LatentGenerator(LightningModule):
             checkpoint[_TEXT_KEY] = self.text_encoder.state_dict()
         size = None if self.latent_size is None else list(self.latent_size)
         checkpoint[_OWN_KEY] = {"latent_size": size, "prompts": self._prompts.state(), "backbone": self._described}
+        checkpoint[_OWN_KEY]["class_names"] = self.class_names
         held = checkpoint.get("state_dict", {})
         whole = self._described and all(f"network.{name}" in held for name, _ in self.network.named_parameters())  # type: ignore[union-attr]
         if whole and not leaves_base_out(self):  # which techniques take out of the checkpoint later
@@ -275,25 +312,16 @@ class LatentGenerator(LightningModule):
         own = checkpoint.get(_OWN_KEY)
         if own is not None:
             self._prompts.load(own["prompts"])
+            self.class_names = self.class_names or list(own.get("class_names", ()))
             if self.latent_size is None and own["latent_size"] is not None:
                 self.latent_size = (own["latent_size"][0], own["latent_size"][1])
-
-    def _in_turn(self, count: int) -> dict[str, Any]:
-        """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
-        known: dict[str, Any] = {}
-        if self.shape.takes_text:
-            known["captions"] = self._prompts.first(count)
-        if self.shape.num_classes:
-            labels = self._prompts.labels_of(count) if "captions" in known else None
-            known["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
-        return known or {"count": count}
 
     @torch.no_grad()
     def _sample(
         self,
         condition: Condition,
         count: int,
-        generator: torch.Generator | None,
+        generator: torch.Generator | Sequence[torch.Generator] | None,
         guidance_scale: float | None = None,
         steps: int | None = None,
         size: tuple[int, int] | None = None,

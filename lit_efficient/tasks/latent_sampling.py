@@ -1,6 +1,6 @@
 """From noise to latents with a conditional network: guidance, then any sampler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,8 +39,15 @@ def guided(
     return predict
 
 
-def draw_noise(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Standard normal, float32; a CPU generator serves every device, and None is torch's global one."""
+def draw_noise(
+    shape: tuple[int, ...], generator: torch.Generator | Sequence[torch.Generator] | None, device: torch.device
+) -> Tensor:
+    """Standard normal, float32; a CPU generator serves every device, and None is torch's global one.
+
+    Of several generators each draws its own sample, the same whatever is drawn beside it.
+    """
+    if isinstance(generator, Sequence):
+        return torch.cat([draw_noise((1, *shape[1:]), one, device) for one in generator])
     source = "cpu" if generator is None else generator.device
     return moved(torch.randn(shape, generator=generator, device=source, dtype=torch.float32), device)
 

@@ -1,4 +1,4 @@
-"""Language models that are ready to use: from a checkpoint of ours, or by a name or folder of Hugging Face."""
+"""Models that are ready to use: from a checkpoint of ours; language models also from Hugging Face."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.checkpoints import read
 from lit_efficient.mechanisms.restore import take_weights
 from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.language_modeling import LanguageModeling
 
 
@@ -64,6 +65,29 @@ def read_language_model(path: str) -> dict[str, Any]:
     if "language_modeling" not in checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
     return checkpoint
+
+
+def load_latent_diffusion(path: str, weights: Any = "auto") -> tuple[Any, str]:
+    """The model of a checkpoint of `LatentDiffusion`, in eval mode with its encoders, and which weights it has.
+
+    Args:
+        path: the checkpoint.
+        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore`.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or was not written by that task.
+    """
+    from lit_efficient.tasks.latent_diffusion import LatentDiffusion  # which language models have no use for
+
+    checkpoint = read(path)
+    arguments = checkpoint.get("hyper_parameters") or {}
+    if not {"backbone", "prediction", "schedule"} <= arguments.keys():
+        raise CheckpointError(f"{path} is not a checkpoint of LatentDiffusion")
+    with own_draws():
+        model = LatentDiffusion(**arguments)
+        model.configure_model()
+    model.on_load_checkpoint(checkpoint)
+    return model, take_weights(model, checkpoint, weights)
 
 
 def _task(checkpoint: Mapping[str, Any], path: str) -> type[LanguageModeling]:

@@ -89,6 +89,10 @@ class RewardModeling(PairTask):
 
     def generate_text(self, prompts: str | list[str], **options: Any) -> list[str]:
         """Refuse: it has no head that writes."""
+        return [text for text, _ in self.continuations(None, [])]
+
+    def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
+        """Refuse: it has no head that writes."""
         raise ConfigurationError("RewardModeling: a reward model judges texts and writes none.")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

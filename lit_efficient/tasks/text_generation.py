@@ -1,6 +1,6 @@
 """Continue texts with a language model, our GPT or one of transformers, by one set of rules and reproducibly."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,59 +9,9 @@ from torch import nn
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.models.generation import continue_rows, longest_row
-from lit_efficient.models.sampling import check_sampling
+from lit_efficient.models.sampling import Sampling
 
 BATCH_SIZE = 8
-
-
-def continue_texts(
-    network: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    chat: bool = False,
-    stop: set[int],
-    device: torch.device,
-    batch_size: int = BATCH_SIZE,
-) -> list[str]:
-    """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
-
-    Args:
-        network: a `GPT`, or a causal model of transformers.
-        tokenizer: its tokenizer, a ``tokenizers.Tokenizer`` or a fast one of transformers.
-        prompts: texts to continue; the last tokens that leave room for the new ones are used.
-        max_new_tokens: most tokens to add.
-        temperature: at least 0; 0 takes the likeliest token.
-        top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
-        seed: prompt number i is continued with the seed ``seed + i``.
-        chat: whether each prompt is a user's turn, to be answered.
-        stop: further ids that end a text.
-        device: where the network is.
-        batch_size: most prompts at a time; each is continued as if it were alone.
-
-    Raises:
-        ConfigurationError: for arguments out of range, an empty prompt where no token begins a text, and a chat without
-            a template.
-    """
-    prompts = [as_chat(tokenizer, prompt) for prompt in prompts] if chat else list(prompts)
-    found = continuations(
-        network,
-        tokenizer,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seeds=range(seed, seed + len(prompts)),
-        stop=stop,
-        device=device,
-        special=not chat,
-        batch_size=batch_size,
-    )
-    return [prompt + new for prompt, (new, _) in zip(prompts, found)]
 
 
 def continuations(
@@ -70,32 +20,87 @@ def continuations(
     prompts: Sequence[str],
     *,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
+    sampling: Sampling,
     seeds: Sequence[int],
     stop: set[int],
     device: torch.device,
     special: bool = True,
     batch_size: int = BATCH_SIZE,
+    endings: Sequence[str] = (),
+    watch: Callable[[int, str], None] | None = None,
 ) -> list[tuple[str, bool]]:
-    """As `continue_texts`: the continuations alone, and of each whether the model (not the limit) ended it."""
-    check_sampling("generate_text", temperature, top_p)
+    """What follows each prompt, and whether the model or an ending (not the limit) ended it.
+
+    No global random state is read or changed.
+
+    Args:
+        network: a `GPT`, or a causal model of transformers.
+        tokenizer: its tokenizer, a ``tokenizers.Tokenizer`` or a fast one of transformers.
+        prompts: texts to continue; the last tokens that leave room for the new ones are used.
+        max_new_tokens: most tokens to add.
+        sampling: how tokens are drawn.
+        seeds: of each prompt.
+        stop: further ids that end a text.
+        device: where the network is.
+        special: whether the tokenizer adds what begins a text; a chat template has written it.
+        batch_size: most prompts at a time; each is continued as if it were alone.
+        endings: texts that end a continuation, which is cut before them.
+        watch: called after each token with the number of its prompt and the whole continuation so far.
+
+    Raises:
+        ConfigurationError: for arguments out of range, and an empty prompt where no token begins a text.
+    """
+    sampling.check("generate_text")
     check_number("generate_text", "batch_size", batch_size, least=1, whole=True)
-    longest = longest_row(network)
-    room = longest - max_new_tokens
-    if max_new_tokens < 1 or room < 1:
-        allowed = f"at least 1 and below the model's max_length, {longest}"
-        raise refusal("generate_text", "max_new_tokens", allowed, max_new_tokens)
+    if isinstance(endings, str) or not all(isinstance(ending, str) and ending for ending in endings):
+        raise refusal("generate_text", "stop", "a list of texts with something in them", endings)
+    room = room_for(network, max_new_tokens)
     stop = stop | stop_ids(network, tokenizer)
     rows = [_ids(tokenizer, prompt, special, stop)[-room:] for prompt in prompts]
     found: dict[int, tuple[str, bool]] = {}
+
+    def text_of(i: int, new: list[int]) -> tuple[str, bool]:
+        return _before(_decoded_behind(tokenizer, rows[i], new), endings)
+
     for group in _groups([len(row) for row in rows], batch_size, max_new_tokens):
-        generators = [torch.Generator(device).manual_seed(seeds[i]) for i in group]
-        ways: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "generators": generators, "stop": stop}
+
+        def written(j: int, new: list[int], group: list[int] = group) -> bool:
+            text, ended = text_of(group[j], new)
+            if watch is not None:
+                watch(group[j], text)
+            return ended
+
+        ways: dict[str, Any] = {"sampling": sampling, "stop": stop, "written": written if endings or watch else None}
+        ways["generators"] = [torch.Generator(device).manual_seed(seeds[i]) for i in group]
         for i, new in zip(group, continue_rows(network, [rows[i] for i in group], max_new_tokens, **ways)):
-            ended = new[-1] in stop
-            found[i] = _decoded_behind(tokenizer, rows[i], new[:-1] if ended else new), ended
+            by_model = new[-1] in stop
+            text, ended = text_of(i, new[:-1] if by_model else new)
+            found[i] = text, by_model or ended
     return [found[i] for i in range(len(rows))]
+
+
+def room_for(network: nn.Module, max_new_tokens: int) -> int:
+    """Most tokens of a prompt beside so many new ones.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    longest = longest_row(network)
+    if max_new_tokens < 1 or max_new_tokens >= longest:
+        allowed = f"at least 1 and below the model's max_length, {longest}"
+        raise refusal("generate_text", "max_new_tokens", allowed, max_new_tokens)
+    return longest - max_new_tokens
+
+
+def length_of(tokenizer: Any, chat: str) -> int:
+    """Tokens of a chat in its template."""
+    return len(_encode(tokenizer, chat, False))
+
+
+def _before(text: str, endings: Sequence[str]) -> tuple[str, bool]:
+    """``text`` up to the first of the endings, and whether there is one."""
+    places = [text.index(ending) for ending in endings if ending in text]
+    return (text[: min(places)], True) if places else (text, False)
 
 
 def _groups(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:

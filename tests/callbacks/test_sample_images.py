@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient import SampleImages
-from lit_efficient.callbacks.sample_images import image_grid
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.pictures import draw_grid
+from lit_efficient.files.runs import write_record
 
 
 class Painter(L.LightningModule):
@@ -52,24 +53,12 @@ def fit(module, tmp_path, callback, **arguments):
     return trainer
 
 
-def test_grid_places_images_row_by_row():
-    grid = image_grid(torch.arange(1, 6, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 1, 2, 2), columns=3)
-    assert grid.shape == (5, 8, 1)  # 2 x 3 images of 2 pixels, a pixel between
-    assert grid[::3, ::3, 0].tolist() == [[1, 2, 3], [4, 5, 0]]
-    assert not grid[2].any()  # the border
-
-
-def test_grid_maps_floats_from_minus_one_to_one():
-    grid = image_grid(torch.tensor([-1.0, 0.0, 1.0, 7.0]).view(4, 1, 1, 1).expand(4, 3, 1, 1), columns=4, border=0)
-    assert grid[0, :, 1].tolist() == [0, 128, 255, 255]
-
-
 def test_a_png_at_every_nth_validation_not_in_the_sanity_check(tmp_path):
     module = Painter()
     fit(module, tmp_path, SampleImages(every_n_validations=2, columns=3, rows=2, zoom=2, seed=9), logger=False)
     assert module.calls == [(4, 6, 9), (8, 6, 9)]
-    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["step_000004.png", "step_000008.png"]
-    pixels = np.asarray(Image.open(tmp_path / "samples" / "step_000004.png"))
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["step_0000004.png", "step_0000008.png"]
+    pixels = np.asarray(Image.open(tmp_path / "samples" / "step_0000004.png"))
     assert pixels.shape == (18, 28)
     assert pixels[::10, ::10].tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -96,6 +85,7 @@ def test_it_writes_under_the_loggers_folder_and_shows_the_grid_in_tensorboard(tm
     loggers = [TensorBoardLogger(tmp_path, name="tb", version="v"), CSVLogger(tmp_path)]
     trainer = fit(Painter(), tmp_path, SampleImages(columns=3, rows=2), logger=loggers)
     assert len(list((tmp_path / "tb" / "v" / "samples").glob("step_*.png"))) == 4
+    assert not (tmp_path / "samples").exists()
     trainer.loggers[0].finalize("success")
     events = EventAccumulator(str(tmp_path / "tb" / "v"), size_guidance={"images": 0}).Reload()
     assert [event.step for event in events.Images("samples")] == [2, 4, 6, 8]
@@ -119,3 +109,31 @@ def test_a_module_that_cannot_sample_is_refused_before_training(tmp_path):
 def test_arguments_are_checked_when_built(name):
     with pytest.raises(ConfigurationError, match=rf"SampleImages: {name} must be a whole number of at least 1, got 0"):
         SampleImages(**{name: 0})
+
+
+def test_a_run_of_the_command_line_and_a_folder_of_choice_go_before_the_loggers(tmp_path):
+    write_record(tmp_path / "run", {})
+    logger = CSVLogger(tmp_path / "elsewhere")
+    fit(Painter(), tmp_path / "run", SampleImages(columns=3, rows=2, every_n_validations=4), logger=logger)
+    fit(Painter(), tmp_path / "run", SampleImages(columns=3, rows=2, folder=str(tmp_path / "mine")), logger=logger)
+    assert [file.name for file in (tmp_path / "run" / "samples").iterdir()] == ["step_0000008.png"]
+    assert len(list((tmp_path / "mine" / "samples").iterdir())) == 4
+    assert not list((tmp_path / "elsewhere").rglob("*.png"))
+
+
+def test_what_the_module_says_of_its_samples_is_written_on_the_grid(tmp_path):
+    class Named(Painter):
+        def image_captions(self, num):
+            return ["left", "right"] * (num // 2)
+
+    fit(Named(), tmp_path, SampleImages(columns=2, rows=2, every_n_validations=4), logger=False)
+    images = torch.arange(4, dtype=torch.uint8).view(-1, 1, 1, 1).expand(4, 1, 4, 4)
+    expected = draw_grid(images, 2, 2, heads=["left", "right"])
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "samples" / "step_0000008.png")), np.asarray(expected))
+
+    class Miscounting(Painter):
+        def image_captions(self, num):
+            return ["one"]
+
+    with pytest.raises(ConfigurationError, match=r"Miscounting.image_captions\(4\) must be 4 names, or none"):
+        fit(Miscounting(), tmp_path, SampleImages(columns=2, rows=2), logger=False)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient.callbacks.sample_text import SampleText, framed
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.runs import write_record
 
 
 class Writer(LightningModule):
@@ -73,8 +74,8 @@ def test_writes_at_each_validation_but_not_in_the_sanity_check(
     assert "def (): pass" in printed
     assert "class (): pass" not in printed
     texts = {path.name: path.read_text() for path in (tmp_path / "samples").iterdir()}
-    assert sorted(texts) == ["step-2.txt", "step-4.txt"]
-    assert "class (): pass" in texts["step-2.txt"]
+    assert sorted(texts) == ["step_0000002.txt", "step_0000004.txt"]
+    assert "class (): pass" in texts["step_0000002.txt"]
 
 
 def test_a_chat_is_asked_for_by_name(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_tensorboard_gets_all_texts(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload().Tensors("samples/text_summary")
     assert [event.step for event in events] == [2, 4]
     assert "class (): pass" in events[0].tensor_proto.string_val[0].decode()
-    assert not (tmp_path / "samples").exists()
+    assert "class (): pass" in (tmp_path / "samples" / "step_0000002.txt").read_text()
 
 
 def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,15 @@ def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_other_loggers_get_a_file_beside_theirs(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="run", version="one")
     fit(tmp_path, [SampleText(["def"])], logger)
-    assert "def (): pass" in (tmp_path / "run" / "one" / "samples" / "step-4.txt").read_text()
+    assert "def (): pass" in (tmp_path / "run" / "one" / "samples" / "step_0000004.txt").read_text()
+
+
+def test_a_run_of_the_command_line_and_a_folder_of_choice_go_before_the_loggers(tmp_path: Path) -> None:
+    write_record(tmp_path / "run", {})
+    for callback in (SampleText(["def"]), SampleText(["def"], folder=str(tmp_path / "mine"))):
+        fit(tmp_path / "run", [callback], CSVLogger(tmp_path / "elsewhere"))
+    assert len(list((tmp_path / "run" / "samples").iterdir())) == len(list((tmp_path / "mine").rglob("*.txt"))) == 2
+    assert not (tmp_path / "elsewhere" / "samples").exists()
 
 
 def test_a_module_that_cannot_write_is_refused_before_training(tmp_path: Path) -> None:

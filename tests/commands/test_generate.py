@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from lit_efficient import EMA, CausalLMConfig, CorpusFiles, LanguageModeling, LoRA, PythonCorpus
 from lit_efficient.__main__ import main
+from lit_efficient.files.runs import new_folder, point_latest, write_record
 from lit_efficient.tasks.loading import load_language_model
 from tests.models.test_causal_lm import SMALL
 
@@ -83,6 +85,12 @@ def test_checkpoints_hold_the_adapter_alone_and_the_global_generator_stays(run: 
         (["--weights", "raw", "--ckpt", "alone.ckpt"], "holds the weights 'ema' alone"),
         (["--chat"], "needs a tokenizer with a chat template"),
         (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--top_k", "-1"], "top_k must be a whole number of at least 0, got -1"),
+        (["--min_p", "2"], "min_p must be at least 0 and at most 1, got 2.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be above 0, got 0.0"),
+        (["--stop", ""], "--stop must be a text with something in it, got ''"),
+        (["--batch_size", "0"], "batch_size must be a whole number of at least 1, got 0"),
+        (["--prompts", "messages.jsonl"], "messages.jsonl:1 has messages: add --chat"),
         (["--max_new_tokens", "0"], "max_new_tokens must be at least 1 and below"),
     ],
 )
@@ -90,7 +98,51 @@ def test_what_cannot_be_done_is_one_sentence(
     run: dict[str, Any], more: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(run["folder"])
+    Path("messages.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}')
     assert main(["generate", "--ckpt", "full.ckpt", "--prompt", "x", "--device", "cpu", *more]) == 2
     captured = capsys.readouterr().err
     assert message in captured
     assert "Traceback" not in captured
+
+
+def test_a_file_of_prompts_is_continued_with_every_filter_by_the_last_checkpoint_of_the_newest_run(
+    run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("def f\n\nreturn self.value\n")
+    newest = new_folder(tmp_path / "runs")
+    write_record(newest, {})
+    point_latest(newest)
+    for name in ("last", "step_9"):
+        (newest / f"{name}.ckpt").symlink_to(run["folder"] / "full.ckpt")
+    given = ["--ckpt", str(tmp_path / "runs"), "--prompts", str(tmp_path / "prompts.txt"), "--device", "cpu"]
+    more = [
+        "--top-k",
+        "40",
+        "--min-p",
+        "0.01",
+        "--repetition-penalty",
+        "1.3",
+        "--stop",
+        "zz",
+        "--stop",
+        "e",
+        "--batch-size",
+    ]
+    options: dict[str, Any] = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.3, "stop": ["zz", "e"]}
+    model, _ = load_language_model(str(run["folder"] / "full.ckpt"))
+    expected = model.generate_text(["def f", "return self.value"], max_new_tokens=12, **options)
+    assert all("e" not in text[len("return self.value") :] for text in expected[1:])
+    for size in ("1", "2"):
+        assert main(["generate", *given, *more, size, "--max_new_tokens", "12"]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == "".join(f"{text}\n" for text in expected)
+        assert f"{newest / 'last.ckpt'}: ema weights" in captured.err
+    plain = model.generate_text(["def f", "return self.value"], max_new_tokens=12)
+    assert plain != expected
+
+
+def test_without_a_prompt_it_asks_for_one(run: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--ckpt", str(run["folder"] / "full.ckpt")])
+    assert ended.value.code == 2
+    assert "one of the arguments --prompt --prompts --chat is required" in capsys.readouterr().err

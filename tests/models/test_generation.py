@@ -10,6 +10,7 @@ import torch
 from lit_efficient.models.generation import continue_rows
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.output_head import output_head
+from lit_efficient.models.sampling import Sampling
 from tests.mechanisms.test_documents import network_of
 
 PROMPTS = [list(range(5, 10)), list(range(20, 29)), list(range(40, 44))]
@@ -21,7 +22,8 @@ def _logits(network: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _continued(network: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    given = {"temperature": 0.0, "top_p": 1.0, "stop": {-1}} | options
+    given = {"temperature": 0.0, "stop": {-1}} | options
+    given |= {"sampling": Sampling(given.pop("temperature"), 1.0)}
     generators = [torch.Generator().manual_seed(i) for i, _ in enumerate(prompts)]
     return continue_rows(network, prompts, 6, **{"generators": generators} | given)
 

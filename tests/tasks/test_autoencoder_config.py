@@ -36,7 +36,7 @@ def test_the_config_runs_shows_pictures_and_leaves_an_autoencoder() -> None:
     assert main(["fit", "-c", str(CONFIG), *few]) == 0
     assert f"python -m lit_efficient fit -c {CONFIG.stem}" in CONFIG.read_text("utf-8")
     (picture,) = Path("runs/autoencoder/latest/samples").iterdir()
-    assert picture.name == "step_000001.png"
+    assert picture.name == "step_0000001.png"
     checkpoint = Path("runs/autoencoder/latest/last.ckpt")
     codec = LatentCodec.declared(build_autoencoder(str(checkpoint)))
     assert (codec.image_channels, codec.latent_channels, codec.factor) == (1, 4, 4)

@@ -211,13 +211,15 @@ def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_pat
     module.text_encoder.encode = lambda captions, device="cpu": asked.append(captions) or encode(captions, device)
     module.eval().sample_images(3, seed=0)
     assert asked[0] == ["one 0", "two 1", "three 2"]
-    assert (tmp_path / "samples" / "step_000003.png").is_file()
+    assert module.image_captions(2) == ["0: one 0", "1: two 1"]
+    assert (tmp_path / "samples" / "step_0000003.png").is_file()
     fixed = task(model(CONDITIONED), samples=Samples(0, prompts=["a", "b"]))
     fixed.text_encoder, asked[:] = module.text_encoder, []
     fixed.configure_model()
     fixed.codec = module.codec
     fixed.eval().sample_images(3, seed=0)
     assert asked[0] == ["a", "b", "a"]
+    assert fixed.image_captions(3) == ["a", "b", "a"]
 
 
 def test_without_a_judge_there_are_no_scores_and_it_is_said_once(tmp_path, caplog):

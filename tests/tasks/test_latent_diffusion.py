@@ -144,6 +144,7 @@ def test_guidance_of_one_is_the_conditional_prediction_alone():
 
 def test_a_checkpoint_alone_rebuilds_the_network_and_samples_images(tmp_path):
     module, data = task(), digits()
+    data.class_names = ["0", "1", "2", "drei", *"456789"]
     run = trainer(default_root_dir=tmp_path)
     run.fit(module, data)
     run.save_checkpoint(tmp_path / "a.ckpt")
@@ -155,6 +156,7 @@ def test_a_checkpoint_alone_rebuilds_the_network_and_samples_images(tmp_path):
     assert images.dtype == torch.uint8
     assert images.shape == (12, 1, 16, 16)
     assert torch.equal(images, module.eval().sample_images(12, seed=3))
+    assert loaded.image_captions(12) == ["0", "1", "2", "3 drei", *"456789", "0", "1"]
 
 
 def test_a_checkpoint_of_another_latent_space_is_refused_but_may_predict(tmp_path):

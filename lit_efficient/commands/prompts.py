@@ -1,0 +1,110 @@
+"""What the commands that write and draw have in common: prompts, and where to compute."""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_efficient.errors import ConfigurationError
+
+Turns = list[dict[str, str]]
+
+
+def prompts_of(given: Sequence[str], owner: str, texts_alone: str = "") -> list[str | Turns]:
+    """Prompts of a command line: texts, or the name of one file of them, which :func:`read_prompts` reads."""
+    if len(given) == 1 and _is_file(given[0]):
+        return read_prompts(Path(given[0]), owner, texts_alone)
+    return list(given)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name
+        return False
+
+
+def read_prompts(path: Path, owner: str, texts_alone: str = "") -> list[str | Turns]:
+    """The prompts of a file.
+
+    Args:
+        path: ``.jsonl`` with ``prompt`` or ``messages`` in each row, or text with one a line.
+        owner: The command, for errors.
+        texts_alone: The way out, where messages cannot be taken.
+
+    Raises:
+        ConfigurationError: naming the line, for a row with neither.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{owner}: {path} is not UTF-8: {error}") from error
+    lines = text.replace("\r\n", "\n").split("\n")  # JSON may hold the other line breaks that splitlines() knows
+    if path.suffix != ".jsonl":
+        prompts: list[str | Turns] = [line for line in lines if line.strip()]
+    else:
+        where = f"{owner}: {path}"
+        rows = [(line, f"{where}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        prompts = [_prompt_of(line, place, texts_alone) for line, place in rows]
+    if not prompts:
+        raise ConfigurationError(f"{owner}: {path} holds no prompts")
+    return prompts
+
+
+def _prompt_of(line: str, where: str, texts_alone: str) -> str | Turns:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigurationError(f"{where} is no JSON: {error}") from error
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    turns = row.get("messages") if isinstance(row, dict) else None
+    if isinstance(prompt, str):
+        return prompt
+    spoken = isinstance(turns, list) and all(
+        isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns
+    )
+    if not turns or not spoken or turns[-1]["role"] == "assistant":
+        raise ConfigurationError(
+            f'{where} must have a text under "prompt", or under "messages" turns with role and content of '
+            "which the last is not the assistant's"
+        )
+    if texts_alone:
+        raise ConfigurationError(f"{where} has messages: {texts_alone}")
+    return turns
+
+
+def default_device() -> str:
+    """The accelerator, if there is one."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def add_model_options(parser: argparse.ArgumentParser, ckpt: str) -> None:
+    """``--ckpt``, which is described by ``ckpt``, ``--weights`` and ``--device``."""
+    parser.add_argument("--ckpt", required=True, help=f"{ckpt}; or a run's folder, for its last one")
+    parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto", help="auto: as it validated")
+    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
+
+
+def load_model(
+    load: Callable[[str, Any], tuple[Any, str]], arguments: argparse.Namespace
+) -> tuple[Any, dict[str, str]]:
+    """The model that these options name, on its device, and what is known of it, of which a line is printed."""
+    from lit_efficient.files.checkpoints import newest_in
+
+    path = str(newest_in(arguments.ckpt))
+    model, held = load(path, arguments.weights)
+    print(f"{path}: {held} weights", file=sys.stderr)
+    return model.to(arguments.device or default_device()), {"checkpoint": path, "weights": held}
+
+
+def forgiving_streams() -> None:
+    """Let letters that a terminal does not know neither end a program nor what it reads."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
