@@ -45,7 +45,8 @@ usage: python -m lit_efficient COMMAND ...
   export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
 
   COMMAND --help lists all options. A config names classes, and naming a class imports it: code of your own
-  needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
+  needs --allow-import PACKAGE. --quiet shows errors, warnings and the last lines alone, --debug the traceback of an
+  error. --version prints the version.
 
 exit codes: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())},
   128+n after signal n
