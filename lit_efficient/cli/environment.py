@@ -63,7 +63,7 @@ def _requirements() -> list[str]:
 
 def _commit() -> dict[str, Any] | None:
     """Commit of the working directory, and whether files that it tracks differ from it; ``None`` outside of git."""
-    ask = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    ask = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):

@@ -41,4 +41,4 @@ def test_two_processes_train_as_one_does_on_both_batches():
     assert [line[:9] for line in log.splitlines() if "UserWarning: mind the step" in line][-1:] == ["[rank 1] "]
     assert {"Seed set to 0", "red words"} <= {*log.splitlines()}  # the one before the folder was known
     assert "Seed set" not in done.stderr
-    assert done.stdout.splitlines()[:2] == ["", "Done."]
+    assert done.stdout.startswith("\nDone.")
