@@ -1,7 +1,6 @@
 """On what a run was made: versions, commit, devices, command line."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -56,9 +55,9 @@ def _requirements() -> list[str]:
         return importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
         file = Path(lit_efficient.__file__).parent.parent / "pyproject.toml"
-        project = tomllib.loads(file.read_text("utf-8"))["project"] if file.is_file() else {"dependencies": ["torch"]}
+        project: Any = tomllib.loads(file.read_text("utf-8"))["project"] if file.is_file() else {}
         extras = project.get("optional-dependencies", {}).values()
-        return [*project["dependencies"], *(name for extra in extras for name in extra)]
+        return [*project.get("dependencies", ["torch"]), *(name for extra in extras for name in extra)]
 
 
 def _commit() -> dict[str, Any] | None:
@@ -84,8 +83,3 @@ def _devices(device: torch.device, indices: Sequence[int]) -> list[str]:
         lines = []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return [model or platform.processor() or platform.machine()]
-
-
-def environment_text(*arguments: Any) -> str:
-    """:func:`environment` as the text of a file."""
-    return json.dumps(environment(*arguments), indent=1)

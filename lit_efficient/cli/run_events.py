@@ -1,5 +1,6 @@
 """What happens in a fit, noted in its folder: see :mod:`lit_efficient.files.events`."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lit_efficient.application import reports_of
-from lit_efficient.cli.environment import environment_text
+from lit_efficient.cli.environment import environment
 from lit_efficient.cli.run import write_config
 from lit_efficient.cli.run_folder import END, LAST, RunFolder
 from lit_efficient.cli.run_log import RunLog
@@ -35,8 +36,8 @@ class RunEvents(Callback):
         self._trainer = trainer
         self.lines.open(self.folder.path / "log.txt", trainer.global_rank)
         if trainer.is_global_zero:
-            text = environment_text(trainer.strategy.root_device, trainer.device_ids, self.command)
-            write_config(self.folder.path / "environment.json", text)
+            found = environment(trainer.strategy.root_device, trainer.device_ids, self.command)
+            write_config(self.folder.path / "environment.json", json.dumps(found, indent=1))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         reports = reports_of(pl_module, techniques_of(trainer))
