@@ -95,8 +95,9 @@ class RunEvents(Callback):
         def save_checkpoint(filepath: Any, *arguments: Any, **options: Any) -> None:
             own(filepath, *arguments, **options)
             self.saved = str(filepath)
-            path = os.path.relpath(filepath, self.folder.path)
-            path = str(Path(filepath).absolute()) if path.startswith("..") else LAST if path == END else path
+            path, folder = os.path.realpath(filepath), os.path.realpath(self.folder.path)
+            path = os.path.relpath(path, folder) if path.startswith(folder + os.sep) else str(filepath)
+            path = LAST if path == END else path
             savers = [c for c in trainer.checkpoint_callbacks if str(filepath) in getattr(c, "best_k_models", {})]
             scores = [{"monitor": c.monitor, "score": float(c.best_k_models[str(filepath)])} for c in savers]
             self.note("checkpoint", path=path, **(scores[0] if scores else {}))

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-_REDRAWS = re.compile(r"^\r|\x1b\[\d*[A-HJK]")  # what bars write
-_STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+_REDRAWS = re.compile(r"^\r(?!\n)|\x1b\[\d*[A-HJK]")  # what bars write
+_STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_MOST = 10_000  # lines before there is a file, characters before a line ends
 
 
 class RunLog:
@@ -32,8 +33,9 @@ class RunLog:
         self._file: IO[bytes] | None = None
         self._rank = ""
         self._undo: list[Callable[[], object]] = []
-        for name in ("stdout", "stderr"):
-            self._watch(getattr(sys, name), hides=name == "stdout")
+        self._watch(sys.stdout, hides=True)
+        if sys.stderr is not sys.stdout:
+            self._watch(sys.stderr, hides=False)
         self._show = warnings.showwarning
         warnings.showwarning = self._warn
         if quiet:
@@ -56,7 +58,7 @@ class RunLog:
     def write(self, line: str) -> None:
         """Add a line that the terminal need not have shown."""
         if self._file is None:
-            self._early.append(line)
+            self._early = [*self._early[-_MOST:], line]
             return
         with suppress(OSError, ValueError):  # a full disk ends no run
             self._file.write(f"{self._rank}{line}\n".encode("utf-8", "replace"))
@@ -82,8 +84,10 @@ class RunLog:
             result = own(text) if shown or not (hides or redraws) else len(text)
             if not redraws:
                 *lines, rest[0] = (rest[0] + text).split("\n")
+                if "\r" in rest[0] or len(rest[0]) > _MOST:
+                    rest[0] = rest[0][rest[0].rfind("\r") + 1 :][-_MOST:]
                 for line in lines:
-                    if plain := _STYLES.sub("", line).rstrip():
+                    if plain := _STYLES.sub("", line).rstrip().rpartition("\r")[2]:
                         self.write(plain)
             return result
 

@@ -211,11 +211,18 @@ def test_streams_that_cannot_be_watched_and_lines_without_an_end(tmp_path, monke
     print("half", end="", file=sys.stderr)
     log.open(tmp_path / "log.txt", 1)
     print(" and half", file=sys.stderr)
+    for percent in range(3):
+        print(f"{percent} %", end="\r", file=sys.stderr)
+    print("all of it\r\n\x1b[32mgreen\x1b[0m", file=sys.stderr)
+    print("." * 30_000, file=sys.stderr)
     print("unseen")
     log.stop()
     print("later", file=sys.stderr)
-    assert (tmp_path / "log.txt").read_text() == "[rank 1] half and half\n"
-    assert plain.getvalue() == "half and half\nlater\n"
+    half, all_of_it, green, dots = (tmp_path / "log.txt").read_text().splitlines()
+    assert (half, all_of_it, green) == ("[rank 1] half and half", "[rank 1] all of it", "[rank 1] green")
+    assert 5_000 < len(dots) <= 30_009
+    assert plain.getvalue().startswith("half and half\n0 %\r1 %\r2 %\rall of it")
+    assert plain.getvalue().endswith("..\nlater\n")
     log = RunLog("", lambda text: None)
     log.open(tmp_path / "no" / "log.txt", 0)
     print("x", file=sys.stderr)
