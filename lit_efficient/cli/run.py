@@ -80,7 +80,7 @@ def add_default_parts(
                     f"optimizer: {kind} trains with other weights than it validates and saves: added the callback "
                     f"{DEFAULTS[key]}(), which switches them"
                 )
-    bars = trainer_config.get("enable_progress_bar") is not False and not sys.stdout.isatty()
+    bars = trainer_config.get("enable_progress_bar") is not False and not (sys.stdout and sys.stdout.isatty())
     if bars and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         callbacks.append(default_part("bar")())
     trainer_config["callbacks"] = callbacks

@@ -40,11 +40,9 @@ class RunLog:
         warnings.showwarning = self._warn
         if quiet:
             os.environ.setdefault("WANDB_SILENT", "true")
-            found = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
-            for handler in (handler for logger in (logging.root, *found) for handler in logger.handlers):
-                if getattr(handler, "stream", None) in (sys.stdout, sys.stderr):
-                    handler.addFilter(self._passes)
-                    self._undo.append(lambda handler=handler: handler.removeFilter(self._passes))  # type: ignore[misc]
+            self._emit = logging.StreamHandler.emit
+            setattr(logging.StreamHandler, "emit", lambda *given: self._tell(*given))  # noqa: B010, PLW0108 - a method here
+            self._undo.append(lambda: setattr(logging.StreamHandler, "emit", self._emit))
 
     def open(self, path: Path, rank: int) -> None:
         """Write into a file from now on, which other processes may write into, too."""
@@ -99,9 +97,9 @@ class RunLog:
         self._show(message, *arguments, **options)
         self.warned(str(message))
 
-    def _passes(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
-            return True
+    def _tell(self, handler: Any, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING or handler.stream not in (sys.stdout, sys.stderr):
+            self._emit(handler, record)
+            return
         for line in record.getMessage().splitlines():
             self.write(line)
-        return False
