@@ -113,7 +113,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
 if __name__ == "__main__":
     try:
         code = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # `... | head` has read enough
         sys.stdout = None
         code = 0

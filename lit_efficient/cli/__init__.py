@@ -79,7 +79,7 @@ class LitEfficientCLI(OpenCLI):
         kwargs["parser_kwargs"] = {**parser, **own}
         self._words = words if kwargs.get("args") is not None else None
         hides = "" if not quiet else "all" if self._asked == "fit" else "bars"
-        self.log = RunLog(hides, lambda text: self.events.warn(text) if self.events else None)
+        self.log = RunLog(hides)
         try:
             super().__init__(*args, **kwargs)
         except Exception as error:
@@ -230,6 +230,7 @@ class LitEfficientCLI(OpenCLI):
         if self.events is None or not self.trainer.is_global_zero:
             return
         steps = next_steps(self.trainer, self.allowed, interrupted) if interrupted or reason == "done" else []
+        self.events.trainer = self.trainer
         self.events.note("end", reason=reason, next=steps)
         self.log.quiet = ""
         if reason == "done":

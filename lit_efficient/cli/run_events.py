@@ -29,11 +29,12 @@ class RunEvents(Callback):
     def __init__(self, folder: RunFolder, lines: RunLog, command: str) -> None:
         self.folder, self.lines, self.command = folder, lines, command
         self.saved = ""  # the checkpoint that was written last
-        self._trainer: Any = None
+        self.trainer: Any = None
         self._samples: set[Path] = set()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
+        self.lines.warned = lambda text: self.note("warning", text=text)
         self.lines.open(self.folder.path / "log.txt", trainer.global_rank)
         if trainer.is_global_zero:
             found = environment(trainer.strategy.root_device, trainer.device_ids, self.command)
@@ -61,13 +62,9 @@ class RunEvents(Callback):
 
     def note(self, kind: str, **more: Any) -> None:
         """Add an event, where the fit has come to; one process does."""
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer is not None and trainer.is_global_zero:
             write_event(self.folder.path, kind, max(trainer.global_step, self.folder.step), **more)
-
-    def warn(self, text: str) -> None:
-        """Note a warning; before the fit has its folder there is nowhere to."""
-        self.note("warning", text=text)
 
     def _note_metrics(self, metrics: Mapping[str, Any]) -> None:
         values = {}
@@ -76,7 +73,7 @@ class RunEvents(Callback):
                 values[name] = float(value)
             except (TypeError, ValueError):
                 continue
-        epoch = int(values.pop("epoch", self._trainer.current_epoch))
+        epoch = int(values.pop("epoch", self.trainer.current_epoch))
         if values:
             self.note("metrics", epoch=epoch, values=values)
 

@@ -24,11 +24,11 @@ class RunLog:
     Args:
         quiet: ``"all"`` shows nothing of what is printed on stdout, ``"bars"`` all but bars, ``""`` everything. Errors
             and warnings are shown in each case, on stderr; what is merely logged, there, too, is not when it is quiet.
-        warned: Called with the text of each warning.
     """
 
-    def __init__(self, quiet: str, warned: Callable[[str], None]) -> None:
-        self.quiet, self.warned = quiet, warned
+    def __init__(self, quiet: str) -> None:
+        self.quiet = quiet
+        self.warned: Callable[[str], object] = lambda text: None  # is told each warning
         self._early: list[str] = []
         self._file: IO[bytes] | None = None
         self._rank = ""
@@ -43,6 +43,12 @@ class RunLog:
             self._emit = logging.StreamHandler.emit
             setattr(logging.StreamHandler, "emit", lambda *given: self._tell(*given))  # noqa: B010, PLW0108 - a method here
             self._undo.append(lambda: setattr(logging.StreamHandler, "emit", self._emit))
+
+    def __reduce__(self) -> Any:
+        return RunLog, (self.quiet,)  # of the process that a strategy spawns
+
+    def __deepcopy__(self, memo: Any) -> "RunLog":
+        return self
 
     def open(self, path: Path, rank: int) -> None:
         """Write into a file from now on, which other processes may write into, too."""
@@ -80,7 +86,9 @@ class RunLog:
             redraws = bool(_REDRAWS.search(text))
             shown = self.quiet != "all" if not redraws else not self.quiet
             result = own(text) if shown or not (hides or redraws) else len(text)
-            if not redraws:
+            if redraws:
+                rest[0] = ""
+            else:
                 *lines, rest[0] = (rest[0] + text).split("\n")
                 if "\r" in rest[0] or len(rest[0]) > _MOST:
                     rest[0] = rest[0][rest[0].rfind("\r") + 1 :][-_MOST:]

@@ -1,9 +1,11 @@
 """A run's folder tells what happened: events, log, environment, and what each of them has after kills and resumes."""
 
+import copy
 import csv
 import io
 import json
 import math
+import pickle
 import subprocess
 import sys
 import warnings
@@ -15,6 +17,8 @@ from lightning.pytorch import Callback
 
 from lit_efficient.cli.environment import environment
 from lit_efficient.cli.preflight import redacted
+from lit_efficient.cli.run_events import RunEvents
+from lit_efficient.cli.run_folder import RunFolder
 from lit_efficient.cli.run_log import RunLog
 from lit_efficient.files.events import open_events, write_event
 from tests.cli.toy_runs import fit
@@ -197,6 +201,18 @@ def test_a_disk_that_is_full_tears_no_line_and_ends_no_run(tmp_path, monkeypatch
     assert (event["step"], event["odd"], event["path"]) == (2, "?", str(tmp_path))
 
 
+def test_a_process_that_a_strategy_spawns_gets_a_log_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    events = RunEvents(RunFolder(tmp_path / "runs", None, False), RunLog(""), "x")
+    assert copy.deepcopy(events).lines is events.lines
+    events.lines.stop()
+    there = pickle.loads(pickle.dumps(events)).lines
+    there.open(tmp_path / "log.txt", 1)
+    print("said there")
+    there.stop()
+    assert (tmp_path / "log.txt").read_text() == "[rank 1] said there\n"
+
+
 def test_streams_that_cannot_be_watched_and_lines_without_an_end(tmp_path, monkeypatch):
     class Fixed:
         __slots__ = ("text",)
@@ -207,7 +223,7 @@ def test_streams_that_cannot_be_watched_and_lines_without_an_end(tmp_path, monke
     fixed, plain = Fixed(), io.StringIO()
     monkeypatch.setattr("sys.stdout", fixed)
     monkeypatch.setattr("sys.stderr", plain)
-    log = RunLog("", lambda text: None)
+    log = RunLog("")
     print("half", end="", file=sys.stderr)
     log.open(tmp_path / "log.txt", 1)
     print(" and half", file=sys.stderr)
@@ -223,7 +239,7 @@ def test_streams_that_cannot_be_watched_and_lines_without_an_end(tmp_path, monke
     assert 5_000 < len(dots) <= 30_009
     assert plain.getvalue().startswith("half and half\n0 %\r1 %\r2 %\rall of it")
     assert plain.getvalue().endswith("..\nlater\n")
-    log = RunLog("", lambda text: None)
+    log = RunLog("")
     log.open(tmp_path / "no" / "log.txt", 0)
     print("x", file=sys.stderr)
     log.stop()
