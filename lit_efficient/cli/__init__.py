@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.errors import constructor_error, exit_code, explain
-from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps
+from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps, short
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
 from lit_efficient.cli.preflight import redacted
 from lit_efficient.cli.resumed import ConfigWins
@@ -77,7 +77,8 @@ class LitEfficientCLI(OpenCLI):
         own = kwargs.get("parser_kwargs", {})  # which may name options of each subcommand
         self._asked = next(iter(words), None) if isinstance(words, list | tuple) and not own else None
         kwargs["parser_kwargs"] = {**parser, **own}
-        self._words = words if kwargs.get("args") is not None else None
+        program = COMMAND if kwargs.get("args") is not None else f"python {short(sys.argv[0])}"
+        self._typed = program, list(words) if isinstance(words, list | tuple) else []
         hides = "" if not quiet else "all" if self._asked == "fit" else "bars"
         self.log = RunLog(hides)
         try:
@@ -200,7 +201,8 @@ class LitEfficientCLI(OpenCLI):
         if self.subcommand == "fit":
             trainer["callbacks"].append(ConfigWins(self.config_dump, self.changed))
         if self.folder:
-            self.events = RunEvents(self.folder, self.log, self._command())
+            program, words = self._typed
+            self.events = RunEvents(self.folder, self.log, f"{program} {shlex.join(redacted(words))}")
             trainer["callbacks"].append(self.events)
         made = super().instantiate_trainer(**kwargs)
         if self.folder and self.folder.goes_on and made.is_global_zero:
@@ -229,7 +231,8 @@ class LitEfficientCLI(OpenCLI):
         """Note how a fit has ended; show what to type next, where there is something to go on from."""
         if self.events is None or not self.trainer.is_global_zero:
             return
-        steps = next_steps(self.trainer, self.allowed, interrupted) if interrupted or reason == "done" else []
+        goes_on = interrupted or reason == "done"
+        steps = next_steps(self.trainer, self.allowed, self._typed[0], interrupted) if goes_on else []
         self.events.trainer = self.trainer
         self.events.note("end", reason=reason, next=steps)
         self.log.quiet = ""
@@ -237,11 +240,6 @@ class LitEfficientCLI(OpenCLI):
             print(last_word(self.trainer, steps))
         elif steps:
             print("\n".join(["Next:", *(f"  {step}" for step in steps)]), flush=True)
-
-    def _command(self) -> str:
-        """The command line, as it could be typed again."""
-        words = [os.path.basename(sys.executable), *sys.argv] if self._words is None else self._words
-        return shlex.join(redacted(words)) if self._words is None else f"{COMMAND} {shlex.join(redacted(words))}"
 
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:

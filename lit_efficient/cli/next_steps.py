@@ -17,12 +17,13 @@ from lit_efficient.cli.run_folder import LastCheckpoint
 COMMAND = "python -m lit_efficient"
 
 
-def next_steps(trainer: Trainer, allowed: Sequence[str] = (), interrupted: str = "") -> list[str]:
+def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupted: str = "") -> list[str]:
     """The commands that make sense after a fit.
 
     Args:
         trainer: The trainer after ``fit``.
         allowed: What the user gave as ``--allow-import``; the commands need it again.
+        program: What was run, which may be a script that knows its classes.
         interrupted: The checkpoint that a signal has left: then resuming it comes first.
     """
     best, last, _ = _checkpoints(trainer)
@@ -31,10 +32,10 @@ def next_steps(trainer: Trainer, allowed: Sequence[str] = (), interrupted: str =
     given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"
     folder, commands = short(trainer.default_root_dir), []
     if interrupted:
-        commands.append(f"{COMMAND} fit{given} --ckpt_path {short(interrupted)}")
+        commands.append(f"{program} fit{given} --ckpt_path {short(interrupted)}")
     elif last:
-        commands += [f"{COMMAND} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
-        commands.append(f"{COMMAND} fit{given} --ckpt_path {short(last)}{_twice_as_long(trainer)}")
+        commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
+        commands.append(f"{program} fit{given} --ckpt_path {short(last)}{_twice_as_long(trainer)}")
         own = getattr(trainer.lightning_module, "next_steps", ())
         commands += [f"{COMMAND} {command.format(ckpt=short(best))}" for command in own]
         output = short(Path(trainer.default_root_dir, f"export_{trainer.global_step}"))

@@ -44,12 +44,6 @@ class RunLog:
             setattr(logging.StreamHandler, "emit", lambda *given: self._tell(*given))  # noqa: B010, PLW0108 - a method here
             self._undo.append(lambda: setattr(logging.StreamHandler, "emit", self._emit))
 
-    def __reduce__(self) -> Any:
-        return RunLog, (self.quiet,)  # of the process that a strategy spawns
-
-    def __deepcopy__(self, memo: Any) -> "RunLog":
-        return self
-
     def open(self, path: Path, rank: int) -> None:
         """Write into a file from now on, which other processes may write into, too."""
         self._rank = f"[rank {rank}] " if rank else ""

@@ -1,11 +1,10 @@
 """A run's folder tells what happened: events, log, environment, and what each of them has after kills and resumes."""
 
-import copy
 import csv
 import io
 import json
 import math
-import pickle
+import shlex
 import subprocess
 import sys
 import warnings
@@ -15,13 +14,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.cli.environment import environment
 from lit_efficient.cli.preflight import redacted
-from lit_efficient.cli.run_events import RunEvents
-from lit_efficient.cli.run_folder import RunFolder
 from lit_efficient.cli.run_log import RunLog
 from lit_efficient.files.events import open_events, write_event
 from tests.cli.toy_runs import fit
+from tests.support_cli import ToyData, ToyModel
 
 RUN = Path("runs/base/latest")
 SAVE = ["--trainer.enable_checkpointing=true"]
@@ -160,6 +159,20 @@ def test_quiet_leaves_warnings_errors_and_the_last_lines(capsys):
     assert "not finite" in captured.err
 
 
+def test_a_script_that_names_its_classes_has_all_of_it(monkeypatch):
+    """Its parser has the arguments of trainer, model and data at once."""
+    words = ["own.py", "fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    monkeypatch.setattr("sys.argv", words)
+    LitEfficientCLI(ToyModel, ToyData)
+    run = Path("runs/run/latest")
+    validate, *_ = events(run, "end")[0]["next"]
+    assert validate.startswith("python own.py validate -c runs/run/")
+    monkeypatch.setattr("sys.argv", shlex.split(validate)[1:])
+    LitEfficientCLI(ToyModel, ToyData)
+    command = json.loads((run / "environment.json").read_text())["command"]
+    assert command.endswith("own.py fit --trainer.max_epochs=1 --trainer.accelerator=cpu --trainer.logger=false")
+
+
 def test_secrets_are_not_in_the_command_line():
     words = ["fit", "--api_key=abc", "--model.hfToken", "abc", "--x=hf_" + "a" * 20, "--tokens=5", "--a=b", "--token="]
     shown = redacted(words)
@@ -199,18 +212,6 @@ def test_a_disk_that_is_full_tears_no_line_and_ends_no_run(tmp_path, monkeypatch
     write_event(tmp_path, "end", 2, odd="\udcff", path=tmp_path)
     (event,) = events(tmp_path)
     assert (event["step"], event["odd"], event["path"]) == (2, "?", str(tmp_path))
-
-
-def test_a_process_that_a_strategy_spawns_gets_a_log_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    events = RunEvents(RunFolder(tmp_path / "runs", None, False), RunLog(""), "x")
-    assert copy.deepcopy(events).lines is events.lines
-    events.lines.stop()
-    there = pickle.loads(pickle.dumps(events)).lines
-    there.open(tmp_path / "log.txt", 1)
-    print("said there")
-    there.stop()
-    assert (tmp_path / "log.txt").read_text() == "[rank 1] said there\n"
 
 
 def test_streams_that_cannot_be_watched_and_lines_without_an_end(tmp_path, monkeypatch):
