@@ -30,17 +30,19 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     saver: Any = next((c for c in callbacks_of(trainer) if isinstance(c, SaveRunConfig)), None)
     config = short(saver.saved) if saver and saver.saved else "CONFIG"
     given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"
-    folder, commands = short(trainer.default_root_dir), []
-    if interrupted:
-        commands.append(f"{program} fit{given} --ckpt_path {short(interrupted)}")
-    elif last:
-        commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
-        commands.append(f"{program} fit{given} --ckpt_path {short(last)}{_twice_as_long(trainer)}")
+    folder, commands = trainer.default_root_dir, []
+    if last and not interrupted:
         own = getattr(trainer.lightning_module, "next_steps", ())
         commands += [f"{COMMAND} {command.format(ckpt=short(best))}" for command in own]
-        output = short(Path(trainer.default_root_dir, f"export_{trainer.global_step}"))
+        commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
+        output = short(Path(folder, f"export_{trainer.global_step}"))
         commands.append(f"{COMMAND} export {short(best)} --output {output}")
-    return [*commands, f"{COMMAND} report {folder}", *_of_loggers(trainer)]
+    commands.append(f"{COMMAND} report {short(folder)}")
+    if interrupted:
+        commands.insert(0, f"{program} fit{given} --ckpt_path {short(interrupted)}")
+    elif last:
+        commands.append(f"{program} fit{given} --ckpt_path {short(last)}{_twice_as_long(trainer)}")
+    return commands + _of_loggers(trainer)
 
 
 def last_word(trainer: Trainer, commands: Sequence[str]) -> str:
