@@ -57,6 +57,7 @@ PUBLIC: dict[str, str] = {
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
     "NonFiniteGuard": "callbacks.non_finite_guard",
+    "RunMetrics": "callbacks.run_metrics",
     "SampleImages": "callbacks.sample_images",
     "SampleText": "callbacks.sample_text",
     "SignalCheckpoint": "callbacks.signal_checkpoint",

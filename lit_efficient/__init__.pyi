@@ -43,6 +43,7 @@ from lit_efficient.callbacks.snr_weighting import SNRWeighting as SNRWeighting
 from lit_efficient.callbacks.stochastic_depth import StochasticDepth as StochasticDepth
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation as TokenWeightedAccumulation
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
+from lit_efficient.callbacks.run_metrics import RunMetrics as RunMetrics
 from lit_efficient.callbacks.sample_images import SampleImages as SampleImages
 from lit_efficient.callbacks.sample_text import SampleText as SampleText
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint as SignalCheckpoint

@@ -59,7 +59,8 @@ usage: python -m lit_efficient COMMAND ...
   schema      what a config may hold, so that an editor completes keys and flags typos:    > lit_efficient.schema.json
 
 COMMAND --help lists the options, and so does help COMMAND. A config names classes, and naming a class imports it:
-code of your own needs --allow-import PACKAGE. --debug shows the traceback of an error. --version prints the version.
+code of your own needs --allow-import PACKAGE. --quiet shows errors, warnings and the last lines alone, --debug the
+traceback of an error. --version prints the version.
 
 exit codes: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())},
 128+n after signal n
@@ -157,7 +158,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
 if __name__ == "__main__":
     try:
         code = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # `... | head` has read enough
         sys.stdout = None
         code = 0

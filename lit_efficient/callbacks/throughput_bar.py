@@ -5,9 +5,10 @@
 Costs: the device is waited for at a refresh only (its numbers are read then), never at the steps between.
 """
 
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.mechanisms.metering import count_batch, short_number
 
 _SECONDS_A_LINE = 60.0  # where the end of the run is unknown
+_BAR = 60  # characters of a bar beside its figures
 
 
 class ThroughputBar(TQDMProgressBar):
@@ -46,6 +49,7 @@ class ThroughputBar(TQDMProgressBar):
         self._unit = "tokens"
         self._rate: float | None = None
         self._loss: Any = None
+        self._said: dict[str, Any] = {}  # the figures of the line before
 
     @property
     def is_disabled(self) -> bool:
@@ -54,7 +58,9 @@ class ThroughputBar(TQDMProgressBar):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._interactive = sys.stdout.isatty() or "ipykernel" in sys.modules  # a notebook draws bars, too
+        self._interactive = (
+            bool(sys.stdout and sys.stdout.isatty()) or "ipykernel" in sys.modules
+        )  # a notebook draws bars, too
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar where the run stands, which is not 0 after a resume."""
@@ -93,7 +99,7 @@ class ThroughputBar(TQDMProgressBar):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         if self.is_enabled and not self._interactive and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._print_line(trainer, pl_module)
+            self._print_line(trainer, pl_module, validated=True)
         self._since += time.monotonic() - self._paused
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -130,19 +136,38 @@ class ThroughputBar(TQDMProgressBar):
         if self._interactive:
             bar = self.train_progress_bar
             bar.n = self._position
-            bar.set_postfix(self.get_metrics(trainer, pl_module))
+            shown = self.get_metrics(trainer, pl_module)
+            bar.set_postfix(shown | self._further(trainer, shown, _BAR))
         else:
             self._print_line(trainer, pl_module)
 
-    def _print_line(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _print_line(self, trainer: Trainer, pl_module: LightningModule, validated: bool = False) -> None:
+        """Print where the run stands: loss and rate; other figures when they have changed, or after a validation."""
         self._last_line = now = time.monotonic()
         elapsed, done = now - self._started, self._position - self._start
-        parts = [str(self._position) if self._total is None else f"{self._position}/{self._total}"]
-        parts += [f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        place = str(self._position) if self._total is None else f"{self._position}/{self._total}"
         times = Tqdm.format_interval(elapsed)
         if self._total is not None and done > 0:
             times += f" < {Tqdm.format_interval(elapsed / done * (self._total - self._position))} left"
-        self.print("  ".join([*parts, times]))
+        figures = self.get_metrics(trainer, pl_module)
+        always = ("loss", f"{self._unit}/s")
+        news = {name: value for name, value in figures.items() if validated or self._said.get(name) != value}
+        shown = {name: value for name, value in figures.items() if name in always or name in news}
+        further = self._further(trainer, shown, len(place) + len(times) + 4)
+        shown |= {name: value for name, value in further.items() if self._said.get(name) != value}
+        self._said |= figures | further
+        self.print("  ".join([place, *(f"{name} {value}" for name, value in shown.items()), times]))
+
+    def _further(self, trainer: Any, shown: Mapping[str, str], taken: int) -> dict[str, str]:
+        """What other callbacks offer as ``bar_figures``, as far as there is room for it in the terminal's line."""
+        room = shutil.get_terminal_size().columns - taken - sum(len(f"{key} {value}  ") for key, value in shown.items())
+        further = {}
+        for callback in trainer.callbacks:
+            for name, value in getattr(callback, "bar_figures", {}).items():
+                room -= len(text := f"{value:.3g}") + len(name) + 3
+                if room >= 0 and name not in shown:
+                    further[name] = text
+        return further
 
 
 def run_position(trainer: Trainer, batches: int) -> tuple[int, int | None]:
@@ -160,29 +185,3 @@ def run_position(trainer: Trainer, batches: int) -> tuple[int, int | None]:
         return trainer.global_step, steps
     earlier = 0 if per_epoch == float("inf") else int(per_epoch) * trainer.current_epoch
     return earlier + batches, limit
-
-
-def count_batch(batch: Any) -> tuple[int, str]:
-    """How much a batch holds: tokens if it has ``input_ids``, else samples (the first tensor's first dimension)."""
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
-        return batch["input_ids"].numel(), "tokens"
-    return _samples(batch), "samples"
-
-
-def _samples(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return next((count for count in map(_samples, batch) if count), 0)
-    return 0
-
-
-def short_number(value: float) -> str:
-    """Three digits and a unit: 950, 1.23k, 45.6M."""
-    for unit in ("", "k", "M", "G"):
-        if value < 999.5:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}T"

@@ -11,8 +11,10 @@ What differs from ``lightning.pytorch.cli.LightningCLI``:
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,18 +28,20 @@ from torch.optim import Optimizer
 from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.errors import constructor_error, exit_code, explain
+from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps, short
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
+from lit_efficient.cli.preflight import redacted
 from lit_efficient.cli.resumed import ConfigWins
 from lit_efficient.cli.run import (
     CheckSharding,
     SaveRunConfig,
     add_default_parts,
     callbacks_of,
-    last_saved,
-    last_word,
     quiet,
 )
+from lit_efficient.cli.run_events import RunEvents
 from lit_efficient.cli.run_folder import RunFolder, candidates, keep_rows, place_loggers
+from lit_efficient.cli.run_log import RunLog
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import state_of
@@ -51,6 +55,7 @@ class LitEfficientCLI(OpenCLI):
 
     Args:
         allow_imports: Packages whose classes configs may name, beside the trusted ones and ``--allow-import``.
+        quiet: Show errors, warnings and the last lines alone.
         kwargs: As for :class:`~lightning.pytorch.cli.LightningCLI`.
 
     Raises:
@@ -60,8 +65,9 @@ class LitEfficientCLI(OpenCLI):
 
     tried_optimizer: Optimizer | None = None  # built from the config over nothing that trains
     folder: RunFolder | None = None  # of a fit
+    events: RunEvents | None = None
 
-    def __init__(self, *args: Any, allow_imports: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(self, *args: Any, allow_imports: Sequence[str] = (), quiet: bool = False, **kwargs: Any) -> None:
         self.allowed = list(allow_imports)
         kwargs.setdefault("save_config_callback", SaveRunConfig)
         kwargs.setdefault("parser_class", Parser)
@@ -71,9 +77,17 @@ class LitEfficientCLI(OpenCLI):
         own = kwargs.get("parser_kwargs", {})  # which may name options of each subcommand
         self._asked = next(iter(words), None) if isinstance(words, list | tuple) and not own else None
         kwargs["parser_kwargs"] = {**parser, **own}
+        program = COMMAND if kwargs.get("args") is not None else f"python {short(sys.argv[0])}"
+        self._typed = program, list(words) if isinstance(words, list | tuple) else []
+        hides = "" if not quiet else "all" if self._asked == "fit" else "bars"
+        self.log = RunLog(hides)
         try:
             super().__init__(*args, **kwargs)
+        except Exception as error:
+            self.log.write(explain(error, sys.argv) or traceback.format_exc())
+            raise
         finally:
+            self.log.stop()
             if self.folder:
                 self.folder.discard()
 
@@ -165,7 +179,8 @@ class LitEfficientCLI(OpenCLI):
         root, names = Path(trainer["default_root_dir"]), None
         if self.subcommand == "fit":
             path = self.part(config, "ckpt_path")
-            self.folder = RunFolder(root, Path(path) if path else None, checkpoint.is_another_run(self.changed))
+            step = int(self.checkpoint.get("global_step", 0))
+            self.folder = RunFolder(root, Path(path) if path else None, checkpoint.is_another_run(self.changed), step)
             names = self.folder.record.get("loggers", [])
             if path:
                 verb = "goes on in" if self.folder.goes_on else "starts"
@@ -185,6 +200,10 @@ class LitEfficientCLI(OpenCLI):
         trainer["callbacks"] += [CheckSharding(), MemoryAdvice()]
         if self.subcommand == "fit":
             trainer["callbacks"].append(ConfigWins(self.config_dump, self.changed))
+        if self.folder:
+            program, words = self._typed
+            self.events = RunEvents(self.folder, self.log, f"{program} {shlex.join(redacted(words))}")
+            trainer["callbacks"].append(self.events)
         made = super().instantiate_trainer(**kwargs)
         if self.folder and self.folder.goes_on and made.is_global_zero:
             for logger in made.loggers:
@@ -192,12 +211,35 @@ class LitEfficientCLI(OpenCLI):
         return made
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Run it; of a run that diverges say what is left."""
+        """Run it; of a fit that ends before its time say what is left, and what to type next."""
         try:
             with contextlib.nullcontext() if subcommand == "fit" else ends_on_sigterm():
                 super().run_subcommand(subcommand)
         except DivergedError as error:
+            self._end("diverged")
             raise DivergedError(f"the run has diverged\n{error}\n{last_saved(self.trainer)}") from error
+        except SystemExit as request:
+            number = signal_behind(request)
+            saved = self.events.saved if self.events and number else ""
+            self._end(f"signal {number}" if number else "error", saved if os.path.exists(saved) else "")
+            raise
+        except BaseException:
+            self._end("error")
+            raise
+
+    def _end(self, reason: str, interrupted: str = "") -> None:
+        """Note how a fit has ended; show what to type next, where there is something to go on from."""
+        if self.events is None or not self.trainer.is_global_zero:
+            return
+        goes_on = interrupted or reason == "done"
+        steps = next_steps(self.trainer, self.allowed, self._typed[0], interrupted) if goes_on else []
+        self.events.trainer = self.trainer
+        self.events.note("end", reason=reason, next=steps)
+        self.log.quiet = ""
+        if reason == "done":
+            print(last_word(self.trainer, steps))
+        elif steps:
+            print("\n".join(["Next:", *(f"  {step}" for step in steps)]), flush=True)
 
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
@@ -229,8 +271,14 @@ class LitEfficientCLI(OpenCLI):
     def after_fit(self) -> None:
         """Say where the checkpoints lie and what to type next."""
         ignore_warnings_of_the_end(done=True)
-        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            print(last_word(self.trainer, self.allowed))
+        self._end("done")
+
+
+def signal_behind(request: SystemExit) -> int:
+    """The number of the signal that ends the program; 0 if it is none. Lightning makes 1 of a KeyboardInterrupt."""
+    if isinstance(request.__context__, KeyboardInterrupt):
+        return int(signal.SIGINT)
+    return request.code - 128 if isinstance(request.code, int) and request.code > 128 else 0
 
 
 def run(argv: Sequence[str]) -> int:
@@ -238,15 +286,15 @@ def run(argv: Sequence[str]) -> int:
 
     Args:
         argv: The arguments, without the program's name. ``--debug``, or ``LIT_EFFICIENT_DEBUG=1``, lets errors through
-            with their traceback.
+            with their traceback, ``--quiet`` shows errors, warnings and the last lines alone.
     """
-    arguments = [argument for argument in argv if argument != "--debug"]
-    debug = len(arguments) < len(argv) or os.environ.get("LIT_EFFICIENT_DEBUG", "") not in ("", "0")
+    arguments = [argument for argument in argv if argument not in ("--debug", "--quiet")]
+    debug = "--debug" in argv or os.environ.get("LIT_EFFICIENT_DEBUG", "") not in ("", "0")
     try:
-        LitEfficientCLI(args=arguments)
+        LitEfficientCLI(args=arguments, quiet="--quiet" in argv)
     except SystemExit as exit_request:
-        if isinstance(exit_request.__context__, KeyboardInterrupt):  # Lightning makes 1 of it
-            return 128 + signal.SIGINT
+        if number := signal_behind(exit_request):
+            return 128 + number
         if exit_request.code is None or isinstance(exit_request.code, int):
             return exit_request.code or 0
         raise

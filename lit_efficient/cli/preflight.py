@@ -4,7 +4,7 @@ import netrc
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -39,8 +39,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     """
     for key, value in leaves(config):
         name = key.split(".")[-1]
-        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-        if isinstance(value, str) and value and (_SECRET.search(snake) or _SECRET_VALUE.search(value)):
+        if isinstance(value, str) and value and (_names_a_secret(key) or _SECRET_VALUE.search(value)):
             raise ConfigurationError(
                 f"{key}: secrets do not belong in a config, which is saved and logged with the run; "
                 "give it in the environment variable that its library reads"
@@ -55,6 +54,26 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise refusal("ckpt_path", "weights_only", "true or null (else loading could run code)", False)
     trainer = config.get("trainer") or {}
     check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"))
+
+
+def _names_a_secret(key: str) -> bool:
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.rsplit(".", maxsplit=1)[-1]).lower().replace("-", "_")
+    return bool(_SECRET.search(snake))
+
+
+def redacted(words: Iterable[str]) -> list[str]:
+    """A command line with ``***`` in the place of secrets."""
+    shown: list[str] = []
+    hides = False  # the word is the value of an option before it
+    for word in words:
+        name, equals, value = word.partition("=")
+        secret = name.startswith("-") and _names_a_secret(name.lstrip("-"))
+        if hides or _SECRET_VALUE.search(word) or (secret and value):
+            shown.append(f"{name}=***" if equals and not hides and not _SECRET_VALUE.search(name) else "***")
+        else:
+            shown.append(word)
+        hides = secret and not equals
+    return shown
 
 
 def check_numbers(config: Any) -> None:

@@ -1,20 +1,18 @@
-"""What every run of the command line gets: safe checkpoints, its config beside them, a last word."""
+"""What every run of the command line gets: safe checkpoints, its config beside them, figures and events."""
 
 import logging
 import os
-import shlex
+import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
@@ -28,10 +26,11 @@ _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `tr
 DEFAULTS = {
     "checkpoints": "SafeCheckpointIO",
     "signals": "SignalCheckpoint",
+    "metrics": "RunMetrics",
     "divergence": "NonFiniteGuard",
+    "bar": "ThroughputBar",  # where the output is no terminal: plain lines
     "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
 }
-COMMAND = "python -m lit_efficient"
 # Those of folders: they are the command line's to choose.
 _NOISE = (
     "does not have many workers",
@@ -73,7 +72,7 @@ def add_default_parts(
             plugin.checked = checked
     callbacks = _as_list(trainer_config.get("callbacks"))
     kind = optimizer.rsplit(".", 1)[-1]
-    for key in ("signals", "divergence", kind) if subcommand == "fit" else ():
+    for key in ("signals", "metrics", "divergence", kind) if subcommand == "fit" else ():
         if key in DEFAULTS and not any(isinstance(callback, default_part(key)) for callback in callbacks):
             callbacks.append(default_part(key)())
             if key == kind:
@@ -81,6 +80,9 @@ def add_default_parts(
                     f"optimizer: {kind} trains with other weights than it validates and saves: added the callback "
                     f"{DEFAULTS[key]}(), which switches them"
                 )
+    bars = trainer_config.get("enable_progress_bar") is not False and not (sys.stdout and sys.stdout.isatty())
+    if bars and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        callbacks.append(default_part("bar")())
     trainer_config["callbacks"] = callbacks
 
 
@@ -153,81 +155,9 @@ def write_config(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def last_word(trainer: Trainer, allowed: Sequence[str] = ()) -> str:
-    """Say where the checkpoints of a finished fit lie and what to type next.
-
-    Args:
-        trainer: The trainer after ``fit``.
-        allowed: What the user gave as ``--allow-import``; the commands need it again.
-    """
-    sync = [f"  wandb sync {_short(folder)}" for folder in _offline_runs(trainer)]
-    savers: list[Any] = list(trainer.checkpoint_callbacks)
-    last = next((c.last_model_path for c in savers if isinstance(c, LastCheckpoint)), "") or trainer.ckpt_path
-    if not savers or not last:
-        return "\n".join(["", "Done. No checkpoint was written.", *sync])
-    rated = [
-        c for c in savers if getattr(c, "best_model_score", None) is not None and os.path.exists(c.best_model_path)
-    ]
-    best = rated[0].best_model_path if rated else last
-    lines = ["", "Done."]
-    if rated:
-        lines.append(f"  best checkpoint  {_short(best)}  ({rated[0].monitor} {float(rated[0].best_model_score):.4g})")
-    lines += [f"  last checkpoint  {_short(last)}", "Next:"]
-    saver: Any = next((c for c in callbacks_of(trainer) if isinstance(c, SaveRunConfig)), None)
-    config = _short(saver.saved) if saver and saver.saved else "CONFIG"
-    given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"
-    lines += [f"  {COMMAND} {verb}{given} --ckpt_path {_short(best)}" for verb in _evaluations(trainer)]
-    lines.append(f"  {COMMAND} fit{given} --ckpt_path {_short(last)}{_twice_as_long(trainer)}")
-    return "\n".join([*lines, *sync])
-
-
-def last_saved(trainer: Trainer) -> str:
-    """Say where the newest checkpoint of a fit lies that has ended before its time."""
-    paths = [
-        getattr(saver, f"{kind}_model_path", "") for saver in trainer.checkpoint_callbacks for kind in ("last", "best")
-    ]
-    whole = [Path(path) for path in paths if path and os.path.exists(path)]
-    if not whole:
-        return "No checkpoint was written before."
-    return f"The last good checkpoint: {_short(max(whole, key=lambda path: path.stat().st_mtime_ns))}"
-
-
 def callbacks_of(trainer: Any) -> list[Any]:
     """Return the trainer's callbacks, which its type does not declare."""
     return list(trainer.callbacks)
-
-
-def _evaluations(trainer: Trainer) -> list[str]:
-    """Subcommands for which the module and its data have something to run."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    hooks = {
-        "validate": ("validation_step", "val"),
-        "test": ("test_step", "test"),
-        "predict": ("predict_step", "predict"),
-    }
-    sources = [source for source in (module, data) if source is not None]
-    return [
-        verb
-        for verb, (step, stage) in hooks.items()
-        if is_overridden(step, module) and any(is_overridden(f"{stage}_dataloader", source) for source in sources)
-    ]
-
-
-def _twice_as_long(trainer: Trainer) -> str:
-    """The option that lets a finished run go on; a run without an end needs none."""
-    reached = {"max_steps": trainer.global_step, "max_epochs": trainer.current_epoch}
-    limits = {name: (getattr(trainer, name) or -1, least) for name, least in reached.items()}
-    return "".join(f" --trainer.{name} {2 * max(limit, n)}" for name, (limit, n) in limits.items() if limit > 0)
-
-
-def _offline_runs(trainer: Trainer) -> list[Path]:
-    loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-    return [Path(logger.experiment.dir).parent for logger in loggers if getattr(logger.experiment, "offline", False)]
-
-
-def _short(path: str | Path) -> str:
-    relative = os.path.relpath(path)
-    return shlex.quote(str(path) if relative.startswith("..") else relative)
 
 
 class _NoAdvertising(logging.Filter):

@@ -15,11 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import remove_whole
 from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.files.events import open_events, write_event
 from lit_efficient.files.runs import LATEST, new_folder, point_latest, read_record, real, write_record
 from lit_efficient.internals.lightning_loops import stops_now
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
 
 LAST = "last.ckpt"
+END = "end.ckpt"  # its name until the fit has ended
 
 
 def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
@@ -80,9 +82,11 @@ class RunFolder(Callback):
         root: Where the folders of the runs lie.
         checkpoint: What the fit resumes, if anything; not by way of ``latest``.
         changed: Whether the config is another than the checkpoint's.
+        step: The checkpoint's optimizer step.
     """
 
-    def __init__(self, root: Path, checkpoint: Path | None, changed: bool) -> None:
+    def __init__(self, root: Path, checkpoint: Path | None, changed: bool, step: int = 0) -> None:
+        self.step = step
         self.record = (read_record(checkpoint.parent) if checkpoint else None) or {}
         self.goes_on = bool(checkpoint and self.record and not changed and _is_newest(checkpoint))
         self._empty: list[Path] = []  # what is removed again if the run does not begin
@@ -106,6 +110,8 @@ class RunFolder(Callback):
         if trainer.is_global_zero:
             write_record(self.path, self.record)
             point_latest(self.path)
+            open_events(self.path)
+            write_event(self.path, "start", self.step, parent=self.record.get("parent"), resumed=self.goes_on)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note by what names the loggers know the run; they have begun by now."""
@@ -211,5 +217,5 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: Any) -> None:
         self._step = trainer.global_step
         # Until the end under a name of its own: others write their last.ckpt when Lightning ends the epoch.
-        self.last_model_path = str(Path(trainer.default_root_dir, "end.ckpt"))
+        self.last_model_path = str(Path(trainer.default_root_dir, END))
         trainer.save_checkpoint(self.last_model_path, weights_only=False)

@@ -20,7 +20,7 @@ from lit_efficient.internals.jsonargparse_parser import ChangesValues
 _OUT = "without"
 _KEY = re.compile(r"(.*\.)?(callbacks|plugins)-")
 _OF_PLUGINS = ("plugins", "precision")  # modules of classes in `trainer.plugins`
-_ALWAYS = [DEFAULTS[key] for key in ("checkpoints", "signals", "divergence")]
+_ALWAYS = [DEFAULTS[key] for key in ("checkpoints", "signals", "metrics", "divergence")]
 
 
 def options(names: Sequence[str]) -> list[str]:

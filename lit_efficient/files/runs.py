@@ -1,6 +1,7 @@
 """Where a run lies: ``ROOT/TIME``, a folder that no other run gets, with all that it writes; ``ROOT/latest`` names it.
 
     runs/language_model/2026-01-31_12-00-00/    config.yaml  run.json  metrics.csv  best.ckpt  last.ckpt  samples/
+                                                events.jsonl  environment.json  log.txt
     runs/language_model/latest -> 2026-01-31_12-00-00
 
 Where the file system has no links, ``latest`` is a file that holds the name, and :func:`through_latest` follows it.

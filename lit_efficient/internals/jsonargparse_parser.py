@@ -90,8 +90,8 @@ def plain(name: str) -> str:
 
 @functools.cache
 def changing(kind: type, mixin: type) -> type:
-    """The class of actions ``kind`` with the mix-in in front, under its own name."""
-    return type(kind.__name__, (mixin, kind), {})
+    """The class of actions ``kind`` with the mix-in in front, under its own name; as it is where it has it already."""
+    return kind if issubclass(kind, mixin) else type(kind.__name__, (mixin, kind), {})
 
 
 def nested(value: Any) -> tuple[str, Any] | None:

@@ -3,6 +3,8 @@
 Checked with lightning 2.6.6.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 DATA_FETCHER = "_DataFetcher"  # the class of what hands batches to a loop
@@ -11,6 +13,23 @@ DATA_FETCHER = "_DataFetcher"  # the class of what hands batches to a loop
 def accumulates(trainer: Any) -> bool:
     """Whether the optimizer does not step after this batch: ``fit_loop._should_accumulate``."""
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def logged_step(trainer: Any) -> int:
+    """The number under which loggers file the step of a fit that is under way: ``epoch_loop._batches_that_stepped``."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def watch_fetching(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call two functions around each wait of a fit for its next batch: ``_on_before_fetch`` and ``_on_after_fetch``."""
+    loop = trainer.fit_loop.epoch_loop
+    for name, call in (("_on_before_fetch", before), ("_on_after_fetch", after)):
+        setattr(loop, name, partial(_both, partial(getattr(type(loop), name), loop), call))
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def arrives_unchanged(trainer: Any) -> bool:

@@ -29,6 +29,11 @@ def logs_in_bar(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
+def names_logged(trainer: Any) -> set[str]:
+    """What ``self.log`` was called with since the epoch began: ``trainer._results``."""
+    return {item.meta.name for item in (trainer._results or {}).values()}
+
+
 def unfinished(trainer: Any) -> list[dict[str, Any]]:
     """What metrics of the training epoch have gathered so far: how each was logged, and its states."""
     found = []

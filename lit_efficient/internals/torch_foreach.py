@@ -11,6 +11,7 @@ from torch import _foreach_div_ as foreach_div_
 from torch import _foreach_lerp as foreach_lerp
 from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
 from torch import _foreach_sign_ as foreach_sign_
 from torch import _foreach_sqrt as foreach_sqrt
 
@@ -23,6 +24,7 @@ __all__ = [
     "foreach_lerp",
     "foreach_lerp_",
     "foreach_mul_",
+    "foreach_norm",
     "foreach_sign_",
     "foreach_sqrt",
 ]

@@ -26,6 +26,11 @@ def leave_unscaling(optimizer: Any) -> None:
     optimizer._step_supports_amp_scaling = False
 
 
+def unscales(optimizer: Any) -> bool:
+    """Whether gradients are still scaled when the optimizer is about to step: ``_step_supports_amp_scaling``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def is_counted(step: Any) -> bool:
     """Whether a scheduler counts the calls of this ``Optimizer.step``: ``_wrapped_by_lr_sched``."""
     return hasattr(step, "_wrapped_by_lr_sched")

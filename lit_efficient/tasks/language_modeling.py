@@ -68,6 +68,7 @@ class LanguageModeling(LightningModule):
     """
 
     loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
+    next_steps: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)  # after a fit
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie
 
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -72,6 +72,8 @@ class LatentDiffusion(LatentGenerator):
         learning_rate: AdamW's peak rate; 100 steps of warm-up (a tenth of short runs), then a cosine to zero.
         samples: How many images are sampled at each validation, of which captions, and how they are shown.
     """
+
+    next_steps: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt}",)  # commands that follow a fit
 
     @takes_moved_keys
     def __init__(

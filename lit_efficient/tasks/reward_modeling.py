@@ -6,7 +6,7 @@ R is one linear layer on the last hidden state of any causal language model; see
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -43,6 +43,7 @@ class RewardModeling(PairTask):
     """
 
     loads_as = "RewardModeling"
+    next_steps: ClassVar[tuple[str, ...]] = ()  # it writes no text
 
     def __init__(
         self,

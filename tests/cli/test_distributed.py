@@ -27,7 +27,8 @@ def test_two_processes_train_as_one_does_on_both_batches():
     alone = torch.load("rank0.pt", weights_only=True)
     Path("rank0.pt").unlink()
 
-    done = on_two(weights, "--trainer.strategy", "ddp", "--data.batch_size", "4")
+    tells = "--trainer.callbacks+=tests.cli.test_run_record.Tells"
+    done = on_two(weights, "--trainer.strategy", "ddp", "--data.batch_size", "4", tells, "--quiet")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     first, second = (torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert (alone.pop("world"), first["world"]) == (1, 2)
@@ -36,3 +37,8 @@ def test_two_processes_train_as_one_does_on_both_batches():
     assert done.stdout.count("Done.") == 1  # rank 0 alone speaks
     alone_and_both = [run for run in Path("runs/base").iterdir() if not run.is_symlink()]
     assert [len(list(run.glob("config.yaml"))) for run in alone_and_both] == [1, 1]
+    log = Path("runs/base/latest/log.txt").read_text()
+    assert [line[:9] for line in log.splitlines() if "UserWarning: mind the step" in line][-1:] == ["[rank 1] "]
+    assert {"Seed set to 0", "red words"} <= {*log.splitlines()}  # the one before the folder was known
+    assert "Seed set" not in done.stderr
+    assert done.stdout.startswith("\nDone.")

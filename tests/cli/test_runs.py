@@ -1,14 +1,20 @@
 """The command line in-process: a run and what follows it. Every run is a real one, on a toy task."""
 
+import json
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
-from lit_efficient.__main__ import main
+from lit_efficient import LanguageModeling, LatentDiffusion, RewardModeling
+from lit_efficient.__main__ import SUBCOMMANDS, main
 from lit_efficient.cli.run import write_config
+from lit_efficient.files.checkpoints import load_verified
 from tests.cli.toy_runs import STEPS, fit
+from tests.support import assert_equal
 from tests.support_cli import Recorder
 
 BEST = "{class_path: ModelCheckpoint, init_args: {monitor: val/loss, filename: best, save_weights_only: true}}"
@@ -20,22 +26,64 @@ def test_the_last_words_of_a_fit_can_be_typed(best, capsys):
     assert fit(*keep, *([f"--trainer.callbacks+={BEST}"] if best else [])) == 0
     printed = capsys.readouterr().out
     commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("  python -m lit_efficient")]
-    assert [command[3] for command in commands] == ["validate", "fit"]
+    assert [command[3] for command in commands] == ["validate", "export", "report", "fit"]
     assert "tests" in commands[0]
     saved, run = Path(commands[0][commands[0].index("-c") + 1]), Path("runs/base/latest").resolve()
     assert saved.parent.resolve() == run
     assert Path("logs/lightning_logs/version_0/metrics.csv").parent.is_dir()  # of its own, as the config says
     assert yaml.safe_load(saved.read_text())["trainer"]["max_epochs"] == 2
-    named = [Path(command[command.index("--ckpt_path") + 1]).name for command in commands]
+    validate, export, report, resume = commands
+    named = [Path(command[command.index("--ckpt_path") + 1]).name for command in (validate, resume)]
     assert named == ["best.ckpt" if best else "last.ckpt", "last.ckpt"]
     assert ("best checkpoint" in printed) is best
-    assert main(commands[0][3:]) == 0
-    assert main(commands[1][3:]) == 0
+    assert main(validate[3:]) == 0
+    assert main(export[3:]) == 0
+    assert_equal(load_file(run / "export_8/model.safetensors"), load_verified(Path(export[4]))["state_dict"])
+    if report[3] in SUBCOMMANDS:
+        assert main(report[3:]) == 0
+    assert main(resume[3:]) == 0
     assert Recorder.last.trainer.global_step == 2 * STEPS  # went on where the first fit stopped
     assert len(Recorder.last.rates) == STEPS
     assert Path("runs/base/latest").resolve() == run
     kept, new = (yaml.safe_load((run / name).read_text()) for name in ("config_1.yaml", "config.yaml"))
     assert (kept["trainer"]["max_epochs"], new["trainer"]["max_epochs"]) == (2, 4)
+
+
+def test_each_task_says_what_follows_from_it(tmp_path):
+    """Their own commands are typed after a real training in the tests of the tasks' configs; here that they exist."""
+    for task, verbs in ((LanguageModeling, ["generate"]), (LatentDiffusion, ["sample"]), (RewardModeling, [])):
+        commands = [shlex.split(command.format(ckpt="a b.ckpt")) for command in task.next_steps]
+        assert [command[0] for command in commands] == verbs
+        assert set(verbs) <= {*SUBCOMMANDS, "sample"}
+
+
+@pytest.mark.filterwarnings("ignore:html5lib")
+def test_tensorboard_reads_what_the_last_line_names(capsys):
+    from tensorboard.program import TensorBoard
+
+    assert fit("--trainer.logger=true", "--trainer.log_every_n_steps=2") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  tensorboard"))
+    board = TensorBoard()
+    board.configure([*shlex.split(line), "--inspect"])
+    handler = signal.getsignal(signal.SIGTERM)  # it puts one of its own there
+    try:
+        assert board.main() == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert {"loss", "lr", "grad_norm", "data_wait"} <= set(capsys.readouterr().out.split())
+
+
+def test_after_a_signal_the_whole_command_resumes(capsys):
+    keep = ["--trainer.enable_checkpointing=true", "--trainer.callbacks+=ExactResume"]
+    assert fit(*keep, "--trainer.callbacks+=tests.cli.test_run_folder.Terminated") == 128 + signal.SIGTERM
+    printed = capsys.readouterr().out
+    resume, report = [shlex.split(line)[3:] for line in printed.partition("Next:")[2].splitlines() if line]
+    assert report == ["report", str(Path("runs/base/latest").resolve().relative_to(Path.cwd()))]
+    events = [json.loads(line) for line in Path("runs/base/latest/events.jsonl").read_text().splitlines()]
+    assert events[-1]["reason"] == "signal 15"
+    assert [shlex.split(command)[3:] for command in events[-1]["next"]] == [resume, report]
+    assert main(resume) == 0  # it meets no third step
+    assert Recorder.last.trainer.global_step == STEPS
 
 
 def test_configs_are_numbered_and_never_lost(tmp_path):

@@ -103,3 +103,25 @@ def test_the_step_at_which_a_fit_ends_is_known(namespace):
     hooks["on_train_batch_start"] = lambda trainer, *_: setattr(trainer, "should_stop", True)
     fit(namespace, hooks, max_epochs=2, min_epochs=0, min_steps=2)
     assert seen == [False, True]
+
+
+@both
+@leans_on("lightning", "trainer.fit_loop.epoch_loop._batches_that_stepped", "lightning_loops")
+def test_the_step_under_way_has_the_number_that_loggers_file_it_under(namespace):
+    seen = []
+    hooks = {"on_train_batch_end": lambda trainer, *_: seen.append(lightning_loops.logged_step(trainer))}
+    fit(namespace, hooks, accumulate_grad_batches=2)
+    assert seen == [0, 0, 1, 1]
+
+
+@both
+@leans_on("lightning", "epoch_loop._on_before_fetch and _on_after_fetch", "lightning_loops")
+def test_each_wait_for_a_batch_is_seen(namespace):
+    seen = []
+
+    def watch(trainer, module, stage):
+        for _ in range(2):  # again in a second fit, once each
+            lightning_loops.watch_fetching(trainer, lambda: seen.append("asks"), lambda: seen.append("got"))
+
+    fit(namespace, {"setup": watch, "on_train_batch_start": lambda *_: seen.append("batch")}, max_steps=2)
+    assert seen[:6] == ["asks", "got", "batch"] * 2

@@ -46,3 +46,13 @@ def test_the_metrics_of_half_an_epoch_can_be_taken_to_another_fit(namespace):
     assert start == [{"least_step": 1.0, "least": 1.0}]
     assert rest == whole
     assert whole[0] == {"sum": 6.0, "mean": 1.5, "most": 1.5, "least_step": 3.0, "least_epoch": 0.0, "least": 0.0}
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@leans_on("lightning", "trainer._results", "lightning_metrics")
+def test_names_that_are_logged_are_known_in_the_step(namespace):
+    toy, seen = module(namespace), []
+    toy.on_train_batch_start = lambda *_: toy.log("mine", 1.0)
+    run = trainer(namespace, {"on_train_batch_end": lambda run, *_: seen.append(lightning_metrics.names_logged(run))})
+    run.fit(toy, rows(1), rows(1))
+    assert seen == [{"mine"}]

@@ -93,3 +93,11 @@ def test_square_root():
     from lit_efficient.internals.torch_foreach import foreach_sqrt
 
     same(foreach_sqrt([torch.tensor([4.0, 0.0]), torch.tensor([9.0])]), [[2.0, 0.0], [3.0]])
+
+
+@leans_on("torch", "torch._foreach_norm", "torch_foreach")
+def test_norms_in_another_format():
+    from lit_efficient.internals.torch_foreach import foreach_norm
+
+    norms = foreach_norm([torch.tensor([300.0, 400.0], dtype=torch.float16)], 2.0, dtype=torch.float32)
+    assert [(norm.item(), norm.dtype) for norm in norms] == [(500.0, torch.float32)]

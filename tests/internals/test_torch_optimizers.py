@@ -50,8 +50,10 @@ def test_the_devices_with_fused_kernels_are_known():
 def test_a_fused_optimizer_that_leaves_unscaling_may_be_clipped():
     adamw = AdamW(nn.Linear(1, 1).parameters(), fused=True)
     assert _optimizer_handles_unscaling(adamw)
+    assert torch_optimizers.unscales(adamw)
     torch_optimizers.leave_unscaling(adamw)
     assert not _optimizer_handles_unscaling(adamw)
+    assert not torch_optimizers.unscales(adamw)
 
 
 @leans_on("torch", "_wrapped_by_lr_sched", "torch_optimizers")

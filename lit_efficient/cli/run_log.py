@@ -1,0 +1,107 @@
+"""What a run shows in the terminal, kept as plain lines: no bars, no colours, the lines of all processes."""
+
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+_REDRAWS = re.compile(r"^\r(?!\n)|\x1b\[\d*[A-HJK]")  # what bars write
+_STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_MOST = 10_000  # lines before there is a file, characters before a line ends
+
+
+class RunLog:
+    """Copies what this process prints into a file, and hides it from the terminal if that is to be quiet.
+
+    The streams stay the objects that they are: only their ``write`` is another one until :meth:`stop`. What is printed
+    before :meth:`open` is kept until then.
+
+    Args:
+        quiet: ``"all"`` shows nothing of what is printed on stdout, ``"bars"`` all but bars, ``""`` everything. Errors
+            and warnings are shown in each case, on stderr; what is merely logged, there, too, is not when it is quiet.
+    """
+
+    def __init__(self, quiet: str) -> None:
+        self.quiet = quiet
+        self.warned: Callable[[str], object] = lambda text: None  # is told each warning
+        self._early: list[str] = []
+        self._file: IO[bytes] | None = None
+        self._rank = ""
+        self._undo: list[Callable[[], object]] = []
+        self._watch(sys.stdout, hides=True)
+        if sys.stderr is not sys.stdout:
+            self._watch(sys.stderr, hides=False)
+        self._show = warnings.showwarning
+        warnings.showwarning = self._warn
+        if quiet:
+            os.environ.setdefault("WANDB_SILENT", "true")
+            self._emit = logging.StreamHandler.emit
+            setattr(logging.StreamHandler, "emit", lambda *given: self._tell(*given))  # noqa: B010, PLW0108 - a method here
+            self._undo.append(lambda: setattr(logging.StreamHandler, "emit", self._emit))
+
+    def open(self, path: Path, rank: int) -> None:
+        """Write into a file from now on, which other processes may write into, too."""
+        self._rank = f"[rank {rank}] " if rank else ""
+        with suppress(OSError):  # the folder of another machine
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - until the end
+        early, self._early = self._early, []
+        for line in early:
+            self.write(line)
+
+    def write(self, line: str) -> None:
+        """Add a line that the terminal need not have shown."""
+        if self._file is None:
+            self._early = [*self._early[-_MOST:], line]
+            return
+        with suppress(OSError, ValueError):  # a full disk ends no run
+            self._file.write(f"{self._rank}{line}\n".encode("utf-8", "replace"))
+
+    def stop(self) -> None:
+        """Give the streams back."""
+        for undo in self._undo:
+            undo()
+        if warnings.showwarning == self._warn:
+            warnings.showwarning = self._show
+        self._undo = []
+        if self._file is not None:
+            self._file.close()
+
+    def _watch(self, stream: Any, hides: bool) -> None:
+        own, rest = getattr(stream, "write", None), [""]
+        if own is None:
+            return
+
+        def write(text: str) -> Any:
+            redraws = bool(_REDRAWS.search(text))
+            shown = self.quiet != "all" if not redraws else not self.quiet
+            result = own(text) if shown or not (hides or redraws) else len(text)
+            if redraws:
+                rest[0] = ""
+            else:
+                *lines, rest[0] = (rest[0] + text).split("\n")
+                if "\r" in rest[0] or len(rest[0]) > _MOST:
+                    rest[0] = rest[0][rest[0].rfind("\r") + 1 :][-_MOST:]
+                for line in lines:
+                    if plain := _STYLES.sub("", line).rstrip().rpartition("\r")[2]:
+                        self.write(plain)
+            return result
+
+        with suppress(AttributeError):  # a stream that lets nobody watch
+            stream.write = write
+            self._undo.append(lambda: stream.__dict__.pop("write", None) if stream.write is write else None)
+
+    def _warn(self, message: Warning | str, *arguments: Any, **options: Any) -> None:
+        self._show(message, *arguments, **options)
+        self.warned(str(message))
+
+    def _tell(self, handler: Any, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING or handler.stream not in (sys.stdout, sys.stderr):
+            self._emit(handler, record)
+            return
+        for line in record.getMessage().splitlines():
+            self.write(line)
