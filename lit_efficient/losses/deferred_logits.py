@@ -26,11 +26,8 @@ from lit_efficient.losses.chunked_cross_entropy import (
     chunked_cross_entropy,
     chunked_head_cross_entropy,
 )
-from lit_efficient.losses.liger_cross_entropy import installed, liger_cross_entropy
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.surgery import mix_in, moved
-
-BACKENDS = ("auto", "torch", "liger")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class ChunkedLoss:
 
     Args:
         chunk_size: Tokens at a time; ``None``: by the device.
-        backend: ``torch``, ``liger``, or ``auto``: Liger's where it is installed, on a GPU, for a plain head.
+        backend: ``torch``, ``liger`` or ``auto``, as :func:`chunked_cross_entropy` has it.
         label_smoothing: In training only.
         z_loss: In training only.
     """
@@ -137,29 +134,17 @@ class _Request:
     def answer(self, head: Any, call: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         hidden = hidden.reshape(-1, hidden.shape[-1])
         plain = plain_linear(head, call)
-        if self._liger(hidden, plain):
-            assert plain is not None
-            return liger_cross_entropy(hidden, plain.weight, self.labels, plain.bias, self.terms)
         size = self.how.chunk_size or chunk_size_of(hidden.device, vocabulary_of(head), len(hidden))
         if plain is not None:
             return chunked_cross_entropy(
                 hidden, plain.weight, self.labels, plain.bias,
-                chunk_size=size, reduction=self.reduction, **vars(self.terms),
+                chunk_size=size, reduction=self.reduction, backend=self.how.backend, **vars(self.terms),
             )  # fmt: skip
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         return chunked_head_cross_entropy(
             call, hidden, self.labels, trained, self.terms,
-            chunk_size=size, reduction=self.reduction,
+            chunk_size=size, reduction=self.reduction, backend=self.how.backend,
         )  # fmt: skip
-
-    def _liger(self, hidden: Tensor, plain: nn.Linear | None) -> bool:
-        fits = plain is not None and self.reduction == "sum"
-        if self.how.backend == "liger" and not fits:
-            raise ConfigurationError(
-                "ChunkedCrossEntropy: backend='liger' knows plain linear heads and losses of the whole batch only; use "
-                "auto or torch for a head under adapters, a quantised one, or losses for each token"
-            )
-        return self.how.backend == "liger" or (self.how.backend == "auto" and fits and hidden.is_cuda and installed())
 
 
 def plain_linear(head: Any, call: Callable[..., Any]) -> nn.Linear | None:
