@@ -6,8 +6,9 @@
 
 The gradients of hidden states and head are made in the forward pass, chunk by chunk, while the chunk's logits exist;
 the backward pass only scales them. What is left is these gradients themselves, (V + N) H numbers, and one chunk.
-On a CPU ignored tokens are left out before the matrix product and cost nothing. A GPU computes them, too, and counts
-them as 0: to leave them out, the host would have to wait in each step for how many there are.
+On a CPU ignored tokens are left out before the matrix product and cost nothing; on a GPU where the caller says how many
+are ``learned``. Otherwise a GPU computes them, too, and counts them as 0: to leave them out, the host would have to
+wait in each step for how many there are.
 Sources: https://arxiv.org/abs/2411.09009 (why logits dominate), https://github.com/mgmalek/efficient_cross_entropy
 (gradients in the forward pass); z-loss https://arxiv.org/abs/2204.02311; softcap https://arxiv.org/abs/2408.00118.
 """
@@ -100,6 +101,7 @@ def chunked_cross_entropy(
     token_weights: Tensor | None = None,
     reduction: str = "mean",
     backend: str = "auto",
+    learned: int | None = None,
 ) -> Tensor:
     """``F.cross_entropy(hidden @ weight.T + bias, labels)`` and its gradients, one chunk of tokens at a time.
 
@@ -127,6 +129,7 @@ def chunked_cross_entropy(
             from a plain sum: put weights into ``token_weights`` instead.
         backend: What makes losses and gradients of logits: ``torch``, ``liger`` (one kernel, on a GPU), or ``auto``:
             Liger's where it gives the right numbers, which is tried once.
+        learned: At most so many labels count. Needed on a GPU alone; if there are more, all losses are NaN.
 
     Returns:
         [], or [...] for ``none``.
@@ -140,7 +143,7 @@ def chunked_cross_entropy(
     terms = TokenLoss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     parameters = (weight,) if bias is None else (weight, bias)
     vocabulary = len(weight)
-    how = (chunk_size, token_weights, reduction, backend)
+    how = (chunk_size, token_weights, reduction, backend, learned)
     return _reduced(MatrixHead, hidden, parameters, labels, terms, vocabulary, *how)
 
 
@@ -155,6 +158,7 @@ def chunked_head_cross_entropy(
     token_weights: Tensor | None = None,
     reduction: str = "mean",
     backend: str = "auto",
+    learned: int | None = None,
 ) -> Tensor:
     """As :func:`chunked_cross_entropy`, through any head: quantised, under LoRA or DoRA, with dropout.
 
@@ -170,6 +174,7 @@ def chunked_head_cross_entropy(
         token_weights: [...], constants.
         reduction: ``mean``, ``sum`` or ``none``.
         backend: ``auto``, ``torch`` or ``liger``.
+        learned: At most so many labels count.
 
     Returns:
         [], or [...] for ``none``.
@@ -180,7 +185,7 @@ def chunked_head_cross_entropy(
 
     terms = terms or TokenLoss()
     vocabulary = max((len(parameter) for parameter in parameters if parameter.ndim), default=_VOCABULARY)
-    how = (chunk_size, token_weights, reduction, backend)
+    how = (chunk_size, token_weights, reduction, backend, learned)
     return _reduced(through, hidden, tuple(parameters), labels, terms, vocabulary, *how)
 
 
@@ -195,6 +200,7 @@ def _reduced(
     token_weights: Tensor | None,
     reduction: str,
     backend: str,
+    learned: int | None,
 ) -> Tensor:
     check_number(_WHO, "chunk_size", chunk_size, least=1, whole=True, null=True)
     check_choice(_WHO, "reduction", reduction, REDUCTIONS)
@@ -212,9 +218,9 @@ def _reduced(
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters))
     whole = computes_ignored(hidden.device)
-    chunk_size = chunk_size or chunk_size_of(hidden.device, vocabulary, len(flat))
-    liger = takes_liger(backend, hidden.device, autocast or hidden.dtype, terms)
-    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", whole, liger)
+    chunk_size = chunk_size or chunk_size_of(hidden.device, vocabulary, len(flat) if learned is None else learned)
+    liger = takes_liger(backend, hidden.device, wide if wide == torch.float64 else autocast or hidden.dtype, terms)
+    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", whole, liger, learned)
     losses = _ChunkedLoss.apply(sweep, hidden.reshape(-1, hidden.shape[-1]), *parameters)
     if reduction == "none":
         return losses.view(labels.shape)
@@ -258,7 +264,7 @@ def takes_liger(backend: str, device: torch.device, dtype: torch.dtype, terms: T
 
 
 def computes_ignored(device: torch.device) -> bool:
-    """Whether tokens that count for nothing go through the head, too: a GPU does not tell how many they are."""
+    """Whether tokens that count for nothing go through the head: a GPU does not tell how many they are."""
     return device.type != "cpu"
 
 
@@ -279,8 +285,9 @@ class _Sweep:
     autocast: torch.dtype | None
     trains: bool
     per_token: bool
-    whole: bool  # ignored tokens, too
+    whole: bool  # ignored tokens, too, unless `learned` is known
     liger: bool  # its kernel makes losses and gradients
+    learned: int | None
 
     def valid(self) -> Tensor:
         return self.labels != self.terms.ignore_index
@@ -307,6 +314,8 @@ class _Sweep:
         if self.whole:
             labels = labels if self.liger else labels.where(valid, 0)
             scale = None if scale is None else scale.where(valid, 0)
+            if self.learned is not None:  # nothing is read: what counts is sorted to the front
+                chunks = (~valid).byte().argsort(stable=True)[: self.learned].split(self.chunk_size)
         else:
             chunks = valid.nonzero().squeeze(1).split(self.chunk_size)
         for rows in chunks:
@@ -324,6 +333,8 @@ class _Sweep:
                 if gradient is not None and part is not None:
                     gradient[rows] = part.to(gradient.dtype)
         losses = losses.where(valid, 0) if self.whole else losses
+        if self.whole and self.learned is not None:
+            losses = losses.where(valid.sum() <= self.learned, torch.nan)
         losses = losses if self.weights is None else losses * self.weights
         return losses, [gradient, *head.gradients()]
 

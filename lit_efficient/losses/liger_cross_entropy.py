@@ -87,7 +87,8 @@ def consume(terms: Any, logits: Tensor, labels: Tensor, scale: Tensor | None, *,
         "num_warps": 32 if torch.version.hip is None else 16,
     }  # fmt: skip
     wanted = {*inspect.signature(liger_cross_entropy_kernel.fn).parameters, "num_warps"}  # versions differ
-    liger_cross_entropy_kernel[(len(logits),)](**{name: value for name, value in given.items() if name in wanted})
+    if len(logits):
+        liger_cross_entropy_kernel[(len(logits),)](**{name: value for name, value in given.items() if name in wanted})
     if gradients and terms.logit_scale != 1:
         logits.mul_(terms.logit_scale)
     if gradients and scale is not None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lit_efficient
+from lit_efficient import ChunkedCrossEntropy, GPTConfig, LanguageModeling
+from lit_efficient.losses.chunked_cross_entropy import TokenLoss
 from lit_efficient.models.sampling import sample_token
 from lit_efficient.models.teachers import find_teacher
 from lit_efficient.testing import Run, data, trainer
@@ -70,6 +75,41 @@ def test_it_starts_on_a_gpu_and_ends_as_on_the_cpu(name: str) -> None:
     here = fit(name, "cpu").state()["weights"]
     for key, tensor in there.state()["weights"].items():
         torch.testing.assert_close(tensor, here[key])
+
+
+def test_prompts_do_not_go_through_the_head() -> None:
+    """The host counts what is learned before a batch is on the GPU, unless a hook has a hand in its transfer."""
+
+    class Moves(LanguageModeling):
+        def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+            return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}  # now all are learned
+
+    rows, seen = [], []
+    for number in range(8):
+        ids = torch.randint(0, 40, (12,), generator=torch.Generator().manual_seed(number))
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(12) < 4 + number, -100, ids)})
+    consume = TokenLoss.consume
+
+    def counted(self: TokenLoss, logits: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(logits))
+        return consume(self, logits, *rest)
+
+    def trained(kind: type[LanguageModeling], accelerator: str) -> list[Tensor]:
+        seen.clear()
+        torch.manual_seed(0)
+        task = kind(GPTConfig(vocab_size=40, dim=16, depth=1, num_heads=2, max_length=12))
+        run = trainer([ChunkedCrossEntropy()], accelerator=accelerator, max_steps=2, limit_val_batches=0)
+        with unittest.mock.patch.object(TokenLoss, "consume", counted):
+            run.fit(task, *(DataLoader(rows, batch_size=4) for _ in range(2)))
+        return [p.detach().cpu() for p in task.parameters()]
+
+    for kind, expected in ((LanguageModeling, [26, 10]), (Moves, [44, 44])):
+        with fake_cuda():
+            there, rows_there = trained(kind, "gpu"), list(seen)
+        here = trained(kind, "cpu")
+        assert seen == expected
+        assert rows_there == (expected if kind is LanguageModeling else [48, 48])
+        torch.testing.assert_close(there, here)
 
 
 def test_what_has_a_generator_of_its_own_is_drawn_where_that_is() -> None:
