@@ -17,11 +17,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from lit_efficient.application import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
+from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_loops import arrives_unchanged
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
@@ -133,7 +135,7 @@ class LanguageModeling(LightningModule):
             waits = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
-                self.network = causal_lm.build(self.model, from_data)
+                self.network = causal_lm.build(self.model, from_data, self._replacing())
             return
         offered = getattr(self._datamodule(), "vocab_size", None)
         wanted = self.model.vocab_size
@@ -302,6 +304,10 @@ class LanguageModeling(LightningModule):
         dtypes = {value.dtype for name, value in state.items() if name in needed and value.is_floating_point()}
         exact = next(iter(dtypes)) if dtype == "auto" and len(dtypes) == 1 else getattr(torch, dtype, torch.float32)
         return causal_lm.from_json(config, exact)
+
+    def _replacing(self) -> Replacing | None:
+        """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
+        return on_read(self, "network.") if type(self).configure_model is LanguageModeling.configure_model else None
 
     def _built(self) -> nn.Module:
         if self.network is None:
