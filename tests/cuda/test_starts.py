@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lit_efficient
-from lit_efficient import ChunkedCrossEntropy, GPTConfig, LanguageModeling
+from lit_efficient import ChunkedCrossEntropy, ConfigurationError, GPTConfig, LanguageModeling
 from lit_efficient.losses.chunked_cross_entropy import TokenLoss
 from lit_efficient.models.sampling import sample_token
 from lit_efficient.models.teachers import find_teacher
@@ -158,3 +158,22 @@ def test_sampling_and_gradients_of_resized_images_are_deterministic() -> None:
         (found,) = torch.autograd.grad(resized.square().sum(), images)
     torch.testing.assert_close(resized.cpu(), expected)
     torch.testing.assert_close(found, slope)
+
+
+@pytest.mark.parametrize("layer", ["0", "3"])
+def test_a_network_without_a_deterministic_gradient_is_refused_with_the_way_out(layer: str) -> None:
+    """As a perceptual term's, where torch would say so in the run's backward pass; layers before it go on."""
+    torch.manual_seed(0)
+    pooled = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(16, 2)
+    )
+    images = torch.rand(2, 3, 8, 8, requires_grad=True)
+    with fake_cuda():
+        teacher = find_teacher(pooled.cuda(), [layer], who="Autoencoding: perceptual")
+        if layer == "0":
+            teacher.of_images(images.cuda(), gradients=True)["0"].sum().backward()
+            assert bool(images.grad.any())
+            return
+        reason = "on cuda the gradient of Sequential has no deterministic kernel .*name layers before.*to warn"
+        with pytest.raises(ConfigurationError, match=reason):
+            teacher.of_images(images.cuda(), gradients=True)
