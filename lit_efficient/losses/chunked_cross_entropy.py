@@ -217,10 +217,9 @@ def _reduced(
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters))
-    whole = computes_ignored(hidden.device)
     chunk_size = chunk_size or chunk_size_of(hidden.device, vocabulary, len(flat) if learned is None else learned)
     liger = takes_liger(backend, hidden.device, wide if wide == torch.float64 else autocast or hidden.dtype, terms)
-    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", whole, liger, learned)
+    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", liger, learned)
     losses = _ChunkedLoss.apply(sweep, hidden.reshape(-1, hidden.shape[-1]), *parameters)
     if reduction == "none":
         return losses.view(labels.shape)
@@ -285,9 +284,13 @@ class _Sweep:
     autocast: torch.dtype | None
     trains: bool
     per_token: bool
-    whole: bool  # ignored tokens, too, unless `learned` is known
     liger: bool  # its kernel makes losses and gradients
     learned: int | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether ignored tokens are masked, and so computed unless ``learned`` is known."""
+        return computes_ignored(self.labels.device)
 
     def valid(self) -> Tensor:
         return self.labels != self.terms.ignore_index
