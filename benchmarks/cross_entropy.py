@@ -45,8 +45,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, TokenLoss, chunked_cross_entropy
-from lit_efficient.losses.liger_cross_entropy import installed, liger_cross_entropy
+from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, chunked_cross_entropy
+from lit_efficient.losses.liger_cross_entropy import installed
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 DENSE = "F.cross_entropy"
@@ -69,11 +69,13 @@ def torch_fused_in(chunk: int) -> Loss:
 
 
 def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return liger_cross_entropy(hidden, weight, labels, None, TokenLoss()) / len(labels)
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(hidden, weight, labels, accum_dtype=torch.float32)
 
 
-def ours_in(chunk: int) -> Loss:
-    return lambda hidden, weight, labels: chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk)
+def ours_in(chunk: int, backend: str = "torch") -> Loss:
+    return lambda *tensors: chunked_cross_entropy(*tensors, chunk_size=chunk, backend=backend)
 
 
 def contenders(chunks: list[int], device: str) -> dict[str, Loss]:
@@ -83,6 +85,7 @@ def contenders(chunks: list[int], device: str) -> dict[str, Loss]:
         found |= {f"  the same, chunks of {size}": torch_fused_in(size) for size in chunks}
     if device.startswith("cuda") and installed():
         found["Liger"] = liger
+        found |= {f"ours, Liger's kernel, {size}": ours_in(size, "liger") for size in chunks}
     return found | {f"ours, chunks of {size}": ours_in(size) for size in chunks}
 
 

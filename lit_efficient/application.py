@@ -31,6 +31,7 @@ from lit_efficient.declaration import (
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.files.moved import translate
 from lit_efficient.files.records import rebuild
+from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -106,6 +107,20 @@ def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Rep
     if done:
         _keep_saving(module)
     return {entry.record["name"]: entry.report for entry in done}
+
+
+def on_read(module: nn.Module, prefix: str) -> Replacing | None:
+    """What the technique that acts first on ``module`` wants replaced while a network of its is read from files.
+
+    Args:
+        module: Whose network it will be.
+        prefix: Of the network's names in the module, with the dot.
+    """
+    trainer = trainer_of(module)
+    if trainer is None or ledger(module):
+        return None
+    acting = in_order(technique for technique in techniques_of(trainer) if overrides(technique, "transform"))
+    return acting[0].on_read(prefix) if acting else None
 
 
 def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

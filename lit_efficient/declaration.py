@@ -3,6 +3,7 @@
 A technique says *what* it changes, in a few small methods, and never *when*:
 
 * :meth:`Declaration.transform` changes the network, right after the module's own ``configure_model``;
+* :meth:`Declaration.on_read` changes it earlier, while its weights are read from files, for who would act first;
 * :meth:`Declaration.rewrite_optimizer` changes each optimizer, right after ``configure_optimizers``;
 * :meth:`Declaration.trains` names the parameters that must be in one of them;
 * :meth:`Declaration.after_step` changes the weights after each step, before averages see them;
@@ -18,12 +19,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConflictError
+
+if TYPE_CHECKING:
+    from lit_efficient.internals.hugging_face_loading import Replacing
 
 HELD = "_lit_efficient_held"  # the note on a module of what is frozen for now
 
@@ -101,6 +105,14 @@ class Declaration:
     def transform(self, module: nn.Module) -> Report:
         """Change the network in place; must not need a trainer, and draws from generators of its own."""
         raise NotImplementedError
+
+    def on_read(self, prefix: str) -> "Replacing | None":
+        """What replaces layers of a network while its weights are read; asked of the technique that acts first.
+
+        Args:
+            prefix: Of the network's names in the module, with the dot.
+        """
+        return None
 
     def prepare_parameters(self, module: nn.Module) -> None:
         """Set ``requires_grad``, in each fit, right before ``configure_optimizers`` picks the parameters by it."""

@@ -134,5 +134,9 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
         if piece.group == "benchmarks":
             assert '"--device"' in (ROOT / piece.words[0]).read_text(), piece.name
     assert "untested" in next(piece.skip for piece in plan if piece.name.startswith("nccl"))
+    needs = {piece.name.partition("::")[0]: piece.needs for piece in plan if "::" in piece.name}
+    assert "bitsandbytes" in needs["tests/callbacks/test_low_bit_optimizer.py"]  # or its import would be a failure
+    assert "bitsandbytes" not in needs["tests/callbacks/test_offload_optimizer.py"]
+    assert all("pytest_timeout" in packages for packages in needs.values())
     assert plan[-4].group == "paging"  # managed memory can hang a device
     assert sum(piece.limit for piece in plan if piece.group == "smoke") / 4 < 25 * 60

@@ -135,6 +135,7 @@ BENCHMARKS: list[tuple[str, str, float, tuple[str, ...], str]] = [
     ),
 ]
 NO_DEVICE = ("packing", "startup")
+SUITE = ("pytest", "xdist", "pytest_timeout", "jsonargparse", "transformers")  # pyproject gives pytest their options
 
 
 def pieces(device: str, *, quick: bool = False) -> list[Piece]:
@@ -178,8 +179,9 @@ def _tests(device: str) -> list[Piece]:
         if "mark.gpu" not in text:
             continue
         file = path.relative_to(ROOT).as_posix()
-        whole = "pytestmark = pytest.mark.gpu" in text
-        for node in ast.parse(text).body:
+        whole, tree = "pytestmark = pytest.mark.gpu" in text, ast.parse(text)
+        needs = dict.fromkeys([*SUITE, *_imported(tree)])
+        for node in tree.body:
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
                 continue
             if whole or any(ast.unparse(mark) == "pytest.mark.gpu" for mark in node.decorator_list):
@@ -192,12 +194,20 @@ def _tests(device: str) -> list[Piece]:
                         group,
                         words,
                         180,
-                        ("pytest", "xdist", "jsonargparse", "transformers"),
+                        tuple(needs),
                         skip,
                         keep=300,
                     )
                 )
     return found
+
+
+def _imported(tree: ast.Module) -> list[str]:
+    """What a file cannot be read without, of others."""
+    names = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    roots = {name.partition(".")[0] for name in names} - {"tests", "lit_efficient", "torch", "lightning"}
+    return sorted(roots - sys.stdlib_module_names)
 
 
 def _benchmarks(device: str) -> list[Piece]:

@@ -16,16 +16,15 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
-from lit_efficient.losses.chunked_cross_entropy import TokenLoss, chunk_size_of
+from lit_efficient.losses.chunked_cross_entropy import BACKENDS, TokenLoss, chunk_size_of, takes_liger
 from lit_efficient.losses.deferred_logits import (
-    BACKENDS,
     ChunkedLoss,
     defer,
     output_head,
     takes_labels,
     vocabulary_of,
 )
-from lit_efficient.losses.liger_cross_entropy import installed
+from lit_efficient.losses.liger_cross_entropy import installed, why_not
 from lit_efficient.technique import Technique
 
 
@@ -40,7 +39,8 @@ class ChunkedCrossEntropy(Technique):
 
     Args:
         chunk_size: Tokens at a time, at least 1; ``None``: 256 on a CPU, and on a GPU as many as have 1 GiB of logits.
-        backend: ``torch``; ``liger`` (its kernel, on a GPU, for plain heads); ``auto`` is Liger's where it can be.
+        backend: What makes losses and gradients of a chunk's logits: ``torch``; ``liger``, one kernel of liger-kernel,
+            on a GPU; ``auto`` is Liger's where it is installed and gives the right numbers, which is tried once.
         z_loss: Weight of the squared log-partition function, at least 0 (1e-4 in PaLM); in training only.
         label_smoothing: Share of the target spread over the vocabulary, at least 0 and below 1; in training only.
 
@@ -63,7 +63,7 @@ class ChunkedCrossEntropy(Technique):
             raise ConfigurationError(
                 "ChunkedCrossEntropy: backend='liger' needs the package liger-kernel; install it, or use auto or torch"
             )
-        TokenLoss(label_smoothing=label_smoothing, z_loss=z_loss)
+        self._terms = TokenLoss(label_smoothing=label_smoothing, z_loss=z_loss)
         self.chunk_size = chunk_size
         self.backend = backend
         self.z_loss = z_loss
@@ -72,10 +72,7 @@ class ChunkedCrossEntropy(Technique):
 
     def check(self, trainer: Any, module: Any) -> None:
         self._device = trainer.strategy.root_device
-        if self.backend == "liger" and self._device.type == "cpu":
-            raise ConfigurationError(
-                "ChunkedCrossEntropy: backend='liger' runs on GPUs, the trainer on the CPU; use auto"
-            )
+        takes_liger(self.backend, self._device, torch.float32, self._terms)
 
     def transform(self, module: nn.Module) -> Report:
         found = [(name, part) for name, part in module.named_modules() if takes_labels(part)]
@@ -93,8 +90,12 @@ class ChunkedCrossEntropy(Technique):
             defer(network, how)
         size = self.chunk_size or chunk_size_of(self._device, max(sizes), 2**31)
         chunk = size * max(sizes) * 4 / 2**20
+        reason = self.backend if self.backend == "torch" else why_not(self._device, torch.float32, self._terms)
+        maker = "torch" if reason else "liger"
+        if reason and self.backend == "auto" and self._device.type != "cpu":
+            maker += f" ({reason})"
         return Report(
-            f"{size} tokens x {max(sizes):,} logits at a time ({chunk:.1f} MiB), {self.backend}",
+            f"{size} tokens x {max(sizes):,} logits at a time ({chunk:.1f} MiB), {maker}",
             modules=tuple(name for name, _ in found),
             details={"chunk_size": size, "vocabulary": max(sizes)},
         )

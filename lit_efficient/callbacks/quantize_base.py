@@ -11,7 +11,7 @@ Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,7 +40,9 @@ class QuantizeBase(Technique):
     Quantises ``nn.Linear`` and GPT-2's ``Conv1D``. Names stay. Checkpoints of either kind load: quantised ones as they
     are, and those of the float base, which are quantised on the way. Layers that share their weight with another one
     stay as they are, and those whose weight the modules around them read: to multiply by it (Mamba's ``dt_proj``) or to
-    cast to its type (T5's ``wo``). A model that transformers has loaded in 4 or 8 bits already needs ``LoRA`` alone.
+    cast to its type (T5's ``wo``). Where no technique acts before, ``LanguageModeling`` reads a base's files through
+    this one: each layer is quantised as soon as it is read, on the run's device, so that no more than one is in memory
+    as floats. A model that transformers has loaded in 4 or 8 bits already needs ``LoRA`` alone.
 
     Args:
         format: ``nf4`` (4 bits, for normally distributed weights), ``fp4``, ``int8``, or ``int4`` (for
@@ -77,6 +79,7 @@ class QuantizeBase(Technique):
         self.double_quant = double_quant
         self.skip = tuple(skip)
         self.group_size = group_size
+        self._early: list[tuple[nn.Module, int, int]] = []  # twins made while weights were read; bytes, weights before
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse int8 under FSDP2: bitsandbytes keeps its scales on the parameter, which sharding replaces."""
@@ -87,22 +90,24 @@ class QuantizeBase(Technique):
                 f"{traits.name} replaces; use nf4, fp4 or int4, or strategy='ddp'"
             )
 
+    def on_read(self, prefix: str) -> "_OnRead":
+        return _OnRead(self, prefix)
+
     def transform(self, module: nn.Module) -> Report:
         read = self._read_elsewhere(module)
-        found = self._layers(module, read)
+        early, self._early = self._early, []
+        names = {id(part): name for name, part in module.named_modules()}
+        made = {names[id(twin)]: sizes for twin, *sizes in early if id(twin) in names}
+        found = self._layers(module, read, made)
         device = torch.get_default_device()  # in configure_model the trainer's
-        before = elements = after = 0
+        before = sum(sizes[0] for sizes in made.values())
+        elements = sum(sizes[1] for sizes in made.values())
+        after = sum(stored_bytes(module.get_submodule(name)) for name in made)
         for name in found:  # nothing holds a float layer that is done
             owner, _, last = name.rpartition(".")
             linear: Any = module.get_submodule(name)
             before, elements = before + linear.weight.nbytes, elements + linear.weight.numel()
-            layer = quantize_linear(
-                linear,
-                self.format,
-                double_quant=self.double_quant,
-                group_size=self.group_size,
-                device=None if device.type in ("cpu", "meta") else device,
-            )
+            layer = self._quantized(linear, None if device.type in ("cpu", "meta") else device)
             after += stored_bytes(layer)
             setattr(module.get_submodule(owner), last, layer)
         call_layers(module)
@@ -111,6 +116,7 @@ class QuantizeBase(Technique):
         if read:
             aside += f"; {len(read)} layers stay as they are, whose weight other code reads: {', '.join(read[:3])}"
             aside += ", ..." if len(read) > 3 else ""
+        found = [name for name in names.values() if name in {*found, *made}]
         return Report(
             f"{len(found)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
             f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved{aside}",
@@ -133,32 +139,42 @@ class QuantizeBase(Technique):
         read |= set(cast_to(module))
         return [n for n, part in module.named_modules() if n in read and _is_linear(part) and not self._skips(n)]
 
-    def _layers(self, module: nn.Module, read: list[str]) -> list[str]:
-        done = [name for name, part in module.named_modules() if is_quantized(part)]
+    def _quantized(self, linear: Any, device: torch.device | None = None) -> Any:
+        double_quant, group_size = self.double_quant, self.group_size
+        return quantize_linear(linear, self.format, double_quant=double_quant, group_size=group_size, device=device)
+
+    def _candidates(self, module: nn.Module, read: list[str], prefix: str = "") -> list[tuple[str, Any]]:
+        uses: dict[int, int] = {}
+        for part in module.modules():
+            for parameter in part.parameters(recurse=False):
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        return [
+            (name, part)
+            for name, part in module.named_modules()
+            if _is_linear(part) and not is_quantized(part)
+            and name and uses[id(part.weight)] == 1 and not self._skips(f"{prefix}{name}") and name not in read
+        ]  # fmt: skip
+
+    def _odd(self, inputs: dict[str, int]) -> dict[str, int]:
+        """Those that the groups of int4 do not divide."""
+        return {name: n for name, n in inputs.items() if self.format == "int4" and n % self.group_size}
+
+    def _layers(self, module: nn.Module, read: list[str], made: Container[str] = ()) -> list[str]:
+        done = [name for name, part in module.named_modules() if is_quantized(part) and name not in made]
         if done:
             raise ConfigurationError(
                 f"QuantizeBase: {type(module).__name__} is quantised already: {len(done)} layers, first {done[0]!r}; "
                 "leave QuantizeBase out (LoRA trains beside such layers as they are), or load the float weights"
             )
-        uses: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-        found: list[tuple[str, Any]] = [
-            (name, part)
-            for name, part in module.named_modules()
-            if _is_linear(part)
-            and name and uses[id(part.weight)] == 1 and not self._skips(name) and name not in read
-        ]  # fmt: skip
-        if not found:
+        found = self._candidates(module, read)
+        if not found and not made:
             raise ConfigurationError(
                 f"QuantizeBase: {type(module).__name__} has no torch.nn.Linear left to quantise (skip={self.skip})"
             )
         if any(layer.weight.device.type == "meta" for _, layer in found):
             raise ConfigurationError("QuantizeBase: weights are on the meta device: give the base its weights first")
-        inputs = {name: part.weight.shape[0 if is_conv1d(part) else 1] for name, part in found}
-        odd = {name: size for name, size in inputs.items() if size % self.group_size}
-        if self.format == "int4" and odd:
+        inputs = _inputs(found)
+        if odd := self._odd(inputs):
             name, size = next(iter(odd.items()))
             raise ConfigurationError(
                 f"QuantizeBase: group_size must divide the inputs of every layer, got {self.group_size} for the {size} "
@@ -168,6 +184,28 @@ class QuantizeBase(Technique):
 
     def _skips(self, name: str) -> bool:
         return any(name_pattern(pattern, "QuantizeBase: skip").fullmatch(name) for pattern in self.skip)
+
+
+class _OnRead:
+    """Quantises the layers of a causal model of transformers as they are read: see `Replacing`."""
+
+    def __init__(self, technique: QuantizeBase, prefix: str) -> None:
+        self.technique, self.prefix = technique, prefix
+        self.bytes_per_weight = {"int8": 1.0, "int4": 0.75}.get(technique.format, 0.5625)
+        technique._early = []
+
+    def chosen(self, network: nn.Module) -> set[str]:
+        found = self.technique._candidates(network, self.technique._read_elsewhere(network), self.prefix)
+        return set() if self.technique._odd(_inputs(found)) else {name for name, _ in found}
+
+    def replaced(self, layer: Any) -> nn.Module:
+        twin: nn.Module = self.technique._quantized(layer)
+        self.technique._early.append((twin, layer.weight.nbytes, layer.weight.numel()))
+        return twin
+
+
+def _inputs(found: list[tuple[str, Any]]) -> dict[str, int]:
+    return {name: part.weight.shape[0 if is_conv1d(part) else 1] for name, part in found}
 
 
 def _is_linear(part: nn.Module) -> bool:

@@ -4,12 +4,13 @@
 
 Saves: nothing; it makes accumulation and data parallelism equal the big batch they stand for (plain Lightning averages
     the means, and divides a short last window by too many micro-batches)
-Costs: two sums of one number over the ranks and a pass over the gradients an optimizer step; batches are counted on the
+Costs: a sum of one number over the ranks and a pass over the gradients an optimizer step; batches are counted on the
     host, or, where a hook has a hand in their transfer, read from the device
 Source: the analysis of transformers' and Unsloth's accumulation bug, https://huggingface.co/blog/gradient_accumulation
 
-Each loss is scaled by n_rk / n, where n is the mean over the ranks of the window's first counts, and the gradients'
-sum by ranks * micro-batches * n / tokens. Both are exactly 1 where all counts are equal: every bit is Lightning's then.
+Each loss is scaled by n_rk / n and the gradients' sum by ranks * micro-batches * n / tokens, where n is the window's
+first count, or on several processes the mean count of the window before, which all of them know. Both are exactly 1
+where all counts are equal: every bit is Lightning's then.
 """
 
 from collections.abc import Iterable, Mapping
@@ -65,7 +66,8 @@ class TokenWeightedAccumulation(Technique):
     Args:
         count: Where the tokens are: ``auto`` asks the module's ``num_tokens(batch)`` if it has one, else takes
             ``shift_labels`` or ``labels`` of the batch; a dotted path into the batch (``labels``, ``0.mask``, ``1``) to
-            labels or a mask; ``self.NAME``, a method of the module that gets the batch and returns the number.
+            labels or a mask; ``self.NAME``, a method of the module that gets the batch and returns the number. Such a
+            method gets the batch before it is moved to the device, unless a hook has a hand in its transfer.
         ignore_index: Label that counts for nothing.
         mask: Whether ``count`` names a mask, whose non-zero elements count, instead of labels; boolean ones always do.
         shift: Whether the loss leaves out the first label of each sequence; ``None``: where the labels are called
@@ -97,6 +99,7 @@ class TokenWeightedAccumulation(Technique):
         self._counted: int | None = None  # tokens of the batch under way, from before its transfer
         self._batch = (0, 0)  # number of the micro-batch under way, its tokens
         self._reference: float | None = None  # of the window; None before the first one
+        self._agreed: float | None = None  # that of the next window, where several processes know it
         self._complete = False
         self._alone = True
         self._resumed: dict[str, Any] = {}
@@ -135,6 +138,7 @@ class TokenWeightedAccumulation(Technique):
             )
         self._window, self._reference = {}, None
         self._alone = trainer.world_size == 1
+        self._agreed = None if self._alone else self._resumed.get("agreed")
         wrap_method(pl_module, "backward", _backward)
         if arrives_unchanged(trainer):
             wrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
@@ -144,11 +148,14 @@ class TokenWeightedAccumulation(Technique):
         counted, self._counted = self._counted, None
         tokens = self._count(pl_module, batch) if counted is None else counted
         resumed, self._resumed = self._resumed, {}
-        if resumed and any(parameter.grad is not None for parameter in pl_module.parameters()):
+        if "window" in resumed and any(parameter.grad is not None for parameter in pl_module.parameters()):
             self._window, self._reference = resumed["window"], resumed["reference"]
         if batch_idx % trainer.accumulate_grad_batches == 0 or self._reference is None:
             self._window = {}
-            self._reference = _sum_over_ranks(trainer, tokens) / trainer.world_size or 1.0
+            if self._agreed is None:
+                self._reference = _sum_over_ranks(trainer, tokens) / trainer.world_size or 1.0
+            else:
+                self._reference = self._agreed
         self._batch = (batch_idx, tokens)
         self._complete = False
 
@@ -161,7 +168,12 @@ class TokenWeightedAccumulation(Technique):
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokens of a window that is still open; on one process, where `ExactResume` keeps its gradients."""
+        """The tokens of a window that is still open; on one process, where `ExactResume` keeps its gradients.
+
+        On several the reference of the next window.
+        """
+        if self._agreed is not None:
+            return {"agreed": self._agreed}
         kept = self._alone and self._window and not self._complete
         return {"window": dict(self._window), "reference": self._reference} if kept else {}
 
@@ -184,6 +196,9 @@ class TokenWeightedAccumulation(Technique):
         self._complete = True
         assert self._reference is not None
         total = _sum_over_ranks(trainer, sum(self._window.values()))
+        if not self._alone:
+            number = self._batch[0] % trainer.accumulate_grad_batches + 1  # on every rank, whatever its steps returned
+            self._agreed = total / (trainer.world_size * number) or 1.0
         factor = combined_factor(trainer.world_size, trainer.accumulate_grad_batches, self._reference, total)
         if factor != 1:
             scale_gradients((p for o in trainer.optimizers for g in o.param_groups for p in g["params"]), factor)

@@ -6,8 +6,9 @@
 
 The gradients of hidden states and head are made in the forward pass, chunk by chunk, while the chunk's logits exist;
 the backward pass only scales them. What is left is these gradients themselves, (V + N) H numbers, and one chunk.
-On a CPU ignored tokens are left out before the matrix product and cost nothing. A GPU computes them, too, and counts
-them as 0: to leave them out, the host would have to wait in each step for how many there are.
+On a CPU ignored tokens are left out before the matrix product and cost nothing; on a GPU where the caller says how many
+are ``learned``. Otherwise a GPU computes them, too, and counts them as 0: to leave them out, the host would have to
+wait in each step for how many there are.
 Sources: https://arxiv.org/abs/2411.09009 (why logits dominate), https://github.com/mgmalek/efficient_cross_entropy
 (gradients in the forward pass); z-loss https://arxiv.org/abs/2204.02311; softcap https://arxiv.org/abs/2408.00118.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.losses import liger_cross_entropy
 from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, drawing_again, random_states
 
 _WHO = "chunked_cross_entropy"
@@ -27,6 +29,7 @@ CHUNK_SIZE = 256  # tokens, on a CPU; benchmarks/cross_entropy.py
 _VOCABULARY = 2**17  # where it is not known, which only decides the size of a chunk
 _LOGITS = 2**30  # bytes of one chunk's float32 logits, on a GPU
 REDUCTIONS = ("mean", "sum", "none")
+BACKENDS = ("auto", "torch", "liger")
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def chunked_cross_entropy(
     logit_scale: float = 1.0,
     token_weights: Tensor | None = None,
     reduction: str = "mean",
+    backend: str = "auto",
+    learned: int | None = None,
 ) -> Tensor:
     """``F.cross_entropy(hidden @ weight.T + bias, labels)`` and its gradients, one chunk of tokens at a time.
 
@@ -122,6 +127,9 @@ def chunked_cross_entropy(
             none); ``sum``; ``none`` gives [...]. With ``none``, an upstream gradient that is not the same for all
             tokens costs a second pass over the head in the backward pass, and on a GPU also one that does not come
             from a plain sum: put weights into ``token_weights`` instead.
+        backend: What makes losses and gradients of logits: ``torch``, ``liger`` (one kernel, on a GPU), or ``auto``:
+            Liger's where it gives the right numbers, which is tried once.
+        learned: At most so many labels count. Needed on a GPU alone; if there are more, all losses are NaN.
 
     Returns:
         [], or [...] for ``none``.
@@ -135,7 +143,8 @@ def chunked_cross_entropy(
     terms = TokenLoss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     parameters = (weight,) if bias is None else (weight, bias)
     vocabulary = len(weight)
-    return _reduced(MatrixHead, hidden, parameters, labels, terms, chunk_size, token_weights, reduction, vocabulary)
+    how = (chunk_size, token_weights, reduction, backend, learned)
+    return _reduced(MatrixHead, hidden, parameters, labels, terms, vocabulary, *how)
 
 
 def chunked_head_cross_entropy(
@@ -148,6 +157,8 @@ def chunked_head_cross_entropy(
     chunk_size: int | None = None,
     token_weights: Tensor | None = None,
     reduction: str = "mean",
+    backend: str = "auto",
+    learned: int | None = None,
 ) -> Tensor:
     """As :func:`chunked_cross_entropy`, through any head: quantised, under LoRA or DoRA, with dropout.
 
@@ -162,6 +173,8 @@ def chunked_head_cross_entropy(
         chunk_size: Tokens at a time, at least 1; ``None``: as :func:`chunk_size_of` has it for the device.
         token_weights: [...], constants.
         reduction: ``mean``, ``sum`` or ``none``.
+        backend: ``auto``, ``torch`` or ``liger``.
+        learned: At most so many labels count.
 
     Returns:
         [], or [...] for ``none``.
@@ -172,8 +185,8 @@ def chunked_head_cross_entropy(
 
     terms = terms or TokenLoss()
     vocabulary = max((len(parameter) for parameter in parameters if parameter.ndim), default=_VOCABULARY)
-    arguments = (terms, chunk_size, token_weights, reduction, vocabulary)
-    return _reduced(through, hidden, tuple(parameters), labels, *arguments)
+    how = (chunk_size, token_weights, reduction, backend, learned)
+    return _reduced(through, hidden, tuple(parameters), labels, terms, vocabulary, *how)
 
 
 def _reduced(
@@ -182,13 +195,16 @@ def _reduced(
     parameters: tuple[Tensor, ...],
     labels: Tensor,
     terms: TokenLoss,
+    vocabulary: int,
     chunk_size: int | None,
     token_weights: Tensor | None,
     reduction: str,
-    vocabulary: int,
+    backend: str,
+    learned: int | None,
 ) -> Tensor:
     check_number(_WHO, "chunk_size", chunk_size, least=1, whole=True, null=True)
     check_choice(_WHO, "reduction", reduction, REDUCTIONS)
+    check_choice(_WHO, "backend", backend, BACKENDS)
     for name, tensor in (("labels", labels), ("token_weights", token_weights)):
         if tensor is not None and tensor.shape != hidden.shape[:-1]:
             allowed = f"{list(hidden.shape[:-1])} for hidden {list(hidden.shape)}"
@@ -201,9 +217,9 @@ def _reduced(
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters))
-    whole = computes_ignored(hidden.device)
-    chunk_size = chunk_size or chunk_size_of(hidden.device, vocabulary, len(flat))
-    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", whole)
+    chunk_size = chunk_size or chunk_size_of(hidden.device, vocabulary, len(flat) if learned is None else learned)
+    liger = takes_liger(backend, hidden.device, wide if wide == torch.float64 else autocast or hidden.dtype, terms)
+    sweep = _Sweep(head, flat, terms, chunk_size, weights, autocast, trains, reduction == "none", liger, learned)
     losses = _ChunkedLoss.apply(sweep, hidden.reshape(-1, hidden.shape[-1]), *parameters)
     if reduction == "none":
         return losses.view(labels.shape)
@@ -234,8 +250,20 @@ def chunk_size_of(device: torch.device, vocabulary: int, tokens: int) -> int:
     return -(-max(tokens, 1) // chunks)  # of about one size
 
 
+def takes_liger(backend: str, device: torch.device, dtype: torch.dtype, terms: TokenLoss) -> bool:
+    """Whether Liger's kernel is what makes the losses of logits of a dtype on a device.
+
+    Raises:
+        ConfigurationError: If ``backend`` is ``liger`` and it cannot.
+    """
+    reason = "" if backend == "torch" else liger_cross_entropy.why_not(device, dtype, terms)
+    if backend == "liger" and reason:
+        raise ConfigurationError(f"{_WHO}: backend='liger': {reason}; use auto or torch")
+    return backend != "torch" and not reason
+
+
 def computes_ignored(device: torch.device) -> bool:
-    """Whether tokens that count for nothing go through the head, too: a GPU does not tell how many they are."""
+    """Whether tokens that count for nothing go through the head: a GPU does not tell how many they are."""
     return device.type != "cpu"
 
 
@@ -256,35 +284,60 @@ class _Sweep:
     autocast: torch.dtype | None
     trains: bool
     per_token: bool
-    whole: bool  # ignored tokens, too
+    liger: bool  # its kernel makes losses and gradients
+    learned: int | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether ignored tokens are masked, and so computed unless ``learned`` is known."""
+        return computes_ignored(self.labels.device)
 
     def valid(self) -> Tensor:
         return self.labels != self.terms.ignore_index
 
     def __call__(
-        self, hidden: Tensor, parameters: tuple[Tensor, ...], needed: Sequence[bool], scale: Tensor | None
+        self,
+        hidden: Tensor,
+        parameters: tuple[Tensor, ...],
+        needed: Sequence[bool],
+        scale: Tensor | None,
+        ones: bool = False,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Losses [N] times the token weights and, with ``scale`` [N], the gradients of the scaled losses' sum."""
+        """Losses [N] times the token weights and, with ``scale`` [N], the gradients of the scaled losses' sum.
+
+        ``ones`` if that is what ``scale`` holds.
+        """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = hidden.new_zeros(len(hidden), dtype=wide)
         gradient = torch.zeros_like(hidden) if scale is not None and needed[0] else None
         head = self.head(hidden, parameters, needed, self.autocast)
         valid, labels, starts = self.valid(), self.labels, range(0, len(hidden), self.chunk_size)
         chunks: Iterable[Any] = (slice(start, start + self.chunk_size) for start in starts)
+        narrow = self.liger and self.terms.logit_scale == 1
         if self.whole:
-            labels = labels.where(valid, 0)
+            labels = labels if self.liger else labels.where(valid, 0)
             scale = None if scale is None else scale.where(valid, 0)
+            if self.learned is not None:  # nothing is read: what counts is sorted to the front
+                chunks = (~valid).byte().argsort(stable=True)[: self.learned].split(self.chunk_size)
         else:
             chunks = valid.nonzero().squeeze(1).split(self.chunk_size)
         for rows in chunks:
             x = hidden[rows]  # of ignored tokens 0: they may hold what is not finite
-            logits = head.logits(x.where(valid[rows, None], 0) if self.whole else x, keep=scale is not None)
-            losses[rows] = self.terms.consume(logits, labels[rows], None if scale is None else scale[rows])
+            logits = head.logits(x.where(valid[rows, None], 0) if self.whole else x, scale is not None, not narrow)
+            each = None if scale is None or (ones and self.liger) else scale[rows]
+            if self.liger:
+                losses[rows] = liger_cross_entropy.consume(
+                    self.terms, logits, labels[rows], each, gradients=scale is not None
+                )
+            else:
+                losses[rows] = self.terms.consume(logits, labels[rows], each)
             if scale is not None:
                 part = head.backward(logits)
                 if gradient is not None and part is not None:
                     gradient[rows] = part.to(gradient.dtype)
         losses = losses.where(valid, 0) if self.whole else losses
+        if self.whole and self.learned is not None:
+            losses = losses.where(valid.sum() <= self.learned, torch.nan)
         losses = losses if self.weights is None else losses * self.weights
         return losses, [gradient, *head.gradients()]
 
@@ -300,7 +353,8 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             ctx.save_for_backward(hidden, *parameters)
             ctx.random = random_states(hidden.device)
-        losses, ctx.gradients = sweep(hidden, parameters, ctx.needs_input_grad[1:], scale)
+        ones = sweep.weights is None
+        losses, ctx.gradients = sweep(hidden, parameters, ctx.needs_input_grad[1:], scale, ones)
         return losses if sweep.per_token else losses.sum()
 
     @staticmethod

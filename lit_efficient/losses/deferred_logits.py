@@ -26,11 +26,8 @@ from lit_efficient.losses.chunked_cross_entropy import (
     chunked_cross_entropy,
     chunked_head_cross_entropy,
 )
-from lit_efficient.losses.liger_cross_entropy import installed, liger_cross_entropy
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.surgery import mix_in, moved
-
-BACKENDS = ("auto", "torch", "liger")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class ChunkedLoss:
 
     Args:
         chunk_size: Tokens at a time; ``None``: by the device.
-        backend: ``torch``, ``liger``, or ``auto``: Liger's where it is installed, on a GPU, for a plain head.
+        backend: ``torch``, ``liger`` or ``auto``, as :func:`chunked_cross_entropy` has it.
         label_smoothing: In training only.
         z_loss: In training only.
     """
@@ -133,33 +130,19 @@ class _Request:
     terms: TokenLoss
     how: ChunkedLoss
     reduction: str
+    learned: int | None = None  # at most so many of the labels, where the host knows
 
     def answer(self, head: Any, call: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         hidden = hidden.reshape(-1, hidden.shape[-1])
         plain = plain_linear(head, call)
-        if self._liger(hidden, plain):
-            assert plain is not None
-            return liger_cross_entropy(hidden, plain.weight, self.labels, plain.bias, self.terms)
-        size = self.how.chunk_size or chunk_size_of(hidden.device, vocabulary_of(head), len(hidden))
+        tokens = len(hidden) if self.learned is None else self.learned
+        size = self.how.chunk_size or chunk_size_of(hidden.device, vocabulary_of(head), tokens)
+        how: dict[str, Any] = {"chunk_size": size, "reduction": self.reduction, "backend": self.how.backend}
+        how["learned"] = self.learned
         if plain is not None:
-            return chunked_cross_entropy(
-                hidden, plain.weight, self.labels, plain.bias,
-                chunk_size=size, reduction=self.reduction, **vars(self.terms),
-            )  # fmt: skip
+            return chunked_cross_entropy(hidden, plain.weight, self.labels, plain.bias, **how, **vars(self.terms))
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        return chunked_head_cross_entropy(
-            call, hidden, self.labels, trained, self.terms,
-            chunk_size=size, reduction=self.reduction,
-        )  # fmt: skip
-
-    def _liger(self, hidden: Tensor, plain: nn.Linear | None) -> bool:
-        fits = plain is not None and self.reduction == "sum"
-        if self.how.backend == "liger" and not fits:
-            raise ConfigurationError(
-                "ChunkedCrossEntropy: backend='liger' knows plain linear heads and losses of the whole batch only; use "
-                "auto or torch for a head under adapters, a quantised one, or losses for each token"
-            )
-        return self.how.backend == "liger" or (self.how.backend == "auto" and fits and hidden.is_cuda and installed())
+        return chunked_head_cross_entropy(call, hidden, self.labels, trained, self.terms, **how)
 
 
 def plain_linear(head: Any, call: Callable[..., Any]) -> nn.Linear | None:
@@ -208,17 +191,18 @@ class _DeferringNetwork:
             return type(output)(**{key: value for key, value in output.items() if not _deferred(value)})
         return tuple(value for value in output if not _deferred(value)) if isinstance(output, tuple) else output
 
-    def token_losses(self, targets: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+    def token_losses(self, targets: Tensor, learned: int | None = None, **inputs: Any) -> tuple[Tensor, Any]:
         """The loss of each token, for who weighs tokens or samples by themselves.
 
         Args:
             targets: [B, T], already shifted.
+            learned: How many of them count at most, where the host knows: a GPU leaves out the others then.
             inputs: Of the network's forward, without labels.
 
         Returns:
             [B, T], 0 where a target is ignored, and the network's output, whose own loss is not to be used.
         """
-        self._wanted = {"targets": targets}
+        self._wanted = {"targets": targets, "learned": learned}
         try:
             output = self(labels=targets, **inputs)  # type: ignore[operator]
             return self._wanted["losses"], output
@@ -252,14 +236,12 @@ class _DeferringNetwork:
         smoothing, z_loss = (how.label_smoothing, how.z_loss) if self.training else (0.0, 0.0)
         terms = logits.terms(TokenLoss(ignore_index, smoothing, z_loss))
         head: Any = output_head(self)
-        if own is token_losses:
-            request = _Request(labels.reshape(-1), terms, how, "none")
-            return head(logits.hidden, request=request).view(labels.shape)
-        if self._wanted is not None:
-            targets = self._wanted["targets"]
-            losses = head(logits.hidden, request=_Request(targets.reshape(-1), terms, how, "none"))
-            self._wanted["losses"] = losses.view(targets.shape)
-            return losses.detach().mean()
+        if own is token_losses or self._wanted is not None:
+            wanted = self._wanted or {"targets": labels, "learned": None}
+            targets = wanted["targets"]
+            request = _Request(targets.reshape(-1), terms, how, "none", wanted["learned"])
+            losses = wanted["losses"] = head(logits.hidden, request=request).view(targets.shape)
+            return losses if own is token_losses else losses.detach().mean()
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)

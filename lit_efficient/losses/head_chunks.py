@@ -37,8 +37,11 @@ class MatrixHead:
         self.x = hidden
         self.buffer: Tensor | None = None
 
-    def logits(self, x: Tensor, keep: bool) -> Tensor:
-        """Logits [n, V] of ``x`` [n, H], to be overwritten; ``keep`` if :meth:`backward` follows."""
+    def logits(self, x: Tensor, keep: bool, wide: bool = True) -> Tensor:
+        """Logits [n, V] of ``x`` [n, H], to be overwritten; ``keep`` if :meth:`backward` follows.
+
+        ``wide`` if they are to be in float32 at least, and not in the product's own dtype.
+        """
         self.x = x.to(self.dtype)
         if self.buffer is None:  # one for all chunks: fresh pages cost the CPU more than the products' edges
             self.buffer = x.new_empty(len(x), len(self.weight), dtype=self.weight.dtype)
@@ -47,12 +50,12 @@ class MatrixHead:
             torch.mm(self.x, self.weight.T, out=logits)
         if self.bias is not None:
             logits.add_(self.bias)
-        return logits.to(self.wide)
+        return logits.to(self.wide) if wide else logits
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Gradient [n, H] of the last chunk from that of its logits [n, V]; those of the parameters are summed."""
         if len(self.needed) > 1 and self.needed[1]:
-            self.sums[1] = gradient.sum(0) + (0 if self.sums[1] is None else self.sums[1])
+            self.sums[1] = gradient.sum(0, dtype=self.wide) + (0 if self.sums[1] is None else self.sums[1])
         narrow = gradient.to(self.weight.dtype)
         with torch.autocast(self.device_type, enabled=False):
             if self.needed[0]:
@@ -96,12 +99,13 @@ class ModuleHead:
         self.inputs: Tensor
         self.output: Tensor
 
-    def logits(self, x: Tensor, keep: bool) -> Tensor:
+    def logits(self, x: Tensor, keep: bool, wide: bool = True) -> Tensor:
         """As :meth:`MatrixHead.logits`."""
         with torch.set_grad_enabled(keep), self._uncached():
             self.inputs = x.detach().requires_grad_(keep)
             self.output = self.call(self.inputs)
-        return self.output.detach().to(self.wide, copy=True)
+        dtype = self.wide if wide else self.output.dtype
+        return self.output.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     @contextmanager
     def _uncached(self) -> Iterator[None]:

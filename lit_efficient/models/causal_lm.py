@@ -21,6 +21,7 @@ from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
+from lit_efficient.internals.hugging_face_loading import Replacing, replacing_config
 from lit_efficient.models.read_weights import read_layers
 
 if TYPE_CHECKING:
@@ -158,12 +159,16 @@ def _stored(spec: CausalLMConfig) -> dict[str, Any]:
     return dict(stored)
 
 
-def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PreTrainedModel":
+def build(
+    spec: CausalLMConfig, from_data: Mapping[str, int] | None = None, replacing: Replacing | None = None
+) -> "PreTrainedModel":
     """The model, in training mode.
 
     Args:
         spec: what the user asked for. Random weights come from torch's global generator.
         from_data: as for `resolve`.
+        replacing: what puts other layers in the place of linear ones as soon as their weights are read. Random weights,
+            those that ``spec`` or the files quantise, and embeddings that grow are left to whoever acts later.
 
     Raises:
         ConfigurationError: if the data has more token ids than the model has rows, or nothing can be loaded.
@@ -181,6 +186,9 @@ def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "
         )
     options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
     dtype = spec.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    takes = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
+    takes = takes and torch.get_default_device().type != "meta"
+    replaced = replacing_config(replacing) if replacing is not None and takes else None
     try:
         if spec.draws_weights:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
@@ -193,7 +201,7 @@ def build(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                quantization_config=_quantization(spec, dtype, config),
+                quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
                 **options,
             )
     except (OSError, ValueError, ImportError) as error:

@@ -58,6 +58,7 @@ class Teacher:
         self.image_size = image_size
         self.statistics = _own_statistics(network) if statistics is None else statistics
         self.skip_tokens = skip_tokens
+        self._has_gradient = False  # known to have one on this device
         self.unpooled = tokens and "" in self.layers and callable(getattr(network, "forward_features", None))
 
     def features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -103,11 +104,28 @@ class Teacher:
                 kwargs["interpolate_pos_encoding"] = True
         forward: Any = self.network.forward_features if self.unpooled else self.network
         found = self._features(forward, (images,), kwargs, gradients)
+        if gradients and images.requires_grad and not self._has_gradient:
+            self._check_gradient(images, list(found.values()))
         if getattr(self.network, "output_fmt", None) == "NHWC":  # of timm's Swin, say
             found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}
         patch = _side(getattr(config, "patch_size", None) or getattr(embedding, "patch_size", None))
         patches = (images.shape[-2] // patch) * (images.shape[-1] // patch) if patch and images.ndim == 4 else 0
         return {k: t[:, self._skipped(t.shape[1], patches) :] if t.ndim == 3 else t for k, t in found.items()}
+
+    def _check_gradient(self, images: Tensor, found: list[Tensor]) -> None:
+        """Refuse, before the run's own backward pass, what torch would refuse there in words of its own."""
+        if torch.are_deterministic_algorithms_enabled() and images.device.type != "cpu":
+            try:
+                torch.autograd.grad([feature.sum() for feature in found], images, retain_graph=True)
+            except RuntimeError as error:
+                if "deterministic" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"{self.who}: on {images.device.type} the gradient of {type(self.network).__name__} has no "
+                    f"deterministic kernel ({str(error).split()[0]}); name layers before the one that needs it, take "
+                    "another network, or set trainer.deterministic to warn"
+                ) from error
+        self._has_gradient = True
 
     def _skipped(self, count: int, patches: int) -> int:
         """How many of a layer's tokens stand before those of the patches (0: their number is not known)."""

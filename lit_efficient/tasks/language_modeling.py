@@ -8,6 +8,8 @@ model that generates text, and a checkpoint never meets tokens of another tokeni
 
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -16,13 +18,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from lit_efficient.application import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
+from lit_efficient.internals.hugging_face_loading import Replacing
+from lit_efficient.internals.lightning_loops import arrives_unchanged
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models import causal_lm
@@ -100,6 +106,7 @@ class LanguageModeling(LightningModule):
         self.tokenizer_state: dict[str, Any] | None = None
         self.epoch_metrics = TokenMetrics()  # of the validation or test epoch under way
         self._rows = DocumentRows(type(self).__name__)
+        self._learned: tuple[int, int] | None = None  # of the batch that was moved last: labels, and those that count
 
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the datamodule, if it has one; that with a chat template first."""
@@ -131,7 +138,7 @@ class LanguageModeling(LightningModule):
             waits = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
-                self.network = causal_lm.build(self.model, from_data)
+                self.network = causal_lm.build(self.model, from_data, self._replacing())
             return
         offered = getattr(self._datamodule(), "vocab_size", None)
         wanted = self.model.vocab_size
@@ -160,6 +167,13 @@ class LanguageModeling(LightningModule):
         schedule = partial(warmup_cosine, warmup=self.warmup_steps, total=self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        if hasattr(self.network, "token_losses") and self.device.type != "cpu" and arrives_unchanged(self.trainer):
+            wrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
+
+    def on_train_end(self) -> None:
+        unwrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits ``[B, T, V]`` for ``[B, T]``."""
@@ -307,6 +321,10 @@ class LanguageModeling(LightningModule):
         exact = next(iter(dtypes)) if dtype == "auto" and len(dtypes) == 1 else getattr(torch, dtype, torch.float32)
         return causal_lm.from_json(config, exact)
 
+    def _replacing(self) -> Replacing | None:
+        """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
+        return on_read(self, "network.") if type(self).configure_model is LanguageModeling.configure_model else None
+
     def _built(self) -> nn.Module:
         if self.network is None:
             raise ConfigurationError(
@@ -332,11 +350,13 @@ class LanguageModeling(LightningModule):
         targets = targets_of(batch)
         inputs = self._rows.arguments(network, batch, self._agree)
         arranged = targets.reshape(inputs["input_ids"].shape)
-        if isinstance(network, GPT):
-            return network(**inputs, labels=arranged).view_as(targets), targets, None
-        with masks_unread(targets.device):
+        (labels, learned), self._learned = self._learned or (0, None), None
+        with nullcontext() if isinstance(network, GPT) else masks_unread(targets.device):
             if hasattr(network, "token_losses"):  # ChunkedCrossEntropy has put the logits off
-                losses, output = network.token_losses(arranged, **inputs)
+                known = learned if labels == targets.numel() else None
+                losses, output = network.token_losses(arranged, known, **inputs)
+            elif isinstance(network, GPT):
+                losses = output = network(**inputs, labels=arranged)
             else:
                 output = network(**inputs)
                 losses = token_losses(output.logits, arranged)
@@ -386,6 +406,16 @@ def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[
         shared = [name for name in _HF_SHAPE if name in now and name in then]  # versions of transformers differ
         now, then = ({name: one[name] for name in shared} for one in (now, then))
     return [(name, then[name], now[name]) for name in now]
+
+
+def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The strategy's; what is learned is counted on the host, as a GPU does not tell without a wait."""
+    self.lightning_module._learned = None
+    if isinstance(batch, Mapping) and not {"labels", "shift_labels"}.isdisjoint(batch):
+        targets = targets_of(batch)
+        if targets.device.type == "cpu":
+            self.lightning_module._learned = (targets.numel(), int((targets != IGNORE).sum()))
+    return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
 
 
 def _changes_accumulation(callback: object) -> bool:

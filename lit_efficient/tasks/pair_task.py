@@ -7,7 +7,9 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lit_efficient.application import on_read
 from lit_efficient.errors import CheckpointError
+from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.merge import merge_adapters
@@ -65,6 +67,10 @@ class PairTask(LanguageModeling):
             self._adopt_tokenizer(start.tokenizer_state, f"start_from ({self.start_from})")
         self.tokenizer_state = own or start.tokenizer_state
         _give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
+
+    def _replacing(self) -> Replacing | None:
+        own = type(self).configure_model is PairTask.configure_model
+        return on_read(self, "network.") if own and self.start_from is None else None
 
     def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
         network = super()._rebuilt(described, state)

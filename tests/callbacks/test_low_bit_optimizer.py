@@ -378,14 +378,18 @@ class Pages:
         import bitsandbytes.functional
 
         self.taken: list[torch.Tensor] = []
+        self.waits = 0
         monkeypatch.setattr(bitsandbytes.functional, "prefetch_tensor", self.fetch)
-        monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.accelerator, "synchronize", self.wait)
 
     def take(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         page: Any = torch.zeros_like(p, dtype=dtype)
         page.is_paged = True
         self.taken.append(page)
         return page
+
+    def wait(self) -> None:
+        self.waits += 1
 
     def fetch(self, page: Any) -> None:
         assert page.is_paged
@@ -405,6 +409,7 @@ def test_copies_of_paged_states_are_no_pages(monkeypatch: pytest.MonkeyPatch, tm
     optimizer = pages.under(layer)
     layer.weight.grad = torch.randn_like(layer.weight)
     optimizer.step()
+    assert pages.waits == 1  # for the driver, which moves pages beside the stream
     own = optimizer.state[layer.weight]
     once, after = copy.deepcopy(own), layer.weight.detach().clone()
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lit_efficient import ConfigurationError, MuonAdamW, OffloadOptimizer
 from lit_efficient.optimizers import host_states
@@ -206,6 +207,21 @@ def test_steps_and_copies_wait_for_each_other_and_the_memory_is_pinned(monkeypat
     done.clear()
     optimizer.step()
     assert done == ["copies wait", "step waits", "step", "copies wait", "cpu waits"]
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_memory_is_pinned_where_a_device_copies(pin: bool) -> None:
+    asked = []
+
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            asked.append(kwargs.pop("pin_memory", False))  # without a GPU there is nothing to pin for
+            return function(*args, **kwargs)
+
+    with Asked():
+        assert host_states.pinned(16, pin).nbytes == 16
+    assert any(asked) is pin
 
 
 def test_restored_states_go_where_the_others_were() -> None:

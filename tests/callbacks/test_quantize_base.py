@@ -13,8 +13,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
+from lit_efficient import (
+    CausalLMConfig,
+    ConfigurationError,
+    LanguageModeling,
+    LoRA,
+    QuantizeBase,
+    StochasticDepth,
+    merge_adapters,
+)
 from lit_efficient.application import apply, reports_of
 from lit_efficient.callbacks import quantize_base
 from lit_efficient.export.adapters import export_checkpoint, merge_state
@@ -25,6 +34,8 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
+from lit_efficient.models.causal_lm import build
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 MODEL = "model.safetensors"
@@ -267,3 +278,97 @@ def test_float_layers_go_one_by_one(format: str, monkeypatch: pytest.MonkeyPatch
     assert not any(ref() for ref in floats)
     assert report.modules == ("0", "1", "2", "3", "4")
     assert report.parameters == 5 * 64 * 64
+
+
+READ = {  # by family: changes of its config, and what of the network QuantizeBase is to skip
+    "llama": ({}, ("lm_head",)),
+    "qwen3": ({"tie_word_embeddings": True}, ()),
+    "gpt2": ({}, ("network.lm_head",)),  # layers whose weight lies the other way round
+    "mixtral": ({}, ("q_proj",)),  # experts, which transformers puts together as they are read
+    "mamba": ({}, ()),  # reads the weight of some of its layers
+}
+PEAKS = {"nf4": 1.3, "fp4": 1.3, "int8": 1.3, "int4": 3.0}  # layers; int4's own steps take some copies of one
+
+
+def base(family: str, folder: Path) -> str:
+    from tests.models.test_causal_lm import FAMILIES
+
+    families = {
+        **FAMILIES,
+        "mamba": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97},
+    }
+    torch.manual_seed(0)
+    fields = {**families[family], **READ[family][0]}
+    build(CausalLMConfig(config_fields=fields)).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+class Holder(nn.Module):
+    def __init__(self, technique: QuantizeBase | None, spec: CausalLMConfig) -> None:
+        super().__init__()
+        self.network = build(spec, None, technique and technique.on_read("network."))
+
+
+@pytest.mark.turns(5)
+@pytest.mark.parametrize("format", ["nf4", "int8", "int4"])
+@pytest.mark.parametrize("family", READ)
+def test_what_is_read_from_a_folder_is_quantised_as_a_float_base_is(family: str, format: str, tmp_path: Path) -> None:
+    spec, skip = CausalLMConfig(base(family, tmp_path)), READ[family][1]
+    late, early = Holder(None, spec), Holder(technique := QuantizeBase(format, skip=skip, group_size=8), spec)
+    assert any(map(is_quantized, early.modules()))
+    reports = [QuantizeBase(format, skip=skip, group_size=8).transform(late), technique.transform(early)]
+    assert reports[0] == reports[1]
+    theirs, ours = late.state_dict(), early.state_dict()
+    assert list(theirs) == list(ours)
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    for one, other in zip(late.named_parameters(), early.named_parameters(), strict=True):
+        assert (one[0], one[1].requires_grad, type(one[1])) == (other[0], other[1].requires_grad, type(other[1]))
+    ids = torch.arange(6)[None]
+    assert torch.equal(late.network(ids, use_cache=False).logits, early.network(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("format", PEAKS)
+def test_one_float_layer_is_in_memory_at_a_time(format: str, tmp_path: Path) -> None:
+    """Counted: what is quantised, what stays in floats, and one layer; the float base was 23 layers."""
+    fields = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 97}
+    build(CausalLMConfig(config_fields=fields)).to(torch.bfloat16).save_pretrained(tmp_path)
+    technique = QuantizeBase(format)
+    with AllocationMeter() as meter:
+        held = Holder(technique, CausalLMConfig(str(tmp_path)))
+        report = technique.transform(held)
+    layer, floats = 4 * 128 * 256, 4 * sum(p.numel() for p in held.parameters() if p.is_floating_point())
+    assert len(report.modules) == 42
+    assert report.bytes_saved > 20 * layer
+    assert meter.peak <= meter.live + PEAKS[format] * layer
+    assert meter.live <= 1.05 * (floats + report.details["bytes_per_parameter"] * report.parameters)
+
+
+def test_a_task_reads_its_base_so_where_nothing_acts_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = base("llama", tmp_path / "base")
+    early: list[int] = []
+    transform = QuantizeBase.transform
+
+    def counted(self: QuantizeBase, module: Any) -> Any:
+        early.append(len(self._early))
+        return transform(self, module)
+
+    monkeypatch.setattr(QuantizeBase, "transform", counted)
+
+    class Own(LanguageModeling):
+        def configure_model(self) -> None:
+            super().configure_model()
+            assert not any(map(is_quantized, self.modules())), "what others see between is a float network"
+
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
+
+    def trained(kind: type[LanguageModeling], *techniques: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        task = kind(CausalLMConfig(folder), learning_rate=0.1, warmup_steps=0)
+        run = trainer([QuantizeBase(), LoRA(rank=2), *techniques], max_steps=1, limit_val_batches=0)
+        run.fit(task, *(DataLoader(rows, batch_size=2) for _ in range(2)))
+        return weights(task)
+
+    found = [trained(LanguageModeling), trained(Own), trained(LanguageModeling, StochasticDepth(rate=0.1))]
+    assert early == [14, 0, 0]
+    assert_equal(found[0], found[1])

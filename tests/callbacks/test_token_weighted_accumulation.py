@@ -6,6 +6,7 @@ import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import pytest
@@ -21,6 +22,7 @@ from lit_efficient import (
     ExactResume,
     TokenWeightedAccumulation,
 )
+from lit_efficient.callbacks import token_weighted_accumulation
 from lit_efficient.callbacks.token_weighted_accumulation import count_tokens
 from tests.processes import run_ranks
 from tests.ranks.toys import sharding
@@ -309,7 +311,10 @@ def _equal_one_big_batch(strategy: str) -> None:
         trainer(callbacks, devices=2, strategy=plan, **settings).fit(module, _Listed(mine))
         return module.gradients
 
-    ours = fit([TokenWeightedAccumulation()])
+    summed = token_weighted_accumulation._sum_over_ranks
+    with mock.patch.object(token_weighted_accumulation, "_sum_over_ranks", side_effect=summed) as sums:
+        ours = fit([TokenWeightedAccumulation()])
+    assert sums.call_count == 2 + 1, "one a step, and one to begin with"
     expected = exact(counts, 4)  # 2 ranks x 2 micro-batches, the last window with what is left
     assert len(ours) == len(expected) == 2
     for one, big in zip(ours, expected):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import unittest.mock
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lit_efficient
+from lit_efficient import ChunkedCrossEntropy, ConfigurationError, GPTConfig, LanguageModeling
+from lit_efficient.losses.chunked_cross_entropy import TokenLoss
 from lit_efficient.models.sampling import sample_token
 from lit_efficient.models.teachers import find_teacher
 from lit_efficient.testing import Run, data, trainer
@@ -73,6 +78,41 @@ def test_it_starts_on_a_gpu_and_ends_as_on_the_cpu(name: str) -> None:
         torch.testing.assert_close(tensor, here[key])
 
 
+def test_prompts_do_not_go_through_the_head() -> None:
+    """The host counts what is learned before a batch is on the GPU, unless a hook has a hand in its transfer."""
+
+    class Moves(LanguageModeling):
+        def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+            return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}  # now all are learned
+
+    rows, seen = [], []
+    for number in range(8):
+        ids = torch.randint(0, 40, (12,), generator=torch.Generator().manual_seed(number))
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(12) < 4 + number, -100, ids)})
+    consume = TokenLoss.consume
+
+    def counted(self: TokenLoss, logits: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(logits))
+        return consume(self, logits, *rest)
+
+    def trained(kind: type[LanguageModeling], accelerator: str) -> list[Tensor]:
+        seen.clear()
+        torch.manual_seed(0)
+        task = kind(GPTConfig(vocab_size=40, dim=16, depth=1, num_heads=2, max_length=12))
+        run = trainer([ChunkedCrossEntropy()], accelerator=accelerator, max_steps=2, limit_val_batches=0)
+        with unittest.mock.patch.object(TokenLoss, "consume", counted):
+            run.fit(task, *(DataLoader(rows, batch_size=4) for _ in range(2)))
+        return [p.detach().cpu() for p in task.parameters()]
+
+    for kind, expected in ((LanguageModeling, [26, 10]), (Moves, [44, 44])):
+        with fake_cuda():
+            there, rows_there = trained(kind, "gpu"), list(seen)
+        here = trained(kind, "cpu")
+        assert seen == expected
+        assert rows_there == (expected if kind is LanguageModeling else [48, 48])
+        torch.testing.assert_close(there, here)
+
+
 def test_what_has_a_generator_of_its_own_is_drawn_where_that_is() -> None:
     """Within ``configure_model`` the default device is the run's: a CPU's generator gives no numbers there."""
     lacking = []
@@ -119,3 +159,22 @@ def test_sampling_and_gradients_of_resized_images_are_deterministic() -> None:
         (found,) = torch.autograd.grad(resized.square().sum(), images)
     torch.testing.assert_close(resized.cpu(), expected)
     torch.testing.assert_close(found, slope)
+
+
+@pytest.mark.parametrize("layer", ["0", "3"])
+def test_a_network_without_a_deterministic_gradient_is_refused_with_the_way_out(layer: str) -> None:
+    """As a perceptual term's, where torch would say so in the run's backward pass; layers before it go on."""
+    torch.manual_seed(0)
+    pooled = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(16, 2)
+    )
+    images = torch.rand(2, 3, 8, 8, requires_grad=True)
+    with fake_cuda():
+        teacher = find_teacher(pooled.cuda(), [layer], who="Autoencoding: perceptual")
+        if layer == "0":
+            teacher.of_images(images.cuda(), gradients=True)["0"].sum().backward()
+            assert bool(images.grad.any())
+            return
+        reason = "on cuda the gradient of Sequential has no deterministic kernel .*name layers before.*to warn"
+        with pytest.raises(ConfigurationError, match=reason):
+            teacher.of_images(images.cuda(), gradients=True)

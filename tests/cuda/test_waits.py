@@ -123,12 +123,14 @@ def smaller(path: Path) -> dict[str, Any]:
 LANGUAGE, DIFFUSION = CONFIGS / "tasks" / "language_model.yaml", CONFIGS / "tasks" / "latent_diffusion.yaml"
 TUNED = CONFIGS / "llm" / "lora.yaml"  # of transformers' making, on packed rows
 PACKED = [{"class_path": "PrefixTuning", "init_args": {"num_virtual_tokens": 2, "init": "random"}}]
+SLIDING = {"use_sliding_window": True, "sliding_window": 512, "layer_types": ["sliding_attention"] * 2}
 PADDED = {"chat": {"train_on": "assistant"}, "pack": False}
 LOGGED = {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}, "log_every_n_steps": 100}
 LIVE = {"init_args": {"cached": False, "build": False}}
 # Techniques at settings of which no shipped config has any, over the configs that they are put in the place of.
 FURTHER: dict[str, tuple[Path, list[Any] | None, dict[str, Any]]] = {
     "prefix on packed rows": (TUNED, PACKED, {}),
+    "prefix behind a window": (TUNED, PACKED, {"model": {"init_args": {"model": {"config_fields": SLIDING}}}}),
     "padded rows": (TUNED, None, {"data": {"init_args": PADDED}, "trainer": LOGGED}),
     "encoded live": (CONFIGS / "diffusion" / "photos_all.yaml", [], {"data": LIVE}),
     "cached teacher": (CONFIGS / "llm" / "distillation.yaml", None, {"model": {"init_args": {"cache_top_k": 4}}}),

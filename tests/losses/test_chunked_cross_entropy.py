@@ -314,6 +314,31 @@ def test_on_a_gpu_ignored_tokens_are_computed_and_count_for_nothing(name, weight
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_on_a_gpu_ignored_tokens_are_left_out_where_their_number_is_known(reduction):
+    """Whatever it is that the host knows, a bound or the number itself; not even once on the way."""
+    hidden, weight, labels, bias = tensors()
+    count = int((labels != -100).sum())
+    weights = torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    upstream = torch.linspace(0.5, 2, N, dtype=torch.float64) if reduction == "none" else torch.tensor(0.7)
+    how = {"token_weights": weights, "reduction": reduction, **SETTINGS["all"]}
+    expected = dense(hidden, weight, labels, bias, **how)
+    theirs = gradients((expected * upstream).sum(), hidden, weight, bias)
+    for known in (count, count + 3, N + 9):
+        loss = chunked_cross_entropy(hidden, weight, labels, bias, chunk_size=8, learned=known, **how)
+        torch.testing.assert_close(loss, expected)
+        for ours, other in zip(gradients((loss * upstream).sum(), hidden, weight, bias), theirs):
+            torch.testing.assert_close(ours, other)
+    seen = []
+    head = nn.Linear(H, V, dtype=torch.float64)
+    head.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    chunked_head_cross_entropy(head, hidden, labels, list(head.parameters()), chunk_size=8, learned=count)
+    assert sum(seen) == count < N
+    few = chunked_cross_entropy(hidden, weight, labels, bias, learned=count - 1, **how)
+    assert bool(few.isnan().all()), "labels that nobody has learned must not pass unseen"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_on_a_gpu_ignored_tokens_may_be_anything():
     hidden, weight, labels = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([1, -100, 3, -100, 2, 8])
     hidden[labels == -100] = torch.nan

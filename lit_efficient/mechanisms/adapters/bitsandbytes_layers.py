@@ -59,9 +59,7 @@ def _quantized_weight(weight: Tensor, format: str, double_quant: bool) -> Any:
     if format == "int8":  # its own ``to`` quantises what comes from the CPU alone
         codes, scales, _ = bnb.functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
         return bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
-    parameter: Any = bnb.nn.Params4bit(
-        weight.clone(), requires_grad=False, compress_statistics=double_quant, quant_type=format
-    )
+    parameter: Any = bnb.nn.Params4bit(weight, requires_grad=False, compress_statistics=double_quant, quant_type=format)
     return parameter.to(weight.device)
 
 

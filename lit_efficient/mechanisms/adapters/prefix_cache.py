@@ -174,10 +174,8 @@ def _started(layer: Any, key: Tensor, value: Tensor) -> Any:
     cls: Any = _prefixed(kind)
     started = cls.__new__(cls)
     started.__dict__ |= layer.__dict__
-    if started.is_sliding:
-        started.lazy_initialization(key, value)
-    else:  # as that does, without a wait for empty tensors to be on the device
-        started.dtype, started.device, started.is_initialized = key.dtype, key.device, True
+    # As `lazy_initialization`, without waits for empty tensors, and a window that exports alone read, on the device.
+    started.dtype, started.device, started.is_initialized = key.dtype, key.device, True
     started.keys, started.values = key[None], value[None]
     if started.is_sliding:
         started.cumulative_length = key.shape[1]
