@@ -14,7 +14,7 @@ import pytest
 
 from tests import processes
 from tests.budget import report
-from tests.turns import commit, resting
+from tests.turns import commit, family_of, resting
 
 if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in pairwise(sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or each trainer that names no accelerator would take it
@@ -96,11 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("turns"):
-            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for family in families.values():
+            families.setdefault(family_of(item), []).append(item)
+    for of, family in families.items():
         turns = family[0].get_closest_marker("turns")
-        names = [item.nodeid.partition("[")[2][:-1] for item in family]
-        rest = resting(names, *turns.args, commit(), **turns.kwargs)
+        names = [item.nodeid.removeprefix(f"{of}[").removesuffix("]") for item in family]
+        rest = resting(names, *turns.args, commit(), turns.kwargs.get("always", ()))
         for item, name in zip(family, names, strict=True):
             if name in rest:
                 item.add_marker("nightly")

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import pytest
+
 
 @functools.cache
 def commit() -> int:
@@ -14,6 +16,11 @@ def commit() -> int:
     here = Path(__file__).parent
     found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
     return int(found.stdout.strip() or "0", 16)
+
+
+def family_of(item: pytest.Item) -> str:
+    """The family that its mark names; without a name it is all cases of the function."""
+    return item.get_closest_marker("turns").kwargs.get("family") or item.nodeid.partition("[")[0]
 
 
 def resting(cases: Sequence[str], one_of: int, turn: int, always: Collection[str] = ()) -> set[str]:
