@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -32,6 +33,7 @@ def _found(path: tuple[str, ...], **chosen: str) -> Any:
 _look = importlib.metadata.entry_points
 # Each trainer reads the metadata of all that is installed, which takes as long as some fits: once for a path is enough.
 importlib.metadata.entry_points = lambda **chosen: _found(tuple(sys.path), **chosen)
+subprocess.run = processes.run_check  # importing what loads an export takes longer than most tests
 processes.prepare(heavy="PYTEST_XDIST_WORKER" in os.environ)  # before any other conftest imports the package
 
 

@@ -31,6 +31,7 @@ HEAVY = (
     "jsonargparse",
     "yaml",
 )  # what importing Lightning imports, too
+PEERS = ("peft", "diffusers")
 # bitsandbytes brings torch's compiler along, which takes longer than what most children do.
 TOYS = ("tests.callbacks.interrupted_run", "tests.ranks.toys", "bitsandbytes")
 
@@ -149,6 +150,7 @@ def _work(request, passed_on):
 
 
 _servers: dict[str, Server] = {}
+run_command = subprocess.run
 
 
 def answer_signals():
@@ -185,7 +187,16 @@ def run(target, *args, log=None, env=None, **kwargs):
     return process.exitcode
 
 
-def python(*arguments, cwd=None, path=(), env=None, timeout=240):
+def run_check(command, **options):
+    """``subprocess.run``, but for what an export is checked by: that runs where the peers are imported already."""
+    if command[1:3] != ["-m", "lit_efficient.export.check"]:
+        return run_command(command, **options)
+    if "peers" not in _servers:
+        _servers["peers"] = Server(PEERS, _servers["young"])
+    return python(*command[1:], env=options["env"], server="peers")
+
+
+def python(*arguments, cwd=None, path=(), env=None, timeout=240, server="young"):
     """``python FILE ...`` or ``python -m MODULE ...``, where nothing of ours or of Lightning is imported yet.
 
     Returns:
@@ -197,7 +208,7 @@ def python(*arguments, cwd=None, path=(), env=None, timeout=240):
         for name in ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
             environment.pop(name, None)
         words = [str(word) for word in arguments]
-        process = _servers["young"].start(_python, words, str(cwd or os.getcwd()), environment, str(out), str(err))
+        process = _servers[server].start(_python, words, str(cwd or os.getcwd()), environment, str(out), str(err))
         process.join(timeout)
         process.kill()
         process.join()
