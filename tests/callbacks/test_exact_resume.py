@@ -15,7 +15,7 @@ from tests import processes
 from tests.callbacks.resume_kit import Augmented, SaveEveryBatch, Tiny, count_exact, equal, final_state, fit, trainer
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3, always=["plain"])
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

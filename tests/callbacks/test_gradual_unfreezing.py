@@ -130,7 +130,7 @@ def test_every_scheduler_steps_all_groups_in_proportion(scheduler: str) -> None:
             assert rate == pytest.approx(before[name.partition("/")[0]] / 2.0 ** int(name[-1]), rel=1e-6)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(3, family="resumed")
 @pytest.mark.parametrize("scheduler", ["lambda", "one_cycle", "sequential"])
 def test_resumes_at_every_step_with_equal_training_and_weights(scheduler: str, tmp_path: Path) -> None:
     """BackboneFinetuning freezes everything again on resume."""

@@ -29,7 +29,7 @@ def expected(tmp_path_factory):
     return torch.load(folder / "final0.pt", weights_only=True)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("name", "at", "hook", "step", "workers"),
     [

@@ -91,6 +91,7 @@ def test_the_bound_holds_after_each_batch_under_every_form_of_schedule(scheduler
     assert max(watch.largest) == pytest.approx(BOUND, rel=1e-7)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "others",
     [

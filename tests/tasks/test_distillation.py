@@ -297,6 +297,7 @@ def fitted(home: Path, seed: int, *callbacks: Callback, ckpt_path: Path | None =
     return {"weights": weights(task), "optimizer": run.optimizers[0].state_dict()}
 
 
+@pytest.mark.turns(3, family="resumed")
 @pytest.mark.parametrize("cached", [False, True])
 def test_resumed_in_the_middle_it_ends_with_the_same_bits(home: Path, tmp_path: Path, cached: bool) -> None:
     more: dict[str, Any] = {"cache_top_k": 8, "cache_dir": str(tmp_path)} if cached else {}
@@ -323,6 +324,7 @@ def test_a_teacher_asked_once_teaches_as_a_live_one(
     assert_equal(cached, fitted(home, 0, **every)["weights"])
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("pack", [True, False])
 def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_path: Path, pack: bool) -> None:
     """Only answers are learned; padded rows are as long as the longest of a batch that shuffling makes."""
