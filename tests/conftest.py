@@ -94,7 +94,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are nightly's leave
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("turns"):
@@ -102,7 +102,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for of, family in families.items():
         turns = family[0].get_closest_marker("turns")
         names = [item.nodeid.removeprefix(f"{of}[").removesuffix("]") for item in family]
-        rest = resting(names, *turns.args, commit(), turns.kwargs.get("always", ()))
+        always = set(turns.kwargs.get("always", ()))
+        if config.args_source is pytest.Config.ArgsSource.ARGS:  # perhaps one of the cases alone
+            always &= {*names}
+        rest = resting(names, *turns.args, commit(), always)
         for item, name in zip(family, names, strict=True):
             if name in rest:
                 item.add_marker("nightly")
