@@ -85,7 +85,7 @@ def test_checkpoints_of_both_kinds_load(format: str) -> None:
         assert torch.equal(module.net(x), fresh.net(x))
 
 
-@pytest.mark.turns(3, family="resumed")
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 @pytest.mark.parametrize("save_base", [False, True])
 def test_qlora_resumes_bit_exactly_and_merges(format: str, save_base: bool, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_bad_arguments_and_nothing_to_do_are_errors() -> None:
         apply(Toy(), [QuantizeBase(skip=(".*",))])
 
 
-@pytest.mark.turns(3, family="resumed")
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("save_base", [False, True])
 def test_qalora_resumes_bit_exactly_merges_and_exports(save_base: bool, tmp_path: Path) -> None:
     targets = ["stem", "up", "down"]

@@ -284,7 +284,7 @@ def test_accumulation_draws_anew_for_each_micro_batch() -> None:
     assert len(set(seeds)) == 4
 
 
-@pytest.mark.turns(3, family="compiled")
+@pytest.mark.turns(4, family="compiled")
 @pytest.mark.filterwarnings("ignore")  # torch.compile stumbles over warnings of its own making
 def test_a_module_that_was_compiled_before_it_met_the_trainer() -> None:
     plain, compiled = (Toy(network=lambda: Net(depth=2)) for _ in range(2))

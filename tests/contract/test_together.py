@@ -38,7 +38,7 @@ def test_many_together_clean_up_after_an_exception(hooks: tuple[str, ...]) -> No
     check_cleans_up(case(*TOGETHER), hooks)
 
 
-@pytest.mark.turns(3, family="compiled")
+@pytest.mark.turns(4, family="compiled")
 def test_a_few_are_compiled_and_stay_so() -> None:
     """Also after a search for the batch size, whose trials are not compiled."""
     check_resumes(case(*COMPILED))
@@ -62,6 +62,7 @@ def _rotated(items: Any) -> list[Any]:
     return [*items[len(items) // 2 :], *items[: len(items) // 2]]
 
 
+@pytest.mark.turns(4, family="resumed")
 def test_a_fresh_process_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     one = case(*TOGETHER)
     whole = one.fit_in(tmp_path, one.make(), max_epochs=2)

@@ -146,7 +146,7 @@ def test_training_on_caches_is_training_on_images_and_captions(tmp_path, determi
     assert not torch.equal(ends[0], weights(fitted(tmp_path, CaptionedLatents(text_encoder(), (), not deterministic))))
 
 
-@pytest.mark.turns(3, family="resumed")
+@pytest.mark.turns(4, family="resumed")
 def test_interrupted_training_on_images_and_captions_resumes_exactly(tmp_path):
     def make(folder):
         backbone = DiTConfig(channels=4, size=8, width=16, depth=2, heads=2, num_classes=3, context_width=16)

@@ -50,7 +50,7 @@ def built(**arguments) -> LatentDiffusion:
     return module
 
 
-@pytest.mark.turns(3, family="learns")
+@pytest.mark.turns(4, family="learns")
 def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
     L.seed_everything(0, verbose=False)
     module = task(learning_rate=1e-2, samples=Samples(0))
@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_latent_space_is_refused_but_may_predict(tmp_pat
     assert images[0].dtype == torch.uint8
 
 
-@pytest.mark.turns(3, family="resumed")
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")  # both legs write to one folder
 def test_resumed_at_an_epochs_end_equals_uninterrupted(tmp_path):
     """All of the module's state is in the checkpoint; the random generator is set by hand here."""

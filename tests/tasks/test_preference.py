@@ -81,7 +81,7 @@ def test_the_loss_is_that_of_single_rows_by_the_papers_formulas(family: str, los
     torch.testing.assert_close(output["loss"].detach(), expected.mean(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.turns(3, family="learns")
+@pytest.mark.turns(4, family="learns")
 @pytest.mark.parametrize("variant", ["lora", "rslora", "dora", "pissa", None])
 def test_the_loss_starts_at_log_2_and_the_pairs_are_learned(variant: str | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_what_trains_in_full_beside_adapters_is_copied(tmp_path: Path) -> None:
         reference(network, lambda: None)
 
 
-@pytest.mark.turns(3, family="resumed")
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("adapters", [True, False])
 def test_a_run_resumes_bit_for_bit_with_the_same_reference(adapters: bool, tmp_path: Path) -> None:
     path = tmp_path / "three.ckpt"
