@@ -83,6 +83,7 @@ def test_all_of_it_moves_where_the_optimizer_holds_what_requires_a_gradient(name
     assert wanted <= moved
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", [ListedEarly, ByName])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_moves_or_is_refused_where_the_optimizer_was_chosen_without_it(name: str, kind: Any) -> None:

@@ -99,6 +99,7 @@ def made(path: Path, output: Path, form: str, *more: str) -> Path:
     return output
 
 
+@pytest.mark.turns(3)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_peft_loads_the_average_beside_the_base_that_the_folder_names(run: Run, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -113,6 +114,7 @@ def test_peft_loads_the_average_beside_the_base_that_the_folder_names(run: Run, 
         torch.testing.assert_close(logits(PeftModel.from_pretrained(base, folder)), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.turns(3)
 def test_merged_and_plain_weights_are_the_average_too(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

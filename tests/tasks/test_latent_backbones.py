@@ -66,7 +66,7 @@ def fitted(tmp_path, data, backbone=TEXT_DIT, **arguments):
     return module
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("fields", "sampler", "process"),
     [
