@@ -26,6 +26,7 @@ def test_every_file_that_it_links_to_exists() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.turns(4, family="learns")
 def test_the_example_learns_and_says_what_the_readme_shows(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         trainer = runpy.run_path(str(ROOT / "examples" / "add_to_existing_code.py"))["main"](max_epochs=6)

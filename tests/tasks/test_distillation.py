@@ -306,6 +306,7 @@ def test_resumed_in_the_middle_it_ends_with_the_same_bits(home: Path, tmp_path: 
     assert_equal(whole, fitted(home, 7, ckpt_path=tmp_path / "5.ckpt", **more))
 
 
+@pytest.mark.turns(3, family="from a cache")
 def test_a_teacher_asked_once_teaches_as_a_live_one(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,7 +326,7 @@ def test_a_teacher_asked_once_teaches_as_a_live_one(
     assert_equal(cached, fitted(home, 0, **every)["weights"])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3, family="from a cache")
 @pytest.mark.parametrize("pack", [True, False])
 def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_path: Path, pack: bool) -> None:
     """Only answers are learned; padded rows are as long as the longest of a batch that shuffling makes."""

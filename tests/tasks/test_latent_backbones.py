@@ -132,7 +132,7 @@ def test_guidance_moves_away_from_the_empty_caption():
     assert not torch.equal(cat, nothing)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3, family="from a cache")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("fields", [None, T5], ids=["clip", "t5"])
 def test_training_on_caches_is_training_on_images_and_captions(tmp_path, deterministic, fields):

@@ -79,7 +79,7 @@ def test_validating_does_not_change_training(tmp_path):
     def weights(**arguments):
         L.seed_everything(0, verbose=False)
         module = task()
-        trainer(default_root_dir=tmp_path, max_steps=30, **arguments).fit(module, digits())
+        trainer(default_root_dir=tmp_path, max_steps=12, **arguments).fit(module, digits())
         return torch.cat([p.detach().flatten() for p in module.parameters()])
 
     often = weights(val_check_interval=5)
