@@ -161,6 +161,7 @@ class Learner(Tiny):
         self.log("val/loss", self.net(batch).pow(2).mean())
 
 
+@pytest.mark.turns(4, family="resumed")
 def test_an_interrupted_run_is_resumed_exactly_from_every_batch(tmp_path):
     number, wrong = count_exact(tmp_path, Learner, max_epochs=2, limit_train_batches=7)  # a warning would be an error
     assert number == 14
