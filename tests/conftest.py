@@ -4,8 +4,10 @@ import functools
 import gc
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +19,13 @@ from tests import processes
 from tests.budget import report
 from tests.turns import commit, family_of, resting
 
+MEMORY = "/dev/shm"  # what is saved safely waits for the disk: thousands of times in these tests
+
 if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in pairwise(sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or each trainer that names no accelerator would take it
+if not {"PYTEST_XDIST_WORKER", "TMPDIR"} & {*os.environ} and os.access(MEMORY, os.W_OK):
+    room = shutil.disk_usage(MEMORY).free > 4 * 2**30
+    os.environ["TMPDIR"], tempfile.tempdir = MEMORY if room else tempfile.gettempdir(), None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
