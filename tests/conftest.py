@@ -4,7 +4,10 @@ import functools
 import gc
 import importlib.metadata
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +17,15 @@ import pytest
 
 from tests import processes
 from tests.budget import report
-from tests.turns import commit, resting
+from tests.turns import commit, family_of, resting
+
+MEMORY = "/dev/shm"  # what is saved safely waits for the disk: thousands of times in these tests
 
 if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in pairwise(sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or each trainer that names no accelerator would take it
+if not {"PYTEST_XDIST_WORKER", "TMPDIR"} & {*os.environ} and os.access(MEMORY, os.W_OK):
+    room = shutil.disk_usage(MEMORY).free > 4 * 2**30
+    os.environ["TMPDIR"], tempfile.tempdir = MEMORY if room else tempfile.gettempdir(), None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -32,6 +40,7 @@ def _found(path: tuple[str, ...], **chosen: str) -> Any:
 _look = importlib.metadata.entry_points
 # Each trainer reads the metadata of all that is installed, which takes as long as some fits: once for a path is enough.
 importlib.metadata.entry_points = lambda **chosen: _found(tuple(sys.path), **chosen)
+subprocess.run = processes.run_check  # importing what loads an export takes longer than most tests
 processes.prepare(heavy="PYTEST_XDIST_WORKER" in os.environ)  # before any other conftest imports the package
 
 
@@ -92,15 +101,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are nightly's leave
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("turns"):
-            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for family in families.values():
+            families.setdefault(family_of(item), []).append(item)
+    for of, family in families.items():
         turns = family[0].get_closest_marker("turns")
-        names = [item.nodeid.partition("[")[2][:-1] for item in family]
-        rest = resting(names, *turns.args, commit(), **turns.kwargs)
+        names = [item.nodeid.removeprefix(f"{of}[").removesuffix("]") for item in family]
+        always = set(turns.kwargs.get("always", ()))
+        if config.args_source is pytest.Config.ArgsSource.ARGS:  # perhaps one of the cases alone
+            always &= {*names}
+        rest = resting(names, *turns.args, commit(), always)
         for item, name in zip(family, names, strict=True):
             if name in rest:
                 item.add_marker("nightly")

@@ -1,7 +1,7 @@
 """Fresh processes at the price of a fork: a server that has imported the heavy packages and done nothing forks them.
 
-Of two kinds: `python` runs a script or a module where nothing of Lightning and nothing of ours is imported yet; `run`,
-`start` and `run_ranks` call a function in a process that has imported both.
+Of three kinds: `python` runs a script or a module where nothing of Lightning and nothing of ours is imported yet, at
+wish where the libraries are that load exports; `run`, `start` and `run_ranks` call a function where both are imported.
 """
 
 import atexit
@@ -31,8 +31,11 @@ HEAVY = (
     "jsonargparse",
     "yaml",
 )  # what importing Lightning imports, too
-# bitsandbytes brings torch's compiler along, which takes longer than what most children do.
-TOYS = ("tests.callbacks.interrupted_run", "tests.ranks.toys", "bitsandbytes")
+MODULES = {
+    # bitsandbytes brings torch's compiler along, which takes longer than what most children do.
+    "ready": (__name__, "tests.callbacks.interrupted_run", "tests.ranks.toys", "bitsandbytes"),
+    "peers": ("peft", "diffusers"),
+}
 
 
 class Process:
@@ -149,6 +152,7 @@ def _work(request, passed_on):
 
 
 _servers: dict[str, Server] = {}
+run_command = subprocess.run
 
 
 def answer_signals():
@@ -171,11 +175,15 @@ def end():
         _servers.popitem()[1].close()
 
 
+def _server(name):
+    if name not in _servers:
+        _servers[name] = Server(MODULES[name], _servers["young"])
+    return _servers[name]
+
+
 def start(target, *args, log=None, env=None, **kwargs):
     """Start ``target(*args, **kwargs)`` in a process of its own; what it prints goes to the file ``log``."""
-    if "ready" not in _servers:
-        _servers["ready"] = Server((__name__, *TOYS), _servers["young"])
-    return _servers["ready"].start(_call, target, args, kwargs, log, {**os.environ, **(env or {})}, os.getcwd())
+    return _server("ready").start(_call, target, args, kwargs, log, {**os.environ, **(env or {})}, os.getcwd())
 
 
 def run(target, *args, log=None, env=None, **kwargs):
@@ -185,7 +193,14 @@ def run(target, *args, log=None, env=None, **kwargs):
     return process.exitcode
 
 
-def python(*arguments, cwd=None, path=(), env=None, timeout=240):
+def run_check(command, **options):
+    """``subprocess.run``, but for what an export is checked by: that runs where the peers are imported already."""
+    if command[1:3] != ["-m", "lit_efficient.export.check"]:
+        return run_command(command, **options)
+    return python(*command[1:], env=options["env"], server="peers")
+
+
+def python(*arguments, cwd=None, path=(), env=None, timeout=240, server="young"):
     """``python FILE ...`` or ``python -m MODULE ...``, where nothing of ours or of Lightning is imported yet.
 
     Returns:
@@ -197,7 +212,7 @@ def python(*arguments, cwd=None, path=(), env=None, timeout=240):
         for name in ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
             environment.pop(name, None)
         words = [str(word) for word in arguments]
-        process = _servers["young"].start(_python, words, str(cwd or os.getcwd()), environment, str(out), str(err))
+        process = _server(server).start(_python, words, str(cwd or os.getcwd()), environment, str(out), str(err))
         process.join(timeout)
         process.kill()
         process.join()

@@ -22,6 +22,7 @@ CONFIG = ROOT / "examples" / "add_to_existing_code.yaml"
 FIVE = [EMA, ExactResume, LoRA, LowBitOptimizer, StochasticDepth]
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_five_techniques_in_python_and_in_yaml_train_the_same_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

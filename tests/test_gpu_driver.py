@@ -35,6 +35,7 @@ def forked(words: list[str], log: Path, limit: float, environment: dict[str, str
     return processes.run(_script, words, log=log, env=environment)
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_three_cases_a_table_and_a_second_call_that_runs_nothing(drive: Any, tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--jobs", "1"]
     assert drive.main(arguments, start=forked) == 0

@@ -17,6 +17,7 @@ def test_it_fits_two_screens_and_begins_with_commands() -> None:
     assert first == "pip install -c constraints.txt -e . && python -m lit_efficient fit -c language_model"
 
 
+@pytest.mark.turns(4, family="learns")
 def test_the_example_learns_and_says_what_the_readme_shows(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         trainer = runpy.run_path(str(ROOT / "examples" / "add_to_existing_code.py"))["main"](max_epochs=6)

@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.processes import python
 from tests.third_party_package import install
 
@@ -16,6 +18,7 @@ def _python(cwd: Path, *arguments: str, packages: list[Path]) -> subprocess.Comp
     return python(*arguments, cwd=cwd, path=packages)
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_a_config_names_it_and_a_checkpoint_cannot(tmp_path: Path) -> None:
     install(tmp_path / "site")
     done = _python(tmp_path / "run", "-m", "tests.third_party_run", packages=[tmp_path / "site"])
@@ -36,6 +39,7 @@ def test_a_config_names_it_and_a_checkpoint_cannot(tmp_path: Path) -> None:
     assert found["checkpoint once imported"] == "fits"
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_the_catalogue_lists_it_without_importing_it(tmp_path: Path) -> None:
     install(tmp_path / "site", entries="Clamp = clamp_kit.clamp:Clamp\nLoRA = clamp_kit.clamp:Clamp")
     here = tmp_path / "run"
@@ -58,6 +62,7 @@ def test_the_catalogue_lists_it_without_importing_it(tmp_path: Path) -> None:
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     install(tmp_path / "site")
     entries = ["Clamp = other_kit.clamp:Clamp", "Bound = other_kit.clamp:Clamp", "Odd = other-kit!"]

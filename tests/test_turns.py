@@ -19,11 +19,24 @@ def test_each_case_has_its_turn() -> None:
 @pytest.mark.turns(1)
 @pytest.mark.parametrize("case", CASES)
 def test_one_of_one_rests_never(case: str, request: pytest.FixtureRequest) -> None:
-    assert request.node.get_closest_marker("nightly") is None
+    assert not rests(request)
 
 
 @pytest.mark.turns(2, always=["a", "b"])
 @pytest.mark.parametrize("case", CASES)
 def test_who_rests_is_nightlys(case: str, request: pytest.FixtureRequest) -> None:
-    rests = case in resting(CASES, 2, commit(), always="ab")
-    assert rests == (request.node.get_closest_marker("nightly") is not None)
+    assert rests(request) == (case in resting(CASES, 2, commit(), always="ab"))
+
+
+@pytest.mark.turns(2, family="letters")
+def test_a(request: pytest.FixtureRequest) -> None:
+    assert rests(request) != (commit() % 2 == 0)
+
+
+@pytest.mark.turns(2, family="letters")
+def test_b(request: pytest.FixtureRequest) -> None:
+    assert rests(request) != (commit() % 2 == 1)
+
+
+def rests(request: pytest.FixtureRequest) -> bool:
+    return request.node.get_closest_marker("nightly") is not None

@@ -59,6 +59,7 @@ def files(top: Path, *patterns: str) -> set[str]:
     return {path.relative_to(top).as_posix() for pattern in patterns for path in top.rglob(pattern)}
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_the_wheel_carries_the_package_and_the_configs_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -84,6 +85,7 @@ def test_an_unpacked_wheel_finds_the_configs_that_it_carries(wheel: Path, tmp_pa
     assert "ema" in told
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_an_editable_install_finds_those_of_its_checkout(tmp_path: Path) -> None:
     checkout = sources(tmp_path / "checkout")
     with zipfile.ZipFile(build("editable", checkout)) as archive:

@@ -109,7 +109,7 @@ X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 FEW = ("GPT", "DiT", "Llama", "DiTTransformer2DModel", "timm ViT", "timm ResNet")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", [*FEW, *UNETS])
 def test_gradients_are_those_of_the_plain_network_and_most_bytes_are_gone(name: str) -> None:
     family = (FAMILIES | UNETS)[name]

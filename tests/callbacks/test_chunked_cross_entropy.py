@@ -146,6 +146,7 @@ def _qlora(network: Any) -> None:
     apply(network, [QuantizeBase(skip=()), LoRA(rank=2, targets=["lm_head"])])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("adapt", [_lora_on_head, _dora_on_head, _qlora])
 def test_heads_under_our_adapters(adapt: Any) -> None:
     network = build()

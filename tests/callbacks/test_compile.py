@@ -88,6 +88,7 @@ def test_alike_blocks_share_one_graph_that_every_step_uses() -> None:
     assert run.lightning_module.net._compiled_call_impl is None
 
 
+@pytest.mark.turns(4, family="compiled")
 def test_blocks_that_differ_in_a_number_are_all_compiled() -> None:
     """Torch's own limit is eight versions of a function: two of ten blocks would run uncompiled."""
     before = counters["frames"]["total"] - counters["frames"]["ok"]
@@ -122,6 +123,7 @@ def test_containers_are_opened_and_what_does_not_train_is_left_out() -> None:
     assert apply(Net(), [Compile("network", backend="eager")])["Compile"].modules == ("",)
 
 
+@pytest.mark.turns(4, family="compiled")
 @pytest.mark.parametrize("save", [None, ["matmul"]])
 def test_recomputed_blocks_are_compiled_whole_with_right_dropout(save: list[str] | None) -> None:
     def run(*techniques: Any) -> tuple[int, dict[str, torch.Tensor]]:
@@ -153,6 +155,7 @@ def test_blocks_within_recomputed_ones_are_compiled_with_them() -> None:
     assert apply(net, techniques)["Compile"].modules == ("blocks.0", "blocks.1.up")
 
 
+@pytest.mark.turns(4, family="compiled")
 def test_the_compiler_keeps_to_a_memory_budget() -> None:
     def kept(budget: float | None) -> int:
         module = Toy(network=GPTOnRows)
@@ -189,7 +192,7 @@ class GPTOnRows(nn.Module):
         return self.gpt((2 * x + 4).long().clamp(0, 7))[..., 0]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4, family="compiled")
 @pytest.mark.parametrize("skip", ["batch", "sample"])
 def test_stochastic_depth_draws_as_without(skip: str) -> None:
     runs = [fit(StochasticDepth(0.6, skip=skip), *c, max_epochs=2) for c in ([], [Compile(backend="eager")])]
@@ -200,7 +203,7 @@ def latent_alignment() -> LatentAlignment:
     return LatentAlignment(teacher(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0")
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4, family="compiled")
 @pytest.mark.parametrize(
     ("backend", "make"),
     [
@@ -217,6 +220,7 @@ def test_other_techniques_train_as_without(backend: str, make: Any) -> None:
     assert torch._functorch.config.donated_buffer  # as before
 
 
+@pytest.mark.turns(4, family="compiled")
 def test_convolutions_with_channels_last_are_compiled() -> None:
     runs = [
         fit(*c, module=Toy(network=convolved(Net))) for c in ([], [ChannelsLast(), Compile("network", backend="eager")])
@@ -239,7 +243,7 @@ def test_inductor_compiles_blocks_that_train_alike() -> None:
         torch.testing.assert_close(ours.grad, plain.grad)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4, family="compiled")
 @pytest.mark.parametrize("name", ["Llama", "DiT"])
 def test_networks_of_others_and_ours_are_compiled(name: str) -> None:
     nets = [built(name).train() for _ in range(2)]
@@ -253,6 +257,7 @@ def test_networks_of_others_and_ours_are_compiled(name: str) -> None:
         assert torch.equal(ours.grad, plain.grad)
 
 
+@pytest.mark.turns(4, family="compiled")
 def test_copies_and_pickles_work_and_are_compiled_by_their_own_fit() -> None:
     module = fit(StochasticDepth(0.2), Compile(backend="eager")).lightning_module
     block = module.net.blocks[0].eval()

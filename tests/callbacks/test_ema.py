@@ -252,6 +252,7 @@ def test_raw_weights_come_back_after_an_exception(stage: str, error: type[BaseEx
     assert_equal(trace.steps[-1], weights(module))
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_resume_in_the_middle_of_an_epoch_goes_on_with_the_same_average(tmp_path: Path) -> None:
     class Save(Callback):

@@ -15,7 +15,7 @@ from tests import processes
 from tests.callbacks.resume_kit import Augmented, SaveEveryBatch, Tiny, count_exact, equal, final_state, fit, trainer
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3, always=["plain"])
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
@@ -92,6 +92,7 @@ def both_ranks(folder, checkpoint=None):
     assert [process.exitcode for process in started] == [0, 0], (folder / "log0").read_text()
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_two_processes(tmp_path):
     both_ranks(tmp_path)
     both_ranks(tmp_path, tmp_path / "001.ckpt")

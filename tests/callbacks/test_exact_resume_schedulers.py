@@ -116,7 +116,7 @@ CASES = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric .* which is not available")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..` before `optimizer.step")
 @pytest.mark.parametrize("name", CASES)

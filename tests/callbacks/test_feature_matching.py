@@ -116,6 +116,7 @@ def test_the_head_is_stepped_even_where_the_optimizer_was_built_over_the_network
     assert not torch.equal(heads[0], next(fresh.feature_matching_heads.parameters()))
 
 
+@pytest.mark.turns(4, family="learns")
 @pytest.mark.parametrize("loss", ["cosine", "l2"])
 def test_the_term_falls(loss):
     values = []

@@ -130,7 +130,7 @@ def test_every_scheduler_steps_all_groups_in_proportion(scheduler: str) -> None:
             assert rate == pytest.approx(before[name.partition("/")[0]] / 2.0 ** int(name[-1]), rel=1e-6)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("scheduler", ["lambda", "one_cycle", "sequential"])
 def test_resumes_at_every_step_with_equal_training_and_weights(scheduler: str, tmp_path: Path) -> None:
     """BackboneFinetuning freezes everything again on resume."""
@@ -347,6 +347,7 @@ def test_bad_arguments_and_modules_are_errors() -> None:
         _fit([GradualUnfreezing(every_n_steps=1), freezing()])
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_ddp_ranks_are_equal_after_each_thaw_and_equal_one_process(tmp_path: Path) -> None:
     """Without a new reducer what thaws is never averaged over the ranks, or the first backward waits for ever."""
     run_ranks(unfreezing.equal_after_each_thaw, tmp_path)

@@ -111,6 +111,7 @@ def test_the_clean_image_comes_from_the_batch_or_the_codec_or_its_features_are_c
         fit(HiddenAlignment(1, Seen(), "conv"), batches())
 
 
+@pytest.mark.turns(4, family="learns")
 def test_the_alignment_rises_on_digits_with_the_classifier_that_the_data_trained(tmp_path):
     values = []
 

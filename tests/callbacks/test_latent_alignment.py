@@ -76,6 +76,7 @@ def test_the_adaptive_weight_makes_both_gradients_alike_at_the_encoders_last_lay
     torch.testing.assert_close(both - main, (fixed.steps[0][name] - main) * ratio, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.turns(4, family="learns")
 def test_the_term_falls_while_reconstruction_goes_on_and_checkpoints_are_plain(tmp_path):
     technique = LatentAlignment(encoder(), weight=1.0, loss=VFLoss(distance_margin=0.0, cosine_margin=0.0))
     module, seen, run = fit(technique, max_epochs=20)

@@ -183,7 +183,7 @@ def curves_of_32_bits() -> torch.Tensor:
     return curves(range(8))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4, family="learns")
 @pytest.mark.parametrize(("bits", "backend"), BITS)
 def test_the_loss_curve_is_within_the_noise_of_the_32_bit_one(
     bits: Any, backend: Any, curves_of_32_bits: torch.Tensor
@@ -286,7 +286,7 @@ CASES = [(kind, arguments, 8, "bitsandbytes") for kind, arguments in KINDS]
 CASES += [(torch.optim.AdamW, {}, bits, "torchao") for bits, backend in BITS if backend == "torchao"]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize(
     ("kind", "arguments", "bits", "backend"),
     CASES,

@@ -96,6 +96,7 @@ def test_checkpoints_of_both_kinds_load(format: str) -> None:
         assert torch.equal(module.net(x), fresh.net(x))
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 @pytest.mark.parametrize("save_base", [False, True])
 def test_qlora_resumes_bit_exactly_and_merges(format: str, save_base: bool, tmp_path: Path) -> None:
@@ -141,6 +142,7 @@ def test_the_report_measures_and_skipped_and_tied_layers_stay() -> None:
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", ["T5Model", "UMT5EncoderModel", "T5ForTokenClassification", "SwitchTransformersModel"])
 def test_layers_to_whose_type_others_cast_stay_floats(name: str) -> None:
     kind: Any = getattr(transformers, name)
@@ -195,6 +197,7 @@ def test_bad_arguments_and_nothing_to_do_are_errors() -> None:
         apply(Toy(), [QuantizeBase(skip=(".*",))])
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("save_base", [False, True])
 def test_qalora_resumes_bit_exactly_merges_and_exports(save_base: bool, tmp_path: Path) -> None:
     targets = ["stem", "up", "down"]

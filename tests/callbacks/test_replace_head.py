@@ -209,6 +209,7 @@ def test_beside_a_quantised_base_the_head_stays_whole(tmp_path: Path) -> None:
     assert "net.stem.weight" not in saved
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("average", [lambda: EMA(decay=0.5), lambda: CheckpointAverage(2, 1), lambda: LoRA(2)])
 def test_resumes_mid_epoch_bit_exactly(average: Callable[[], Any], tmp_path: Path) -> None:
     def callbacks() -> list[Any]:

@@ -110,6 +110,7 @@ def test_tensorboard_gets_all_texts(tmp_path: Path) -> None:
     assert "class (): pass" in (tmp_path / "samples" / "step_0000002.txt").read_text()
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(WandbLogger, "log_text", lambda _, key, **values: calls.append((key, values)))

@@ -29,7 +29,7 @@ def expected(tmp_path_factory):
     return torch.load(folder / "final0.pt", weights_only=True)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("name", "at", "hook", "step", "workers"),
     [
@@ -68,6 +68,7 @@ def test_a_second_interrupt_exits_at_once(tmp_path):
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_of_two_processes_one_is_told_and_both_agree(tmp_path):
     def both(**arguments):
         with socket.socket() as probe:

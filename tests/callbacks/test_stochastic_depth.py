@@ -98,6 +98,7 @@ def test_recomputed_blocks_repeat_their_draw(skip: str) -> None:
     assert torch.equal(direct, recomputed)
 
 
+@pytest.mark.turns(4, family="learns")
 def test_training_drops_at_the_rates_that_it_reports() -> None:
     counts = [0, 0, 0, 0]
 

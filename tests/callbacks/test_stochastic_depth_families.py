@@ -219,7 +219,7 @@ def calls_of(net: nn.Module, names: list[str]) -> dict[str, tuple[tuple, dict, A
     return seen
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_finds_the_blocks_and_a_dropped_one_passes_its_input(name: str) -> None:
     family, net = FAMILIES[name], built(name)
@@ -249,7 +249,7 @@ def test_finds_the_blocks_and_a_dropped_one_passes_its_input(name: str) -> None:
         assert torch.equal(dict(net.named_buffers())[key], value), key
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_that_skip_pass_and_the_others_are_trained(name: str) -> None:
     family, net = FAMILIES[name], built(name)
@@ -297,7 +297,7 @@ DROP_PATHS = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", DROP_PATHS)
 def test_blocks_and_their_depths_are_those_of_timms_drop_path(name: str) -> None:
     blocks, span, branches = DROP_PATHS[name]
@@ -326,7 +326,7 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_changes_the_shape_is_seen_without_a_batch(name: str) -> None:
     count, expected = LEFT_OUT[name]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.cli.toy_runs import ALLOW, fit
@@ -13,6 +14,7 @@ def on_two(*arguments):
     return python("-m", "lit_efficient", "fit", *ALLOW, "-c", "base.yaml", "--trainer.devices", "2", *arguments)
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_a_module_that_shards_nothing_does_not_train_apart():
     done = on_two("--trainer.strategy", "ModelParallelStrategy")
     assert done.returncode == 2, (done.stdout + done.stderr)[-4000:]
@@ -20,6 +22,7 @@ def test_a_module_that_shards_nothing_does_not_train_apart():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_two_processes_train_as_one_does_on_both_batches():
     """A batch holds all of a process's rows, so that two processes see together what one sees, in whatever order."""
     weights = "--trainer.callbacks+=tests.support_cli.WeightsOfRank"

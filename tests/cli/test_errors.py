@@ -69,6 +69,7 @@ WRONG = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
 def test_an_error_is_a_sentence(arguments, words, capsys):
     said = refused(capsys, *arguments)
@@ -127,6 +128,7 @@ WRONG_YAML = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("text", "words"), WRONG_YAML.values(), ids=WRONG_YAML)
 def test_an_error_in_a_file_names_the_file_and_the_line(text, words, capsys, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
@@ -148,6 +150,7 @@ MISSPELT = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("entry", "words"), MISSPELT.values(), ids=MISSPELT)
 def test_a_misspelt_callback_is_told_how_to_write_it_and_never_to_trust_a_package(entry, words, capsys, tmp_path):
     path = tmp_path / "misspelt.yaml"

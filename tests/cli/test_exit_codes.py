@@ -73,6 +73,7 @@ def test_a_guard_of_the_configs_is_the_only_one(action):
         assert [type(callback).__name__ for callback in Recorder.last.trainer.callbacks].count("NonFiniteGuard") == 1
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("kind", "code"), [("out of memory", 3), ("our limit", 3), ("checkpoint", 2), ("SIGINT", 130), ("SIGTERM", 143)]
 )

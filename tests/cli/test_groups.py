@@ -73,6 +73,7 @@ PRETRAIN = str(OVERLAYS / "llm" / "pretrain.yaml")
 PART = "model:\n  init_args:\n    model:\n      config_fields:\n        "
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("overlay", "options", "changed"),
     [

@@ -13,6 +13,7 @@ from lit_efficient.cli import LitEfficientCLI
 from tests.cli.toy_runs import ALLOW, STEPS, refused
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -71,6 +72,7 @@ def stock() -> list[str]:
     return [name for name, part in parts.items() if issubclass(part, io.CheckpointIO) and not isabstract(part)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", stock())
 @pytest.mark.parametrize("place", ["plugins", "strategy", "inside"])
 def test_a_config_alone_has_no_file_unpickled(name, place, capsys):

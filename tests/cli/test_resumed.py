@@ -55,6 +55,7 @@ def test_every_key_that_changed_is_named_and_no_other(said):
     assert (trainer.precision, trainer.gradient_clip_val, trainer.global_step) == ("bf16-mixed", 0.5, STEPS + 2)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("name", "option"), [("Rprop", "lr"), ("Adagrad", "initial_accumulator_value"), ("SGD", "lr")])
 def test_what_only_shapes_states_as_they_begin_is_said_to_have_no_effect(name, option, said):
     def weights(value: str, *arguments: str) -> torch.Tensor:
@@ -94,6 +95,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("rate", ["0.1", "0.04"])
 def test_a_schedule_goes_on_as_if_the_config_had_been_so_from_the_start(schedule, rate, said):
@@ -138,6 +140,7 @@ class Scheduled(ToyModel):
         ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["chained", "function", "several", "table"])
 @pytest.mark.parametrize("change", ["lr=0.04", "warmup=6"])
 def test_schedules_of_a_module_s_own_go_on_as_if_the_config_had_been_so(kind, change):

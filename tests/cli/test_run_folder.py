@@ -72,6 +72,7 @@ def test_latest_is_a_file_where_links_are_impossible(monkeypatch):
     assert len(runs()) == 1
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("val", [[], ["--trainer.val_check_interval=2"], ["--trainer.limit_val_batches=0"]])
 def test_a_run_that_ends_amid_an_epoch_goes_on_to_the_bits_of_a_longer_one(val):
     """Its last step is saved whether or not anything is validated, and its table goes on."""

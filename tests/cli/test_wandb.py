@@ -11,6 +11,7 @@ from tests.cli.toy_runs import OVERLAYS, fit
 from tests.support_cli import Recorder
 
 
+@pytest.mark.turns(4, family="whole programs")
 def test_a_wandb_run_without_a_key_is_recorded_offline(monkeypatch, capsys):
     import wandb
 

@@ -32,6 +32,7 @@ def names(*arguments: str) -> list[str]:
     return [type(callback).__name__ for callback in kept]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["EMA", "lit_efficient.EMA", "lit_efficient.callbacks.ema.EMA"])
 def test_a_technique_is_taken_out_by_its_short_or_full_name(name: str) -> None:
     assert names() == ["Recorder", "EMA", "EarlyStopping"]

@@ -41,6 +41,7 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
     assert f"python -m lit_efficient fit -c diffusion/{path.stem}" in header
 
 
+@pytest.mark.turns(4, family="shipped configs")
 def test_the_chain_of_the_photographs_ends_in_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     """As the headers say it, with few steps and nothing compiled."""
     few = [*FEW, "--trainer.check_val_every_n_epoch=1"]
@@ -75,6 +76,7 @@ def test_the_chain_of_the_photographs_ends_in_a_pipeline(capsys: pytest.CaptureF
     assert bool(torch.isfinite(images).all())
 
 
+@pytest.mark.turns(4, family="shipped configs")
 def test_a_folder_of_images_is_made_as_the_header_says_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
     path = FOLDER / "images_autoencoder.yaml"
     comments = [line.removeprefix("#").removeprefix("   ") for line in path.read_text("utf-8").splitlines()]
@@ -90,6 +92,7 @@ def test_a_folder_of_images_is_made_as_the_header_says_and_trains(capsys: pytest
     assert (len(data.train_index), len(data.val_index), data.class_names) == (21, 7, ["china", "flower"])
 
 
+@pytest.mark.turns(4, family="shipped configs")
 def test_the_latents_of_imagenet_train_as_published(capsys: pytest.CaptureFixture[str]) -> None:
     """A few rows in the files and columns that are published; the network is smaller, and nothing is compiled."""
     codes = np.random.default_rng(0).integers(0, 256, (24, 4 * 32 * 32), dtype=np.uint8)
@@ -112,6 +115,7 @@ def test_the_latents_of_imagenet_train_as_published(capsys: pytest.CaptureFixtur
     fit_and_follow(capsys, "small.yaml", *FEW)
 
 
+@pytest.mark.turns(4, family="shipped configs")
 def test_every_technique_at_once_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
     data = {"image_size": 8, "batch_size": 4, "autoencoder": {"width": 8}, "autoencoder_steps": 2, "judge_steps": 2}
     model = {"backbone": {"init_args": {"size": 2, "width": 16, "depth": 2, "heads": 2}}, "sampling_steps": 1}

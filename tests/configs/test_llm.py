@@ -49,6 +49,7 @@ def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
 TUNED = ("full_finetune", "lora", "dora", "qlora", "dpo")  # dpo starts from full_finetune's best
 
 
+@pytest.mark.turns(4, family="shipped configs")
 @pytest.mark.parametrize("tuned", [("lora",), pytest.param(TUNED, marks=pytest.mark.nightly)], ids=["lora", "all"])
 def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
     tuned: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

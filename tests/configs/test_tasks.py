@@ -20,6 +20,7 @@ def test_every_task_is_tested() -> None:
     assert {path.stem for path in TASKS.glob("*.yaml")} == {"autoencoder", "language_model", "latent_diffusion"}
 
 
+@pytest.mark.turns(4, family="shipped configs")
 def test_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(4):
         Path(f"{number}.py").write_text("def main(reader, writer):\n    return reader.read(writer)\n" * 60)
@@ -30,11 +31,13 @@ def test_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit_and_follow(capsys, path)[:2] == ["generate", "validate"]
 
 
+@pytest.mark.turns(4, family="shipped configs")
 def test_an_autoencoder(capsys: pytest.CaptureFixture[str]) -> None:
     path = small(TASKS / "autoencoder.yaml", data={"image_size": 8, "batch_size": 4})
     assert "validate" in fit_and_follow(capsys, path)
 
 
+@pytest.mark.turns(4, family="shipped configs")
 def test_latent_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
     data = {"image_size": 8, "batch_size": 4, "autoencoder": {"width": 8}, "autoencoder_steps": 2, "judge_steps": 2}
     model = {"backbone": {"size": 2, "width": 16, "depth": 1, "heads": 2}, "sampling_steps": 1}

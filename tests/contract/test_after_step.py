@@ -91,6 +91,7 @@ def test_the_bound_holds_after_each_batch_under_every_form_of_schedule(scheduler
     assert max(watch.largest) == pytest.approx(BOUND, rel=1e-7)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "others",
     [
@@ -268,6 +269,7 @@ def test_strategies_that_step_other_tensors_are_refused() -> None:
         fit([Clamp()], strategy=FSDPStrategy("cpu"), accelerator="auto", devices="auto")
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_the_bound_holds_on_two_processes(tmp_path: Path) -> None:
     run_ranks(_bounded_on_ranks, tmp_path)
 

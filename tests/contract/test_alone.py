@@ -9,20 +9,13 @@ import pytest
 
 import lit_efficient
 from lit_efficient import Technique
-from lit_efficient.testing import CHECKS, Case, check_cleans_up, check_deep_copy, check_standalone
+from lit_efficient.testing import CHECKS, Case, check_cleans_up, check_deep_copy, check_loads_safely, check_standalone
 from tests.contract.table import NAMES, TOGETHER, case
 
 # All hooks are tried with many techniques at once, in test_together.py.
 HOOKS = ("on_before_backward", "on_validation_start", "on_train_end")
 # test_together.py asserts the same of each weight that a technique of TOGETHER adds or changes.
-AMONG_OTHERS = (check_deep_copy, check_standalone)
-
-
-def _clean(one: Case) -> None:
-    check_cleans_up(one, HOOKS)
-
-
-_clean.__name__ = check_cleans_up.__name__
+AMONG_OTHERS = (check_cleans_up, check_deep_copy, check_loads_safely, check_standalone)
 
 
 def test_every_public_technique_has_a_row() -> None:
@@ -33,7 +26,6 @@ def test_every_public_technique_has_a_row() -> None:
 
 def _rows() -> list[Any]:
     """Every check of every technique; nightly what is asserted of the technique among all others, too."""
-    every = [(name, _clean if check is check_cleans_up else check) for name in NAMES for check in CHECKS]
     return [
         pytest.param(
             name,
@@ -41,10 +33,11 @@ def _rows() -> list[Any]:
             id=f"{name}-{check.__name__}",
             marks=[pytest.mark.nightly] if check in AMONG_OTHERS and name in TOGETHER else [],
         )
-        for name, check in every
+        for name in NAMES
+        for check in CHECKS
     ]
 
 
 @pytest.mark.parametrize(("name", "check"), _rows())
 def test_keeps_the_contract(name: str, check: Callable[[Case], None]) -> None:
-    check(case(name))
+    check_cleans_up(case(name), HOOKS) if check is check_cleans_up else check(case(name))

@@ -64,6 +64,7 @@ def fit(module: Any, callbacks: list[Any], **arguments: Any) -> Any:
 # Optimizers and schedulers
 
 
+@pytest.mark.turns(4, always=["lambda"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_form_of_schedule_keeps_its_optimizer_and_its_rates(scheduler: str) -> None:
     rates: dict[str, list[list[float]]] = {"plain": [], "low": []}
@@ -283,6 +284,7 @@ def test_accumulation_draws_anew_for_each_micro_batch() -> None:
     assert len(set(seeds)) == 4
 
 
+@pytest.mark.turns(4, family="compiled")
 @pytest.mark.filterwarnings("ignore")  # torch.compile stumbles over warnings of its own making
 def test_a_module_that_was_compiled_before_it_met_the_trainer() -> None:
     plain, compiled = (Toy(network=lambda: Net(depth=2)) for _ in range(2))

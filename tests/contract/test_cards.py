@@ -67,6 +67,7 @@ def test_each_part_of_a_run_has_lines_of_python() -> None:
     assert set(CASES) <= {card.name for card in CARDS if _lines(card)}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # as torch's inductor is imported
 @pytest.mark.parametrize("card", [card for card in CARDS if _lines(card)], ids=lambda card: card.name)
 def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

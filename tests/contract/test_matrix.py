@@ -39,7 +39,7 @@ class _Stepped(Toy):
         return getattr(lit_efficient, self.optimizer)(trained, lr=1e-3)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_a_technique_and_an_optimizer_run_unless_the_matrix_says_otherwise(

@@ -1,13 +1,14 @@
 """Every pair of techniques: refused with a reason, or both effects hold and the run resumes bit-exactly.
 
-Pairs that share a phase or a hook run each time. Of the others a tenth does, another one from commit to commit;
-``pytest --all-pairs`` runs all.
+Pairs that share a phase run alone each time, and of all others a tenth does, another one from commit to commit; those
+that share a hook run each time, too, a few pairs in one run. ``pytest --all-pairs`` runs every pair alone.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -20,6 +21,8 @@ from tests.turns import commit
 
 PAIRS = [pair for pair in itertools.combinations(NAMES, 2) if allowed(*pair)]
 SHARE = 10
+SIZE = 6  # of a group
+SLOW = "Compile"  # seconds for each of many techniques; COMPILED in table.py is its group
 # What nearly all define, to say what they are or to clean up; the order of two of these cannot matter.
 COMMON = {"arguments", "check", "describe", "on_exception", "on_fit_start", "record", "setup", "__init__", "teardown"}
 
@@ -35,31 +38,63 @@ def hooks(name: str) -> set[str]:
 
 
 @functools.cache
+def same_phase(one: str, other: str) -> bool:
+    """Whether two techniques act at the same time."""
+    phases = {type(CASES[name].make()).phase for name in (one, other)}
+    return len(phases) == 1 and None not in phases
+
+
 def meet(one: str, other: str) -> bool:
     """Whether two techniques act at the same place."""
-    phases = {type(CASES[name].make()).phase for name in (one, other)}
-    return (len(phases) == 1 and None not in phases) or bool(hooks(one) & hooks(other))
+    return same_phase(one, other) or bool(hooks(one) & hooks(other))
 
 
-def chosen(everything: bool, turn: int) -> list[tuple[str, str]]:
-    """The pairs to run."""
-    apart = [pair for pair in PAIRS if not meet(*pair)]
-    left_out = set() if everything else {pair for i, pair in enumerate(apart) if i % SHARE != turn}
-    return [pair for pair in PAIRS if pair not in left_out]
+@functools.cache
+def groups() -> list[tuple[str, ...]]:
+    """Sets of techniques that go together, with every two that meet in one of them, but for the slow one's."""
+    groups, left = [], {pair for pair in PAIRS if meet(*pair) and SLOW not in pair}
+    while left:
+        group = [*min(left)]
+        while len(group) < SIZE:
+            new = {n: len(left.intersection(_pairs([*group, n]))) for n in NAMES if n not in (SLOW, *group)}
+            best = sorted((n for n in new if new[n] > len(left.intersection(_pairs(group)))), key=lambda n: -new[n])
+            name = next((n for n in best if allowed(*group, n)), None)
+            if name is None:
+                break
+            group.append(name)
+        groups.append(tuple(sorted(group)))
+        left.difference_update(_pairs(group))
+    return groups
+
+
+def _pairs(group: Iterable[str]) -> list[tuple[str, ...]]:
+    return [*itertools.combinations(sorted(group), 2)]
+
+
+def chosen(everything: bool, turn: int) -> list[tuple[str, ...]]:
+    """The pairs and groups to run."""
+    if everything:
+        return [*PAIRS]
+    alone = [pair for i, pair in enumerate(PAIRS) if i % SHARE == turn or same_phase(*pair)]
+    return [*alone, *(group for group in groups() if len(group) > 2 or group not in alone)]
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    if "pair" in metafunc.fixturenames:
-        pairs = chosen(metafunc.config.getoption("--all-pairs"), commit() % SHARE)
-        metafunc.parametrize("pair", pairs, ids=["+".join(pair) for pair in pairs])
+    if "names" in metafunc.fixturenames:
+        runs = chosen(metafunc.config.getoption("--all-pairs"), commit() % SHARE)
+        metafunc.parametrize("names", runs, ids=["+".join(names) for names in runs])
 
 
-def test_both_effects_hold_and_the_run_resumes(pair: tuple[str, str]) -> None:
-    check_resumes(case(*pair))
+def test_all_effects_hold_and_the_run_resumes(names: tuple[str, ...]) -> None:
+    check_resumes(case(*names))
 
 
 def test_each_pair_has_its_turn() -> None:
-    assert set(PAIRS) == {pair for turn in range(SHARE) for pair in chosen(False, turn)} == set(chosen(True, 0))
-    assert ("EMA", "PowerEMA") in chosen(False, 0)  # one phase
+    runs = [chosen(False, turn) for turn in range(SHARE)]
+    assert {*PAIRS} == {names for names in itertools.chain(*runs) if len(names) == 2} == {*chosen(True, 0)}
+    for ran in runs:
+        assert ("EMA", "PowerEMA") in ran  # one phase
+        together = {pair for names in ran for pair in _pairs(names)}
+        assert {pair for pair in PAIRS if meet(*pair) and SLOW not in pair} <= together <= {*PAIRS}
+        assert len(ran) < len(PAIRS) / 3
     assert meet("ExactResume", "StochasticDepth")  # one hook, and no phase in common
-    assert len(chosen(False, 0)) < len(PAIRS)

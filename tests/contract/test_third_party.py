@@ -191,6 +191,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("kind", "check", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
 def test_each_check_fails_for_what_it_is_there_for(kind: type[Technique], check: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):

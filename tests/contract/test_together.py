@@ -10,12 +10,21 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_efficient.declaration import in_order
-from lit_efficient.testing import CHECKS, assert_equal, check_arguments, check_neutral, check_resumes, data
+from lit_efficient.testing import (
+    CHECKS,
+    HOOKS,
+    assert_equal,
+    check_arguments,
+    check_cleans_up,
+    check_neutral,
+    check_resumes,
+    data,
+)
 from tests import processes
 from tests.contract.table import COMPILED, TOGETHER, case, make_all
 from tests.support import trainer
 
-CHECKS_OF_MANY = [check for check in CHECKS if check not in (check_arguments, check_neutral)]
+CHECKS_OF_MANY = [check for check in CHECKS if check not in (check_arguments, check_neutral, check_cleans_up)]
 
 
 @pytest.mark.parametrize("check", CHECKS_OF_MANY, ids=lambda check: check.__name__)
@@ -23,6 +32,13 @@ def test_many_together_keep_the_contract(check: Any) -> None:
     check(case(*TOGETHER))
 
 
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("hooks", [HOOKS[i::4] for i in range(4)])
+def test_many_together_clean_up_after_an_exception(hooks: tuple[str, ...]) -> None:
+    check_cleans_up(case(*TOGETHER), hooks)
+
+
+@pytest.mark.turns(4, family="compiled")
 def test_a_few_are_compiled_and_stay_so() -> None:
     """Also after a search for the batch size, whose trials are not compiled."""
     check_resumes(case(*COMPILED))
@@ -31,7 +47,7 @@ def test_a_few_are_compiled_and_stay_so() -> None:
 def test_the_order_of_the_list_never_matters() -> None:
     """In the reversed list every two of them stand the other way round."""
     one = case(*TOGETHER)
-    first, *others = (one.fit(arrange(one.make())).state() for arrange in (list, _reversed, _rotated))
+    first, *others = (one.fit(arrange(one.make()), saves=False).state() for arrange in (list, _reversed, _rotated))
     for other in others:
         assert_equal(first, other)
     phases = [technique.phase or 0 for technique in in_order(_reversed(one.make()))]
@@ -46,6 +62,7 @@ def _rotated(items: Any) -> list[Any]:
     return [*items[len(items) // 2 :], *items[: len(items) // 2]]
 
 
+@pytest.mark.turns(4, family="resumed")
 def test_a_fresh_process_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     one = case(*TOGETHER)
     whole = one.fit_in(tmp_path, one.make(), max_epochs=2)

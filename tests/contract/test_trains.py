@@ -77,6 +77,7 @@ def fit(kind: Any, technique: Technique, network: type[nn.Module]) -> tuple[set[
     return {names[id(p)] for p in technique.trains(module)}, moved, refusal
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_all_of_it_moves_where_the_optimizer_holds_what_requires_a_gradient(name: str) -> None:
     wanted, moved, refusal = fit(ByGradient, CASES[name].make(), network_of(name))
@@ -85,6 +86,7 @@ def test_all_of_it_moves_where_the_optimizer_holds_what_requires_a_gradient(name
     assert wanted <= moved
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", [ListedEarly, ByName])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_moves_or_is_refused_where_the_optimizer_was_chosen_without_it(name: str, kind: Any) -> None:
@@ -197,6 +199,7 @@ class Frugal(ListedEarly):
         self.disturbed.append([n for n, p in self.named_parameters() if p.grad is not None and "lora" not in n])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("extra", [None, ActivationCheckpointing, lambda: Compile(backend="aot_eager")])
 def test_tasks_may_alternate_and_waiting_for_them_changes_nothing(extra: Any, recwarn: pytest.WarningsRecorder) -> None:
     found = []

@@ -67,7 +67,7 @@ def fit(task: str, *overlays: str, float64: bool = True) -> dict[str, Any]:
     return torch.load(saved, weights_only=True)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4, family="shipped configs")
 @pytest.mark.parametrize("task", SIZES)
 def test_a_task(task: str) -> None:
     assert fit(task)["global_step"] == 2

@@ -64,7 +64,7 @@ def drawn_without(name: str) -> Tensor:
     return _DRAWN[kind]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_starts_on_a_gpu_and_ends_as_on_the_cpu(name: str) -> None:
     with fake_cuda():

@@ -168,14 +168,14 @@ def told(found: tuple[Counter[str], Counter[str]]) -> str:
     return "".join(f"\n  {kind}: {n} x {place}" for kind, places in named for place, n in places.items())
 
 
-@pytest.mark.turns(4, always=["tasks/language_model", "tasks/latent_diffusion"])
+@pytest.mark.turns(8, always=["tasks/language_model"])
 @pytest.mark.filterwarnings("ignore:Total length of")  # what is read is answered by ones
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_config_waits_once_a_step(path: Path) -> None:
     check(waits(smaller(path)))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.filterwarnings("ignore:Total length of")
 @pytest.mark.parametrize("name", FURTHER)
 def test_a_technique_waits_once_a_step(name: str) -> None:

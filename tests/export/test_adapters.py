@@ -111,7 +111,7 @@ QUANTIZED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("save_base", [False, True])
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_a_quantised_base_is_merged_as_it_was_trained(
@@ -219,6 +219,7 @@ def test_a_pipeline_of_diffusers_loads_the_folder_and_kohyas_file(kind: str, var
     assert theirs.keys() == load_file(tmp_path / "out" / "kohya.safetensors").keys()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_that_transformers_quantised_trains_resumes_and_merges(bits: int, tmp_path: Path) -> None:

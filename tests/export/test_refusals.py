@@ -100,6 +100,7 @@ def test_adapters_beside_a_base_of_another_file(tmp_path: Path, capsys: pytest.C
     refuse(adapted, capsys, r"base has no weight of this network", "--base", str(empty))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["unet", "free"])
 def test_adapters_beside_a_folder_of_diffusers_are_exported_with_its_weights(kind: str, tmp_path: Path) -> None:
     """By the name in the checkpoint, or by the file that the folder's weights are in."""
@@ -129,6 +130,7 @@ def test_adapters_beside_a_folder_of_diffusers_are_exported_with_its_weights(kin
     assert same(found, weights(exported(path, "moved run", "--base", str(moved)), "unet"))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_quantised_base_is_exported_as_the_floats_that_it_stands_for(beside: bool, tmp_path: Path) -> None:
     """Its adapters merged, or beside it."""
@@ -229,6 +231,7 @@ UNGUIDED = {**V, "guidance_scale": 1.0}
 RESCALED = Sampler(guidance_rescale=0.7)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("arguments", "change", "message"),
     [
@@ -271,6 +274,7 @@ def test_what_no_pipeline_can_hold_is_refused_with_the_reason(
     refuse(written(module, tmp_path / "run.ckpt"), capsys, message)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("arguments", "replaced"),
     [

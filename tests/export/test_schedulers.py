@@ -34,7 +34,7 @@ def as_a_pipeline(scheduler, process: DiffusionProcess, prediction, steps: int) 
     return x
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("process", PROCESSES, ids=str)
 def test_a_pipeline_walks_to_the_mixture_as_the_run_does_or_the_export_is_refused(process: DiffusionProcess) -> None:
     targets = {native_prediction(process), "v", "x0", "eps"}

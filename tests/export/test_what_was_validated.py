@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lit_efficient.export.check import difference
 from lit_efficient.files.checkpoints import save_atomically
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import save_tensors
+from tests import processes
 from tests.support import QUIET
 
 IDS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -99,6 +101,7 @@ def made(path: Path, output: Path, form: str, *more: str) -> Path:
     return output
 
 
+@pytest.mark.turns(3)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_peft_loads_the_average_beside_the_base_that_the_folder_names(run: Run, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -113,6 +116,7 @@ def test_peft_loads_the_average_beside_the_base_that_the_folder_names(run: Run, 
         torch.testing.assert_close(logits(PeftModel.from_pretrained(base, folder)), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.turns(3)
 def test_merged_and_plain_weights_are_the_average_too(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,9 +132,12 @@ def test_merged_and_plain_weights_are_the_average_too(
     assert "raw weights; not checked" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_fresh_process_finds_another_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    forked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not forked:
+        monkeypatch.setattr(subprocess, "run", processes.run_command)
     base_of("gpt2").save_pretrained(tmp_path / "base")
     module = LanguageModeling(CausalLMConfig(str(tmp_path / "base")), learning_rate=0.05, warmup_steps=0)
     fit(module, LoRA(rank=2)).save_checkpoint(tmp_path / "a.ckpt")

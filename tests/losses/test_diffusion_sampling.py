@@ -31,6 +31,7 @@ def refused(process, name, prediction):
     return (prediction == "eps" and no_signal) or (name == "heun" and (no_signal or process.schedule == "edm"))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("process", PROCESSES, ids=str)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_of_every_target_draws_the_mixture_or_is_refused(process, name):

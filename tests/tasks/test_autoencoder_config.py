@@ -29,6 +29,7 @@ def parts(tmp_path: Path, model: dict[str, Any]) -> Any:
     return Parts(args=["fit", "-c", "x.yaml", "--trainer.logger=false"]).model
 
 
+@pytest.mark.turns(4, family="learns")
 def test_the_config_runs_shows_pictures_and_leaves_an_autoencoder() -> None:
     few = ["--trainer.max_steps=1", "--trainer.limit_train_batches=1", "--trainer.check_val_every_n_epoch=1"]
     few += ["--trainer.limit_val_batches=1", "--trainer.logger=false", "--data.init_args.image_size=8"]

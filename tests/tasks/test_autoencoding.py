@@ -53,6 +53,7 @@ def diffusers(fields: dict[str, Any], **arguments: Any) -> Autoencoding:
     return Autoencoding(DiffusersModelConfig(config_fields=fields), learning_rate=1e-2, **arguments)
 
 
+@pytest.mark.turns(4, family="learns")
 def test_it_learns_to_reconstruct_and_loads_from_its_checkpoint(tmp_path):
     L.seed_everything(0, verbose=False)
     module, data = Autoencoding(AutoencoderConfig(latent_channels=2, width=8)), DigitImages(image_size=16)

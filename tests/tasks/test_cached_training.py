@@ -85,7 +85,7 @@ def pair(images, autoencoder, folder, **arguments) -> tuple[LatentData, LatentDa
     return cached, LatentData(images, autoencoder, folder=str(folder), cached=False, **arguments)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3, family="from a cache")
 @pytest.mark.parametrize("statistics", ["measured", "declared"])
 def test_digits_from_the_cache_train_as_from_images_to_the_bit(tmp_path, statistics):
     images = DigitImages(image_size=16, batch_size=16)
@@ -109,6 +109,7 @@ def test_crops_of_two_flips_and_an_autoencoder_of_diffusers(tmp_path):
     assert cached.variants == 2
 
 
+@pytest.mark.turns(3, family="from a cache")
 def test_captions_in_the_cache_condition_as_those_that_are_encoded_live(tmp_path):
     images = ToyImages(count=30, size=16, channels=1, captions=True, labels=False, batch_size=5)
     arguments = {"text_encoder": WORDS, "statistics": "declared"}
@@ -121,6 +122,7 @@ def test_captions_in_the_cache_condition_as_those_that_are_encoded_live(tmp_path
     assert distance(fitted(other, 3, network=UNET), ours) > 1e-4  # captions do matter
 
 
+@pytest.mark.turns(3, family="from a cache")
 def test_features_in_the_cache_align_as_those_of_the_teacher(tmp_path):
     images = DigitImages(image_size=16, batch_size=16)
     images.judge = torch.nn.Sequential(torch.nn.Conv2d(1, 6, 4, 4), torch.nn.Tanh()).requires_grad_(False)
@@ -154,6 +156,7 @@ def test_a_run_on_a_cache_goes_on_in_the_middle_of_an_epoch(tmp_path):
     assert 7 % len(data().images.train_dataloader()) != 0
 
 
+@pytest.mark.turns(3, family="from a cache")
 def test_latents_of_others_train_as_the_cache_that_they_were(tmp_path):
     """What a cache holds, published as one file: the same task, the same weights."""
     images = DigitImages(image_size=16, batch_size=16)

@@ -218,6 +218,7 @@ class Learned(Callback):
         self.divergence.append(float(trainer.callback_metrics["val/divergence"]))
 
 
+@pytest.mark.turns(4, family="learns")
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_the_student_comes_nearer_to_a_teacher_with_padded_rows(home: Path, kind: Any) -> None:
     torch.manual_seed(0)
@@ -297,6 +298,7 @@ def fitted(home: Path, seed: int, *callbacks: Callback, ckpt_path: Path | None =
     return {"weights": weights(task), "optimizer": run.optimizers[0].state_dict()}
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("cached", [False, True])
 def test_resumed_in_the_middle_it_ends_with_the_same_bits(home: Path, tmp_path: Path, cached: bool) -> None:
     more: dict[str, Any] = {"cache_top_k": 8, "cache_dir": str(tmp_path)} if cached else {}
@@ -304,6 +306,7 @@ def test_resumed_in_the_middle_it_ends_with_the_same_bits(home: Path, tmp_path: 
     assert_equal(whole, fitted(home, 7, ckpt_path=tmp_path / "5.ckpt", **more))
 
 
+@pytest.mark.turns(3, family="from a cache")
 def test_a_teacher_asked_once_teaches_as_a_live_one(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +326,7 @@ def test_a_teacher_asked_once_teaches_as_a_live_one(
     assert_equal(cached, fitted(home, 0, **every)["weights"])
 
 
+@pytest.mark.turns(3, family="from a cache")
 @pytest.mark.parametrize("pack", [True, False])
 def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_path: Path, pack: bool) -> None:
     """Only answers are learned; padded rows are as long as the longest of a batch that shuffling makes."""
@@ -352,6 +356,7 @@ def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_p
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_two_processes_share_one_cache_and_keep_the_teacher_out_of_ddp(home: Path, tmp_path: Path) -> None:
     run_ranks(_train_live_and_from_one_cache, tmp_path, home)
     assert len(list((tmp_path / "teacher").iterdir())) == 1

@@ -129,7 +129,7 @@ def run(
     return {"weights": weights, "optimizers": optimizers, "schedulers": [s["last_epoch"] for s in schedulers]}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("make", [language_modeling, latent_diffusion, autoencoding])
 def test_interrupted_at_any_step_equals_uninterrupted(make: Callable[[Path], Any], tmp_path: Path) -> None:
     whole = run(make, tmp_path, 0)

@@ -41,7 +41,7 @@ def _llama() -> CausalLMConfig:
     return CausalLMConfig(config_fields={"model_type": "llama", **fields})
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_a_loss_without_logits_trains_the_same_weights(kind: str, pack: bool) -> None:

@@ -50,6 +50,7 @@ def fitted(tmp_path: Path, source: Path, **changes) -> tuple[LanguageModeling, T
     return model, run
 
 
+@pytest.mark.turns(4, family="learns")
 def test_training_learns_and_logs(tmp_path: Path, source: Path) -> None:
     model, run = fitted(tmp_path, source, max_steps=60)
     figures = run.callback_metrics

@@ -66,7 +66,7 @@ def fitted(tmp_path, data, backbone=TEXT_DIT, **arguments):
     return module
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("fields", "sampler", "process"),
     [
@@ -132,7 +132,7 @@ def test_guidance_moves_away_from_the_empty_caption():
     assert not torch.equal(cat, nothing)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3, family="from a cache")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("fields", [None, T5], ids=["clip", "t5"])
 def test_training_on_caches_is_training_on_images_and_captions(tmp_path, deterministic, fields):
@@ -146,6 +146,7 @@ def test_training_on_caches_is_training_on_images_and_captions(tmp_path, determi
     assert not torch.equal(ends[0], weights(fitted(tmp_path, CaptionedLatents(text_encoder(), (), not deterministic))))
 
 
+@pytest.mark.turns(4, family="resumed")
 def test_interrupted_training_on_images_and_captions_resumes_exactly(tmp_path):
     def make(folder):
         backbone = DiTConfig(channels=4, size=8, width=16, depth=2, heads=2, num_classes=3, context_width=16)

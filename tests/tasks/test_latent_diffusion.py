@@ -50,6 +50,7 @@ def built(**arguments) -> LatentDiffusion:
     return module
 
 
+@pytest.mark.turns(4, family="learns")
 def test_it_learns_each_sample_far_better_than_the_trivial_predictor(tmp_path):
     L.seed_everything(0, verbose=False)
     module = task(learning_rate=1e-2, samples=Samples(0))
@@ -78,7 +79,7 @@ def test_validating_does_not_change_training(tmp_path):
     def weights(**arguments):
         L.seed_everything(0, verbose=False)
         module = task()
-        trainer(default_root_dir=tmp_path, max_steps=30, **arguments).fit(module, digits())
+        trainer(default_root_dir=tmp_path, max_steps=12, **arguments).fit(module, digits())
         return torch.cat([p.detach().flatten() for p in module.parameters()])
 
     often = weights(val_check_interval=5)
@@ -173,6 +174,7 @@ def test_a_checkpoint_of_another_latent_space_is_refused_but_may_predict(tmp_pat
     assert images[0].dtype == torch.uint8
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")  # both legs write to one folder
 def test_resumed_at_an_epochs_end_equals_uninterrupted(tmp_path):
     """All of the module's state is in the checkpoint; the random generator is set by hand here."""
@@ -253,6 +255,7 @@ def test_the_schedule_ends_with_the_run_and_the_optimizer_sees_only_what_trains(
     assert held == {id(p) for p in module.network.parameters()}
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("prediction", ["flow", "eps", "v", "x0"])
 @pytest.mark.parametrize("schedule", ["flow", "cosine"])
 def test_every_target_and_schedule_trains_and_samples(tmp_path, prediction, schedule):
@@ -269,6 +272,7 @@ def plain(count=24):
     return DataLoader(TensorDictDataset({"latents": latents, "labels": torch.arange(count) % 10}), batch_size=8)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "arguments",
     [

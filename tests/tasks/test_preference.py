@@ -49,6 +49,7 @@ def _quiet(task: Preference) -> Preference:
     return task
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "orpo", "simpo"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt"])
 def test_the_loss_is_that_of_single_rows_by_the_papers_formulas(family: str, loss: Any, tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ def test_the_loss_is_that_of_single_rows_by_the_papers_formulas(family: str, los
     torch.testing.assert_close(output["loss"].detach(), expected.mean(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.turns(4, family="learns")
 @pytest.mark.parametrize("variant", ["lora", "rslora", "dora", "pissa", None])
 def test_the_loss_starts_at_log_2_and_the_pairs_are_learned(variant: str | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -168,6 +170,7 @@ def test_what_trains_in_full_beside_adapters_is_copied(tmp_path: Path) -> None:
         reference(network, lambda: None)
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("adapters", [True, False])
 def test_a_run_resumes_bit_for_bit_with_the_same_reference(adapters: bool, tmp_path: Path) -> None:
     path = tmp_path / "three.ckpt"
@@ -223,6 +226,7 @@ def test_validation_before_training_does_not_change_it(tmp_path: Path) -> None:
     assert_equal(*results)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("adapters", [True, False])
 def test_a_run_starts_from_a_language_models_checkpoint_with_adapters_merged(adapters: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)

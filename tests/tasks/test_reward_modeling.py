@@ -43,6 +43,7 @@ def test_rewards_are_those_of_a_classifier_of_transformers(family: str, tmp_path
     assert not any("lm_head" in name for name in task.state_dict())
 
 
+@pytest.mark.turns(4, family="resumed")
 @pytest.mark.parametrize("model", ["llama", "gpt"])
 @pytest.mark.parametrize("adapters", [True, False])
 def test_it_starts_at_log_2_learns_and_resumes_bit_for_bit(model: str, adapters: bool, tmp_path: Path) -> None:

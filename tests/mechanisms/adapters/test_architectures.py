@@ -160,6 +160,7 @@ def test_trains_adapters_alone_and_merges(name: str) -> None:
     model.load_state_dict(base)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("format", ["nf4", "int8", "int4"])
 def test_a_quantised_conv1d_keeps_names_and_merges_back_into_one(format: str) -> None:
     from transformers.pytorch_utils import Conv1D

@@ -81,6 +81,7 @@ def test_nested_contexts_and_errors_leave_adapters_as_they_were() -> None:
     assert not torch.equal(_logits(twin), trained)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("number_format", "variant"), [("int4", "qalora"), ("int4", "dora"), ("nf4", "pissa")])
 def test_of_a_quantised_base_it_is_the_quantised_one(number_format: str, variant: str) -> None:
     options = {"group_size": 8} if number_format == "int4" else {}

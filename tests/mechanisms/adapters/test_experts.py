@@ -97,6 +97,7 @@ def test_experts_compute_what_pefts_do_and_merge_into_their_weights(model: tuple
     assert list(merged.state_dict()) == list(model[0].state_dict())
 
 
+@pytest.mark.turns(3)
 def test_linear_layers_alone_leave_the_experts_and_say_so(model: tuple[nn.Module, str]) -> None:
     size = sum(p.numel() for name, p in model[0].named_parameters() if name.startswith(model[1]) and p.ndim == 3)
     report = apply(copy.deepcopy(model[0]), [LoRA(rank=2)])["LoRA"]

@@ -134,6 +134,7 @@ def solved_as_the_paper_does(steps: np.ndarray, widths: np.ndarray, end: int, wi
     return np.linalg.solve(matrix, dot(t, g, 1.0, gamma_of(width)))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("tracked", "every", "start"),
     [((0.05, 0.10), 100, 0.0), ((0.05, 0.10), 100, 45.0), ((0.05, 0.10), 500, 0.0), ((0.05,), 100, 0.0)],

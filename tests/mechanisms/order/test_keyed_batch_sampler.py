@@ -161,6 +161,7 @@ class Learner(Tiny):
         self.log("val/loss", self.net(batch).pow(2).mean())
 
 
+@pytest.mark.turns(4, family="resumed")
 def test_an_interrupted_run_is_resumed_exactly_from_every_batch(tmp_path):
     number, wrong = count_exact(tmp_path, Learner, max_epochs=2, limit_train_batches=7)  # a warning would be an error
     assert number == 14
@@ -174,6 +175,7 @@ def test_lightning_tells_the_epoch_without_exact_resume_too():
     assert seen == [[index for index, _ in batch] for number in (0, 1) for batch in epoch(sampler(), number)]
 
 
+@pytest.mark.turns(4, family="ranks")
 def test_two_processes_under_lightning(tmp_path):
     write(tmp_path / "images", [f"{number}.png" for number in range(20)])
     run_ranks(_train_in_two_processes, tmp_path)
