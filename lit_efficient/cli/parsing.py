@@ -17,10 +17,13 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse import set_loader, set_parsing_settings
+from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_efficient import PUBLIC
 from lit_efficient.catalog import registered
 from lit_efficient.cli.config_text import LISTS, SPEC, check_yaml, full_name, leaf, load_yaml, slot_of, strategy_class
 from lit_efficient.cli.merging import MergesMappings, holds_mappings

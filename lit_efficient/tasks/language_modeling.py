@@ -8,7 +8,6 @@ model that generates text, and a checkpoint never meets tokens of another tokeni
 
 import json
 from collections.abc import Mapping, Sequence
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
