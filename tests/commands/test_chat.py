@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import sys
 from typing import Any
 
@@ -121,6 +122,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_program() -> None:
     def until(text: str) -> str:
         found = ""
         while text not in found:
+            assert select.select([ours], [], [], 120)[0], found  # a child that has failed says no more
             found += os.read(ours, 4096).decode(errors="replace")
         return found
 
