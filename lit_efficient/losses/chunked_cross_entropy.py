@@ -251,15 +251,17 @@ def chunk_size_of(device: torch.device, vocabulary: int, tokens: int) -> int:
 
 
 def takes_liger(backend: str, device: torch.device, dtype: torch.dtype, terms: TokenLoss) -> bool:
-    """Whether Liger's kernel is what makes the losses of logits of a dtype on a device.
+    """Whether Liger's kernel is what makes the losses of logits of a dtype on a device; what is compiled fuses its own.
 
     Raises:
         ConfigurationError: If ``backend`` is ``liger`` and it cannot.
     """
-    reason = "" if backend == "torch" else liger_cross_entropy.why_not(device, dtype, terms)
+    if backend == "torch" or (backend == "auto" and torch.compiler.is_compiling()):
+        return False
+    reason = liger_cross_entropy.why_not(device, dtype, terms)
     if backend == "liger" and reason:
         raise ConfigurationError(f"{_WHO}: backend='liger': {reason}; use auto or torch")
-    return backend != "torch" and not reason
+    return not reason
 
 
 def computes_ignored(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ makes it in a second pass. Nothing here imports Liger before it is asked for. So
 import functools
 import inspect
 import os
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -87,8 +88,9 @@ def consume(terms: Any, logits: Tensor, labels: Tensor, scale: Tensor | None, *,
         "num_warps": 32 if torch.version.hip is None else 16,
     }  # fmt: skip
     wanted = {*inspect.signature(liger_cross_entropy_kernel.fn).parameters, "num_warps"}  # versions differ
-    if len(logits):
-        liger_cross_entropy_kernel[(len(logits),)](**{name: value for name, value in given.items() if name in wanted})
+    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():  # Triton asks for the current one
+        if len(logits):
+            liger_cross_entropy_kernel[(len(logits),)](**{key: value for key, value in given.items() if key in wanted})
     if gradients and terms.logit_scale != 1:
         logits.mul_(terms.logit_scale)
     if gradients and scale is not None:
