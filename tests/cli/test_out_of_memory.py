@@ -80,7 +80,6 @@ def test_an_evaluation_is_not_told_to_save_what_only_training_has(hook, argument
     assert {name for name in ("MaxBatchSize", "ActivationCheckpointing", "LoRA") if f"[{name}]" in said} == advised
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize("purpose", PURPOSES)
 def test_the_catalogue_lists_the_same(purpose, capsys):
     assert main(["techniques", "--for", purpose]) == 0
