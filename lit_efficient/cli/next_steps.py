@@ -32,8 +32,11 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"
     folder, commands = trainer.default_root_dir, []
     if last and not interrupted:
-        own = getattr(trainer.lightning_module, "next_steps", ())
-        commands += [f"{COMMAND} {command.format(ckpt=short(best))}" for command in own]
+        output = short(Path(folder, f"drawn_{trainer.global_step}"))
+        own = [
+            step.format(ckpt=short(best), output=output) for step in getattr(trainer.lightning_module, "next_steps", ())
+        ]
+        commands += [f"{COMMAND} {step}" for step in own]
         commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
         output = short(Path(folder, f"export_{trainer.global_step}"))
         commands.append(f"{COMMAND} export {short(best)} --output {output}")

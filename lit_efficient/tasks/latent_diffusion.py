@@ -73,7 +73,7 @@ class LatentDiffusion(LatentGenerator):
         samples: How many images are sampled at each validation, of which captions, and how they are shown.
     """
 
-    next_steps: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt}",)  # commands that follow a fit
+    next_steps: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt} --output {output}.png",)  # after a fit
 
     @takes_moved_keys
     def __init__(
