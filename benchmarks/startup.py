@@ -102,11 +102,9 @@ def main() -> int:
         reference, *ours = (cpu := compare(HELP, arguments.rounds))
         slow += [name for name in ours if cpu[name] > 0.1 * cpu[reference]]
     if arguments.only != "help":
-        reference, ours, beside = (cpu := compare(STEP, arguments.rounds))
-        print(
-            f"{ours}: {cpu[ours] / cpu[reference]:.2f} times {reference}, {cpu[ours] / cpu[beside]:.2f} times {beside}"
-        )
-        slow += [ours] if cpu[ours] > 1.3 * cpu[reference] else []
+        script, fit, plain = (cpu := compare(STEP, arguments.rounds))
+        print(f"{fit}: {cpu[fit] / cpu[script]:.2f} times {script}, {cpu[fit] / cpu[plain]:.2f} times {plain}")
+        slow += [fit] if cpu[fit] > 1.3 * cpu[script] else []
     print(f"slower than promised: {', '.join(slow)}" if slow else "all as promised")
     return 1 if slow else 0
 

@@ -1,4 +1,7 @@
-"""The last lines of a fit: where its checkpoints lie, and the commands that one would type now."""
+"""The last lines of a fit: where its checkpoints lie, and the commands that one would type now.
+
+A task names its own ones in ``commands_after_fit``, as ``"generate --ckpt {ckpt}"``; ``{output}`` is a new path, too.
+"""
 
 import os
 import shlex
@@ -32,8 +35,9 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"
     folder, commands = trainer.default_root_dir, []
     if last and not interrupted:
-        own = getattr(trainer.lightning_module, "next_steps", ())
-        commands += [f"{COMMAND} {command.format(ckpt=short(best))}" for command in own]
+        output = short(Path(folder, f"drawn_{trainer.global_step}"))
+        own = getattr(trainer.lightning_module, "commands_after_fit", ())
+        commands += [f"{COMMAND} {command.format(ckpt=short(best), output=output)}" for command in own]
         commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
         output = short(Path(folder, f"export_{trainer.global_step}"))
         commands.append(f"{COMMAND} export {short(best)} --output {output}")

@@ -73,7 +73,7 @@ class LanguageModeling(LightningModule):
     """
 
     loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
-    next_steps: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)  # after a fit
+    commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class LatentDiffusion(LatentGenerator):
         samples: How many images are sampled at each validation, of which captions, and how they are shown.
     """
 
-    next_steps: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt}",)  # commands that follow a fit
+    commands_after_fit: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt} --output {output}.png",)
 
     @takes_moved_keys
     def __init__(

@@ -43,7 +43,7 @@ class RewardModeling(PairTask):
     """
 
     loads_as = "RewardModeling"
-    next_steps: ClassVar[tuple[str, ...]] = ()  # it writes no text
+    commands_after_fit: ClassVar[tuple[str, ...]] = ()  # it writes no text
 
     def __init__(
         self,
