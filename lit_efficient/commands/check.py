@@ -101,18 +101,21 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     from lit_efficient.internals.lightning_trainer import begin_fit
 
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
-    left = [] if prepared or data is None else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
+    left = [] if prepared else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
+    left = ["the data, which the module gives"] if data is None else left
     begin_fit(trainer, module, data)
     if prepared and data is not None:
-        data.prepare_data()
-        data.setup("fit")
-        next(iter(data.train_dataloader()))
+        with _retried(device, lambda: 0):
+            data.prepare_data()
+            data.setup("fit")
+            next(iter(data.train_dataloader()))
     may_lack_data = data is not None and not prepared
-    with _retried_with_data(may_lack_data), _signals_as_they_are():
+    with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), _signals_as_they_are():
         for callback in trainer.callbacks:
             callback.setup(trainer, module, "fit")
     try:
-        module.setup("fit")
+        with contextlib.nullcontext() if may_lack_data else _retried(device, lambda: _bytes(module)):
+            module.setup("fit")
     except Exception as error:
         if isinstance(error, LitEfficientError) or not may_lack_data:
             raise
