@@ -62,7 +62,6 @@ class Card:
         arguments: The ``Args:`` section of the class docstring.
         conflicts: Classes that it excludes, each with the reason and the way out.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
-        is_block: Whether it is a group of arguments of others, which stands in no slot itself.
         distribution: The package of somebody else's that registers it, with its version; empty for ours.
     """
 
@@ -75,8 +74,12 @@ class Card:
     arguments: str = ""
     conflicts: dict[str, str] = field(default_factory=dict)
     is_technique: bool = True
-    is_block: bool = False
     distribution: str = ""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a group of arguments of others, which stands in no slot itself."""
+        return "block" in self.facts
 
 
 def helping(cards: Iterable[Card], purpose: str) -> list[tuple[str, str]]:
@@ -151,6 +154,8 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
     phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else ""
     helps = ast.literal_eval(attributes["helps"]) if "helps" in attributes else {}
     helps = {purpose: f"{rank}. {reason}" for purpose, (rank, reason) in helps.items()}
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        helps["block"] = ""  # which a card does not print
     return Card(
         name=name,
         slot=slot,
@@ -163,7 +168,6 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         is_technique=bool(
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
-        is_block=any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list),
         distribution=distribution,
     )
 

@@ -7,6 +7,7 @@ prepared where the network's sizes come from it, or with ``--with_data``. Nothin
 
 import argparse
 import contextlib
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,22 +46,21 @@ def _checked(argv: Sequence[str], with_data: bool) -> list[str]:
     device, prepared = "meta", with_data
     while True:
         try:
-            cli = _cli(argv, device, prepared)
-            return _lines(cli, device, prepared)
+            return list(_cli(argv, device, prepared).lines)
         except _Again as again:
-            if "--debug" in argv:
-                raise
             device, prepared = ("cpu", prepared) if again.args[0] == "weights" else (device, True)
 
 
 def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
     """The command line of a fit, whose parts are built on a device, that stops where data would be needed."""
     import torch
+    from lightning.pytorch.strategies import ParallelStrategy
 
     from lit_efficient.cli import LitEfficientCLI
+    from lit_efficient.cli.run import callbacks_of
 
     class Check(LitEfficientCLI):
-        left: list[str]
+        lines: list[str]
 
         def _placed(self, written: Any) -> Any:
             return written.clone()  # no folder is made
@@ -77,9 +77,18 @@ def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
 
         def run_subcommand(self, subcommand: str) -> None:
             try:
-                self.left = _fit_without_steps(self, device, prepared)
-            except _TooLarge as end:
-                self.left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
+                try:
+                    left = _fit_without_steps(self, device, prepared)
+                except _TooLarge as end:
+                    left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
+                except RuntimeError as error:  # as the processes are not there
+                    if isinstance(error, LitEfficientError) or not isinstance(self.trainer.strategy, ParallelStrategy):
+                        raise
+                    left = [f"what needs all processes: {error}"]
+                self.lines = _lines(self, device, prepared, left)
+            finally:
+                for callback in callbacks_of(self.trainer):
+                    callback.teardown(self.trainer, self.model, "fit")
 
     return Check(args=["fit", *argv], save_config_callback=None)
 
@@ -92,18 +101,21 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     from lit_efficient.internals.lightning_trainer import begin_fit
 
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
-    left = [] if prepared or data is None else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
+    left = [] if prepared else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
+    left = ["the data, which the module gives"] if data is None else left
     begin_fit(trainer, module, data)
     if prepared and data is not None:
-        data.prepare_data()
-        data.setup("fit")
-        next(iter(data.train_dataloader()))
+        with _retried(device, lambda: 0):
+            data.prepare_data()
+            data.setup("fit")
+            next(iter(data.train_dataloader()))
     may_lack_data = data is not None and not prepared
-    with _retried_with_data(may_lack_data):
+    with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), _signals_as_they_are():
         for callback in trainer.callbacks:
             callback.setup(trainer, module, "fit")
     try:
-        module.setup("fit")
+        with contextlib.nullcontext() if may_lack_data else _retried(device, lambda: _bytes(module)):
+            module.setup("fit")
     except Exception as error:
         if isinstance(error, LitEfficientError) or not may_lack_data:
             raise
@@ -155,6 +167,16 @@ def _retried_with_data(may_lack_data: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _signals_as_they_are() -> Iterator[None]:
+    """Let Ctrl-C end a check: there is no run to be saved."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def _steps_known(trainer: Any, may_lack_data: bool) -> Iterator[None]:
     """Let schedules ask for the steps of a run whose data is not there."""
     kind = type(trainer)
@@ -188,7 +210,7 @@ def _give_memory(module: Any) -> None:
                 setattr(part, name, made.setdefault(id(one), nn.Parameter(empty, one.requires_grad)))
 
 
-def _lines(cli: Any, device: str, prepared: bool) -> list[str]:
+def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     from lit_efficient.application import reports_of
     from lit_efficient.declaration import techniques_of
 
@@ -201,4 +223,4 @@ def _lines(cli: Any, device: str, prepared: bool) -> list[str]:
     reports = reports_of(module, techniques)
     lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())] if reports else []
     lines.append(f"built on the {'meta device' if device == 'meta' else 'CPU'}{', with its data' if prepared else ''}")
-    return [*lines, "not checked:", *(f"  {one}" for one in cli.left), "The config is fine as far as that goes."]
+    return [*lines, "not checked:", *(f"  {one}" for one in left), "The config is fine as far as that goes."]

@@ -11,11 +11,8 @@ from typing import Any
 from lit_efficient.catalog import PACKAGE, PURPOSES, read_cards, source
 from lit_efficient.files import configs
 
-_OF_CLASSES = (
-    "model",
-    "data",
-    "optimizer",
-)  # options of a run whose value is a class; other commands have such names, too
+# Options of a run whose value is a class; other commands have options of these names, too.
+_OF_CLASSES = ("model", "data", "optimizer")
 
 
 def _table(name: str) -> Any:
@@ -34,10 +31,18 @@ _HOW = {
     "zsh": 'eval "$(lit-efficient completion zsh)"    in ~/.zshrc, below compinit',
     "fish": "lit-efficient completion fish > ~/.config/fish/completions/lit-efficient.fish",
 }
-_OF_RUNS = (
-    "-c --config --print_config --seed_everything --model --data --optimizer --lr_scheduler --ckpt_path --without "
-)
-_OF_RUNS += "--allow-import --debug --help --help-all"
+_OF_RUNS = [
+    "-c",
+    "--config",
+    "--print_config",
+    "--seed_everything",
+    "--model",
+    "--data",
+    "--optimizer",
+    "--lr_scheduler",
+    "--ckpt_path",
+]
+_OF_RUNS += ["--without", "--allow-import", "--debug", "--help", "--help-all"]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -56,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 def options() -> dict[str, list[str]]:
     """The options of each command."""
-    of_runs = [*_OF_RUNS.split(), *(f"--trainer.{name}" for name in _trainer_arguments())]
+    of_runs = [*_OF_RUNS, *(f"--trainer.{name}" for name in _trainer_arguments())]
     found = dict.fromkeys((*RUNS, "check"), of_runs)
     for command, module in COMMANDS.items():
         tree = ast.parse((PACKAGE / "commands" / f"{module}.py").read_text("utf-8"))

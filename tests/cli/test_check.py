@@ -1,5 +1,6 @@
 """``check`` refuses what ``fit`` refuses before its first step, in the same words, and accepts what fit accepts."""
 
+import signal
 from pathlib import Path
 from typing import ClassVar
 
@@ -44,6 +45,16 @@ class OfData(ToyModel):
     def configure_model(self) -> None:
         if self.net is None:
             self._build(self.trainer.datamodule.width)
+
+
+class Late(OfData):
+    """Notes what a Ctrl-C would do while it is built."""
+
+    handler: ClassVar[object] = None
+
+    def configure_model(self) -> None:
+        Late.handler = signal.getsignal(signal.SIGINT)
+        self._build(4)
 
 
 class Wide(ToyData):
@@ -149,6 +160,13 @@ def test_weights_are_made_where_they_are_read_and_data_where_a_size_comes_from_i
     assert "ToyModel, 26 parameters" in said.replace("OfData", "ToyModel")
     assert "with its data" in said
     assert "not prepared" not in said
+
+
+def test_ctrl_c_ends_a_check():
+    before = signal.getsignal(signal.SIGINT)
+    assert check("--model", f"{HERE}.Late") == 0
+    assert Late.handler is before
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_data_is_looked_at_when_asked_for(capsys):

@@ -82,15 +82,9 @@ def test_an_evaluation_is_not_told_to_save_what_only_training_has(hook, argument
     assert {name for name in ("MaxBatchSize", "ActivationCheckpointing", "LoRA") if f"[{name}]" in said} == advised
 
 
-<<<<<<< HEAD
-@pytest.mark.turns(3)
 @pytest.mark.parametrize("purpose", [*PURPOSES, "oom"])
 def test_the_catalogue_lists_the_same(purpose, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-=======
-@pytest.mark.parametrize("purpose", PURPOSES)
-def test_the_catalogue_lists_the_same(purpose, capsys):
->>>>>>> sx
     assert main(["techniques", "--for", purpose]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     what = "memory" if purpose == "oom" else purpose

@@ -62,7 +62,7 @@ def test_all_options_are_still_to_be_had(capsys, every_option):
 def test_a_class_tells_its_arguments(capsys):
     for card in read_cards():
         text = arguments_text(card, 80)
-        assert text.startswith(f"{card.name} ({card.slot})\n")
+        assert text.startswith(f"{card.name} ({'a block of arguments' if card.is_block else card.slot})\n")
         assert all(f"  {one['name']}: " in text for one in arguments_of(card))
         assert max(map(len, text.splitlines())) <= 80
     assert main(["fit", "--lora.help"]) == 2  # classes begin with a capital letter
