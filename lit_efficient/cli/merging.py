@@ -67,14 +67,8 @@ def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Both, where ``now`` counts; ``now`` alone if it is of another kind, as its names or a field of its say."""
     if any(name in now and name in before and now[name] != before[name] for name in _KINDS):
         return now
-    merged = {
-        name: _merged(before[name], value) if _both(before.get(name), value) else value for name, value in now.items()
-    }
-    return before | merged
-
-
-def _both(before: Any, now: Any) -> bool:
-    return isinstance(before, dict) and isinstance(now, dict)
+    both = [name for name, value in now.items() if isinstance(value, dict) and isinstance(before.get(name), dict)]
+    return before | now | {name: _merged(before[name], now[name]) for name in both}
 
 
 def holds_mappings(hint: Any) -> bool:

@@ -32,12 +32,7 @@ from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lor
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
-from lit_efficient.mechanisms.adapters.peft_vectors import (
-    fold_vectors,
-    refuse_prefix,
-    scaled_names,
-    vectors_to_peft,
-)
+from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
 from lit_efficient.surgery import memory_of, unmixed

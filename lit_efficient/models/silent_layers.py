@@ -23,7 +23,7 @@ class _Likes:
     """What readers of a layer's weights get instead, while the loss is computed; a copy of the layer has none."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, nn.Parameter] | None = None
+        self.by_name: dict[str, tuple[nn.Parameter, nn.Parameter | None]] | None = None
         self.heard: list[str] = []  # names of those that have had a gradient
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -50,8 +50,8 @@ class _Watched(Watched):
         likes = self.silent_likes
         if not torch.is_grad_enabled() or (likes.by_name is None and not backward_runs()):
             return parameter  # but a block that is recomputed in the backward pass must be as it was
-        like = (likes.by_name or {}).get(name)  # made before, as no compiler makes one
-        like = likes.make(name, parameter) if like is None else like
+        own, like = (likes.by_name or {}).get(name, (None, None))  # made before, as no compiler makes one
+        like = like if own is parameter else likes.make(name, parameter)  # of what stands there for now: a whole shard
         return parameter if like is None else like
 
 
@@ -78,8 +78,8 @@ class SilentLayers:
     def listening(self) -> Iterator[None]:
         """While the loss is computed."""
         for layer in self._layers.values():
-            made = ((name, layer.silent_likes.make(name, p)) for name, p in layer.named_parameters(recurse=False))
-            layer.silent_likes.by_name = {name: like for name, like in made if like is not None}
+            likes = layer.silent_likes
+            likes.by_name = {n: (p, likes.make(n, p)) for n, p in layer.named_parameters(recurse=False)}
         try:
             yield
         finally:

@@ -71,8 +71,9 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
     """Dotted names of the parameters that require a gradient, each once, in groups from the head to the stem.
 
     With ``"auto"`` the repeated blocks make a group each, the last one first (see
-    :func:`lit_efficient.surgery.find_blocks`). What is defined after them comes before them; what is defined before
-    them, and embeddings wherever they are, comes last; what is defined between two of them goes with the second.
+    :func:`~lit_efficient.mechanisms.blocks.finding.find_blocks`). What is defined after them comes before them; what is
+    defined before them, and embeddings wherever they are, comes last; what is defined between two of them goes with the
+    second.
 
     Args:
         module: Any module.
