@@ -53,6 +53,7 @@ for name, caption in captions.items():
 END
   run cache-latents -c "$configs/sd15_lora.yaml" --batch_size 2
   run fit -c "$configs/sd15_lora.yaml" ${LIMIT:-}
+  run sample --ckpt runs/pretrained/sd15/latest/last.ckpt --output runs/pretrained/sd15.png --seeds 0-1
   run export runs/pretrained/sd15/latest/last.ckpt --format diffusers --output runs/pretrained/sd15_pipeline
 }
 

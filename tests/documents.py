@@ -16,7 +16,7 @@ SCRIPT = ROOT / "benchmarks" / "pretrained.sh"
 # What stands for something of the reader's, and what it is here. A word in capitals that is not named here is an error.
 GIVEN = {"CONFIG": "language_model", "mine.yaml": "llm/llama_3_1_8b_qlora", "NAME": "LoRA", "FILE": "file.ckpt"}
 GIVEN |= {"CKPT": "file.ckpt", "CKPT...": "file.ckpt", "DIR": "snapshots", "COMMAND": "average", "TASK": "autoencoder"}
-GIVEN |= {"OVERLAY": "ema", "PACKAGE": "tests", "my_package": "tests"}
+GIVEN |= {"OVERLAY": "ema", "RUN": "run", "PACKAGE": "tests", "my_package": "tests"}
 GIVEN |= {"my_package.MyModule": "tests.support_cli.ToyModel", "my_package.MyData": "tests.support_cli.ToyData"}
 _BEGINS = r"(?:(?:python )?-m lit_efficient|\blit-efficient)(?=[ \n`]|$)"
 
@@ -36,7 +36,7 @@ def commands(text: str) -> Iterator[tuple[str, ...]]:
     fenced = re.findall(r"^```(?:bash|text)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     inline = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
     for line in itertools.chain(*(block.splitlines() for block in fenced), inline):
-        for part in re.split(r" && | \| ", line):
+        for part in re.split(r" && | [|>] ", line):
             if found := re.search(_BEGINS + r"(.*)", part):
                 yield tuple(shlex.split(found[1], comments=True))
 
