@@ -41,8 +41,8 @@ def texts() -> dict[str, tuple[str, str]]:
 
 def page_of(path: str, known: dict[str, str]) -> str:
     """The page, with its anchor, that shows a file or folder of the repository; a file with none gets one."""
-    if path in known:
-        return known[path]
+    if path in known or path == "examples":
+        return known.get(path, "examples.md")
     if path.startswith("configs/"):
         folder, _, name = path.removeprefix("configs/").partition("/")
         if not name or name == "README.md":

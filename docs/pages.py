@@ -1,9 +1,11 @@
 """The pages that are made from the code: a page a technique, the matrix, the configs and the reference."""
 
+import ast
 import itertools
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks import figures
 from lit_efficient import PUBLIC
@@ -25,7 +27,16 @@ PARTS = {
 }
 _MENU = {
     "Start": ["index.md", "overview.md", "techniques.md", "matrix.md", "symptoms.md"],
-    "Guides": ["llm.md", "diffusion.md", "resuming.md", "commands.md", "gpus.md", "wandb.md", "migrating.md"],
+    "Guides": [
+        "llm.md",
+        "diffusion.md",
+        "examples.md",
+        "resuming.md",
+        "commands.md",
+        "gpus.md",
+        "wandb.md",
+        "migrating.md",
+    ],
     "What is known": ["measured.md", "pretrained.md", "log.md"],
     "Reference": ["configs/*", "reference/*"],
     "The project": ["contributing.md", "agents.md", "changelog.md", "security.md"],
@@ -39,6 +50,7 @@ def made() -> dict[str, str]:
     pages["matrix.md"] = "\n".join(matrix_lines(cards))
     for folder, names in itertools.groupby(configs.known(), lambda name: configs.known()[name].parent.name):
         pages[f"configs/{folder}.md"] = "\n".join(config_lines(folder, list(names)))
+    pages["examples.md"] = "\n".join(example_lines())
     return pages | {f"reference/{part}.md": text for part, text in reference(cards)}
 
 
@@ -58,6 +70,17 @@ def _tree(title: str, names: list[str]) -> str:
     kept = [name for name in names if name != "index.md"]
     caption = f":caption: {title}\n" if title else ""
     return "\n".join(["", "```{toctree}", f":hidden:\n:glob:\n:maxdepth: 1\n{caption}", *kept, "```", ""])
+
+
+def example_lines() -> Iterator[str]:
+    """Yield the page of the examples: each script with the first sentence of its docstring."""
+    folder = Path(__file__).resolve().parents[1] / "examples"
+    yield from ("# Examples", "", "Scripts that run as they are, offline; the tests run them.", "")
+    for path in sorted(folder.glob("*.py")):
+        text = " ".join((ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split("\n\n")[0].split())
+        yield f"- [{path.name}](examples/{path.name}): {text}"
+    notebooks = ", ".join(f"`examples/{path.name}`" for path in sorted(folder.glob("*.ipynb")))
+    yield from ("", f"Notebooks: {notebooks}." if notebooks else "", "")
 
 
 def anchor(folder: str, stem: str) -> str:

@@ -171,6 +171,11 @@ def test_a_technique_has_a_page_made_of_its_card() -> None:
     assert "from lit_efficient import LoRA" in page
 
 
+def test_every_example_is_on_their_page() -> None:
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    assert [path.name for path in scripts if f"[{path.name}](files/examples/" not in SITE["examples.md"]] == []
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     shown = set(re.findall(r"auto(?:class|function):: lit_efficient\.(\w+)$", "\n".join(SITE.values()), re.MULTILINE))
     assert shown == set(lit_efficient.PUBLIC)
