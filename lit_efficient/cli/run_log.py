@@ -28,7 +28,7 @@ class RunLog:
 
     def __init__(self, quiet: str) -> None:
         self.quiet = quiet
-        self.warned: Callable[[str], object] = lambda text: None  # is told each warning
+        self.warned: Callable[[str], object] = lambda text: None  # gets each warning
         self._early: list[str] = []
         self._file: IO[bytes] | None = None
         self._rank = ""
