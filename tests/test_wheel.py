@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -159,8 +160,8 @@ def test_an_installed_wheel_trains_both_tasks_where_there_is_no_checkout(wheel: 
     for task in ("language_model", "latent_diffusion"):
         said = run(python, "-m", "lit_efficient", "fit", "-c", task, *few)
         assert (here / "runs" / task / "latest" / "last.ckpt").exists()
-        validate = said.partition("Next:")[2].split("python ")[1].splitlines()[0]
-        run(python, *validate.split())
+        first = said.partition("Next:")[2].split("python ")[1].splitlines()[0]
+        run(python, *shlex.split(first))
     lacking = [python, "-m", "lit_efficient", "fit", "-c", "language_model", "-c", "low_bit_optimizer"]
     done = subprocess.run(lacking, cwd=here, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
