@@ -10,6 +10,8 @@ machine. Its figures stand in the text in three ways:
 - ``<!-- figures: TABLE -->...<!-- /figures -->`` in Markdown holds the table of all records of that table;
 - ``<!-- figure: ID -->...<!-- /figure -->`` holds a record's ``text``;
 - ``stands_in`` maps other files (configs, docstrings) to a sentence that stands there, however its lines are broken.
+
+The cards of ``techniques NAME`` show the rows of their technique: lit_efficient/measured.json, made from here, too.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILE = Path(__file__).with_suffix(".json")
+CARDS = ROOT / "lit_efficient" / "measured.json"
 SOURCE = json.loads(FILE.read_text("utf-8"))
 RECORDS = {record["id"]: record for record in SOURCE["records"]}
 NAMED = ("torch", "lightning", "transformers", "peft", "diffusers", "bitsandbytes", "torchao", "numpy")
@@ -108,7 +111,18 @@ def differences() -> Iterator[tuple[Path, str]]:
             if new is None:
                 raise ValueError(f"{name} lacks the sentence of {record['id']}: {template}")
             texts[path] = new
+    texts[CARDS] = json.dumps(of_cards(), indent=1, ensure_ascii=False) + "\n"
     yield from ((path, text) for path, text in texts.items() if text != path.read_text("utf-8"))
+
+
+def of_cards() -> dict[str, str]:
+    """What was measured of each technique: "WHAT: RESULT (COMMAND)"."""
+    found: dict[str, str] = {}
+    for record in RECORDS.values():
+        if "technique" in record and "cells" in record:
+            command, what, result = (filled(record, cell).replace("`", "") for cell in record["cells"])
+            found[record["technique"]] = f"{what}: {result} ({command})"
+    return dict(sorted(found.items()))
 
 
 def unrecorded(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,10 @@ def test_the_wheel_carries_the_package_and_the_configs_and_nothing_else(wheel: P
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     inside = {name for name in names if not name.startswith(f"lit_efficient-{__version__}.dist-info/")}
-    package = {f"lit_efficient/{name}" for name in files(ROOT / "lit_efficient", "*.py", "*.pyi", "*.css", "py.typed")}
+    package = {
+        f"lit_efficient/{name}"
+        for name in files(ROOT / "lit_efficient", "*.py", "*.pyi", "*.css", "*.json", "py.typed")
+    }
     configs = {f"lit_efficient/configs/{name}" for name in files(ROOT / "configs", "*.yaml", "*.md")}
     assert {"lit_efficient/py.typed", "lit_efficient/__init__.pyi"} < package
     assert len(configs) > 40
@@ -156,8 +160,8 @@ def test_an_installed_wheel_trains_both_tasks_where_there_is_no_checkout(wheel: 
     for task in ("language_model", "latent_diffusion"):
         said = run(python, "-m", "lit_efficient", "fit", "-c", task, *few)
         assert (here / "runs" / task / "latest" / "last.ckpt").exists()
-        validate = said.partition("Next:")[2].split("python ")[1].splitlines()[0]
-        run(python, *validate.split())
+        first = said.partition("Next:")[2].split("python ")[1].splitlines()[0]
+        run(python, *shlex.split(first))
     lacking = [python, "-m", "lit_efficient", "fit", "-c", "language_model", "-c", "low_bit_optimizer"]
     done = subprocess.run(lacking, cwd=here, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -32,6 +32,7 @@ class RunLog:
         self._early: list[str] = []
         self._file: IO[bytes] | None = None
         self._rank = ""
+        self._stopped = False
         self._undo: list[Callable[[], object]] = []
         self._watch(sys.stdout, hides=True)
         if sys.stderr is not sys.stdout:
@@ -45,7 +46,9 @@ class RunLog:
             self._undo.append(lambda: setattr(logging.StreamHandler, "emit", self._emit))
 
     def open(self, path: Path, rank: int) -> None:
-        """Write into a file from now on, which other processes may write into, too."""
+        """Write into a file from now on, which other processes may write into, too; nothing after :meth:`stop`."""
+        if self._stopped:
+            return
         self._rank = f"[rank {rank}] " if rank else ""
         with suppress(OSError):  # the folder of another machine
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - until the end
@@ -63,6 +66,7 @@ class RunLog:
 
     def stop(self) -> None:
         """Give the streams back."""
+        self._stopped = True
         for undo in self._undo:
             undo()
         if warnings.showwarning == self._warn:

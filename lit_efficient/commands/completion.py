@@ -64,11 +64,25 @@ def options() -> dict[str, list[str]]:
     of_runs = [*_OF_RUNS, *(f"--trainer.{name}" for name in _trainer_arguments())]
     found = dict.fromkeys((*RUNS, "check"), of_runs)
     for command, module in COMMANDS.items():
-        tree = ast.parse((PACKAGE / "commands" / f"{module}.py").read_text("utf-8"))
-        own = [*_added(tree), "--help"]
+        tree = _command(module)
+        own = [*_added(tree), *_added_by_helpers(tree), "--help"]
         takes_those_of_runs = any(isinstance(n, ast.Attribute) and n.attr == "parse_known_args" for n in ast.walk(tree))
         found[command] = list(dict.fromkeys([*own, *(of_runs if takes_those_of_runs else [])]))
     return found
+
+
+def _command(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / "commands" / f"{module}.py").read_text("utf-8"))
+
+
+def _added_by_helpers(tree: ast.AST) -> Iterator[str]:
+    """The options that functions add which a command imports from another one's file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lit_efficient.commands."):
+            names = {each.name for each in node.names}
+            for part in _command(str(node.module).rpartition(".")[2]).body:
+                if isinstance(part, ast.FunctionDef) and part.name in names:
+                    yield from _added(part)
 
 
 def _added(tree: ast.AST) -> Iterator[str]:

@@ -60,7 +60,7 @@ def facts(run: RunRecord) -> dict[str, str]:
     """What one asks first, in the order in which one asks."""
     best, steps = run.best, f"{run.step:,} steps"
     heard = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.heard))
-    speed, speeds = run.values("_per_second")
+    speed, speeds = run.values("per_second")
     _, peaks = run.values("peak_memory")
     unit = speed.rpartition("/")[2].removesuffix("_per_second")
     return {

@@ -106,7 +106,10 @@ def weights_of(
             tied: dict[object, list[str]] = {}
             for name, tensor in state.items():
                 tied.setdefault(memory_of(tensor), []).append(name)
+            aside = checkpoint.get("lit_efficient", {}).get("training_only", ())  # heads that the network is without
             for name, tensor in (dict(average) | dict(technique.buffers_for(state))).items():
+                if name in aside:
+                    continue
                 raw = state.get(name, tensor)
                 state |= dict.fromkeys([name, *tied.get(memory_of(raw), ())], tensor.to(raw.dtype))
             return state, technique.label

@@ -104,7 +104,7 @@ class Teacher:
                 kwargs["interpolate_pos_encoding"] = True
         forward: Any = self.network.forward_features if self.unpooled else self.network
         found = self._features(forward, (images,), kwargs, gradients)
-        if gradients and images.requires_grad and not self._has_gradient:
+        if gradients and images.requires_grad and torch.is_grad_enabled() and not self._has_gradient:
             self._check_gradient(images, list(found.values()))
         if getattr(self.network, "output_fmt", None) == "NHWC":  # of timm's Swin, say
             found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lit_efficient import (
+    EMA,
     AlignmentHead,
     AutoencoderConfig,
     ConfigurationError,
@@ -16,6 +17,7 @@ from lit_efficient import (
     LatentDiffusion,
     LatentDigits,
     Samples,
+    restore,
 )
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.models.autoencoder import Autoencoder
@@ -167,3 +169,17 @@ def test_what_cannot_work_is_refused_by_name():
         AlignmentHead(widths=[3])
     with pytest.raises(ConfigurationError, match="block must be at most 3, the number of blocks, got 4"):
         fit(HiddenAlignment(4, encoder(), r"body\.5"), batches(images=IMAGES))
+
+
+def test_the_average_comes_back_without_the_heads(tmp_path):
+    technique, average = HiddenAlignment(2, encoder(), r"body\.5", hidden=16), EMA(decay=0.9)
+    module = fit(technique, batches(images=IMAGES), [average])
+    path = tmp_path / "whole.ckpt"
+    module.trainer.save_checkpoint(path)
+    assert any("heads" in name for name in average.state_dict()["average"])
+    restored = restore(LatentDiffusion(BACKBONE, samples=Samples(0)), path)
+    expected = {name: tensor for name, tensor in average.state_dict()["average"].items() if "heads" not in name}
+    found = restored.state_dict()
+    assert expected
+    assert not [name for name in found if "heads" in name]
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -112,8 +112,7 @@ def test_what_cannot_be_validated_is_said_before_anything_is_built(
     assert "--config needs --checkpoint, a full checkpoint of the run" in capsys.readouterr().err
     assert main([*command, "-c", "run.yaml", "--checkpoint", "last.ckpt", "--trainer.limit_val_batch", "3"]) == 2
     assert "did you mean 'trainer.limit_val_batches'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*command, "--trainer.limit_val_batches", "3"])
+    assert main([*command, "--trainer.limit_val_batches", "3"]) == 2
     assert "options of a validation need --config" in capsys.readouterr().err
     assert [path.name for path in Path("snapshots").iterdir()] == ["average-step=00000004-sigma_rel=0.1.safetensors"]
 

@@ -183,6 +183,7 @@ def test_a_technique_waits_once_a_step(name: str) -> None:
     config = smaller(path)
     if callbacks is not None:
         config["trainer"]["callbacks"] = [{"class_path": "ExactResume"}, *callbacks]
+        config["trainer"]["callbacks"].append({"class_path": "ThroughputBar", "init_args": {"lines": 1}})
     merge(config, changes)
     allowed = 2 if "on the host" in name else 1  # it copies there what it keeps there
     check(waits(config), allowed)
