@@ -161,7 +161,7 @@ class Compile(Technique):
         if self.modules == "network":
             found = list(_wholes(module))
         elif self.modules == "blocks":
-            found = find_blocks(module, who="Compile")
+            found = find_blocks(module, who="Compile", example=r"modules=['layers\.\d+']")
         else:
             patterns = [self.modules] if isinstance(self.modules, str) else self.modules
             found = match_modules(module, patterns, who="Compile")

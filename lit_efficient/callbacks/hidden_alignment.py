@@ -115,7 +115,7 @@ class HiddenAlignment(Alignment):
         """The block."""
         if isinstance(self.block, str):
             return [only_module(module, self.block, "HiddenAlignment: block")]
-        blocks = find_blocks(module, who="HiddenAlignment")
+        blocks = find_blocks(module, who="HiddenAlignment", example="block='layers.3'")
         if self.block > len(blocks):
             allowed = f"at most {len(blocks)}, the number of blocks"
             raise refusal("HiddenAlignment", "block", allowed, self.block)

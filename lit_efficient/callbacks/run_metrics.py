@@ -2,7 +2,8 @@
 
     lr                  each group's: lr/NAME, or lr/INDEX where groups have no names and there are several
     grad_norm           2-norm of all gradients, unscaled, before clipping; grad_norm/INDEX of several optimizers
-    tokens_per_second   of all processes, padding not counted, nor time in validation; else samples_per_second
+    tokens_per_second   of all processes, each taken to have as many as this one; padding is not counted, nor time in
+                        validation; samples_per_second of what has no input_ids
     data_wait           share of that time in which the loop waited for its next batch
     peak_memory_gib     most that tensors took on the device so far; on a CPU most that the process took
 

@@ -21,9 +21,10 @@ _SECRET = re.compile(
     r"(^|_)(api_?key|passw(or)?d|pwd|passphrase|credentials?|secret(_access)?(_key)?|(private|access|account)_key|"
     r"^token|(access|api|auth|bearer|csrf|git(hub|lab)|hf|id|refresh|session|wandb)_token)$"
 )
-# Where a password stands in a URL, and how tokens of the common services and private keys begin.
+# Where a password or a signature stands in a URL, and how tokens of the common services and private keys begin.
 _SECRET_VALUE = re.compile(
     r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|"
+    r"://\S+[?&][\w-]*(?i:token|api_?key|sig|signature|secret|password)=[^&\s]|"
     r"\b(hf_|gh[opusr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{16,}"
 )
 
@@ -68,8 +69,10 @@ def redacted(words: Iterable[str]) -> list[str]:
     for word in words:
         name, equals, value = word.partition("=")
         secret = name.startswith("-") and _names_a_secret(name.lstrip("-"))
-        if hides or _SECRET_VALUE.search(word) or (secret and value):
-            shown.append(f"{name}=***" if equals and not hides and not _SECRET_VALUE.search(name) else "***")
+        holds = any(map(_names_a_secret, re.findall(r"([\w-]+)[\"']?\s*:", word)))  # as a mapping does
+        if hides or holds or _SECRET_VALUE.search(word) or (secret and value):
+            named = equals and not hides and name.startswith("-") and not _SECRET_VALUE.search(name)
+            shown.append(f"{name}=***" if named else "***")
         else:
             shown.append(word)
         hides = secret and not equals

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.internals.torch_foreach import foreach_norm
+from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.surgery import is_sharded
 
 
@@ -19,11 +20,20 @@ def count_batch(batch: Any) -> tuple[int, str]:
 
 
 def count_real(batch: Any) -> tuple[int | Tensor, str]:
-    """As :func:`count_batch`, without the padding that an ``attention_mask`` names: then a tensor, not waited for."""
+    """As :func:`count_batch`, without padding: then a tensor, not waited for.
+
+    Padding is what an ``attention_mask`` names, or in packed rows a last document none of whose ``labels`` count.
+    """
     count, unit = count_batch(batch)
-    mask = batch.get("attention_mask") if unit == "tokens" else None
-    if isinstance(mask, Tensor) and mask.shape == batch["input_ids"].shape:
-        return mask.sum(dtype=torch.int64), unit
+    names = ("attention_mask", "position_ids", "labels") if unit == "tokens" else ()
+    same = {name: batch.get(name) for name in names}
+    same = {name: t for name, t in same.items() if isinstance(t, Tensor) and t.shape == batch["input_ids"].shape}
+    if "attention_mask" in same:
+        return same["attention_mask"].sum(dtype=torch.int64), unit
+    if len(same) == 2 and count and same["labels"].ndim == 2:
+        places = torch.arange(same["labels"].shape[1], device=same["labels"].device)
+        begins, learns = ((known * places).amax(1) for known in (same["position_ids"] == 0, same["labels"] != IGNORE))
+        return count - ((len(places) - begins) * (learns < begins)).sum(), unit
     return count, unit
 
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import RunMetrics
 from lit_efficient.callbacks.run_metrics import rates_of
+from lit_efficient.data.text.collate import packed_batch
 from lit_efficient.mechanisms.metering import count_real, gradient_norm, peak_memory
 from tests.processes import run_ranks
 from tests.ranks import metering
@@ -175,6 +177,15 @@ def test_a_mask_of_another_shape_is_no_padding():
     assert count_real({"input_ids": ids, "attention_mask": torch.ones(2, 1, 6, 6)}) == (12, "tokens")
     assert count_real([torch.ones(7, 2)]) == (7, "samples")
     assert int(count_real({"input_ids": ids, "attention_mask": ids > 1})[0]) == 0
+
+
+def test_what_fills_packed_rows_is_not_counted():
+    documents = [(np.arange(1, n + 1), np.arange(1, n + 1)) for n in (3, 4, 5)]
+    batch = packed_batch([documents[:2], documents[2:], documents[1:]], 9)
+    count, unit = count_real(batch)
+    assert (int(count), unit) == (3 + 4 + 5 + 4 + 5, "tokens")
+    del batch["labels"]
+    assert count_real(batch) == (27, "tokens")
 
 
 def test_the_norm_of_two_processes_is_that_of_both_batches(tmp_path):

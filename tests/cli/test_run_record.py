@@ -178,6 +178,11 @@ def test_secrets_are_not_in_the_command_line():
     shown = redacted(words)
     assert shown == ["fit", "--api_key=***", "--model.hfToken", "***", "--x=***", "--tokens=5", "--a=b", "--token="]
     assert redacted(["https://me:secret@host/x"]) == ["***"]
+    mappings = ["--trainer.logger", '{"api_key": "hidden=x"}', "--trainer.logger={init_args: {api_key: hidden}}"]
+    assert redacted(mappings) == ["--trainer.logger", "***", "--trainer.logger=***"]
+    assert redacted(["--data.url=https://host/x?n=1&X-Amz-Signature=hidden"]) == ["--data.url=***"]
+    plain = ["--data.url=https://host/x?page=2", "--trainer.max_time={hours: 2}", "--model.token_count=3"]
+    assert redacted(plain) == plain
 
 
 def test_the_environment_names_commit_and_changes(tmp_path, monkeypatch):

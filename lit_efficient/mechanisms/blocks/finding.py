@@ -14,7 +14,12 @@ from lit_efficient.surgery import count, match_modules, parents, unmixed
 
 
 def find_blocks(
-    root: nn.Module, patterns: str | Sequence[str] = "auto", *, who: str, declared: bool = True
+    root: nn.Module,
+    patterns: str | Sequence[str] = "auto",
+    *,
+    who: str,
+    declared: bool = True,
+    example: str = r"blocks=['layers\.\d+']",
 ) -> list[tuple[str, nn.Module]]:
     """The repeated residual blocks of a network, in the order in which they are defined.
 
@@ -29,6 +34,7 @@ def find_blocks(
         patterns: ``"auto"``, or regular expressions for dotted names as in :func:`match_modules`.
         who: Name of the technique that asks, for the error.
         declared: Whether ``_repeated_blocks`` decides where there is one.
+        example: How its user names blocks, for the error.
 
     Raises:
         ConfigurationError: If there is no such block.
@@ -41,7 +47,7 @@ def find_blocks(
     found = found or _Search(root).blocks()
     if not found:
         raise ConfigurationError(
-            f"{who}: found no repeated blocks in {type(root).__name__}; name them: blocks=['layers\\.\\d+'], "
+            f"{who}: found no repeated blocks in {type(root).__name__}; name them: {example}, "
             f"for example. Top-level modules are: {', '.join(name for name, _ in root.named_children()) or 'none'}"
         )
     return found
