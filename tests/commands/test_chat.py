@@ -139,8 +139,11 @@ def test_ctrl_c_stops_an_answer_and_twice_the_program() -> None:
     until(MIDST)
     os.write(ours, b"\x03")
     until("(stopped; Ctrl-C once more ends)")
-    os.write(ours, b"\x03")
-    process.join(60)
+    for _ in range(20):  # Python loses one that comes while a finaliser runs
+        os.write(ours, b"\x03")
+        process.join(5)
+        if process.exitcode is not None:
+            break
     assert process.exitcode == 130
     os.close(ours)
     os.close(theirs)
