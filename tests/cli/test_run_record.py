@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,7 @@ def test_the_environment_names_commit_and_changes(tmp_path, monkeypatch):
     found = environment(torch.device("cpu"), [0], "x")
     assert not found["commit"]["dirty"]
     assert len(found["commit"]["id"]) == 40
-    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["torch"] == version("torch")
     assert {"lightning", "numpy", "safetensors"} <= found["packages"].keys()
     assert found["devices"][0]
     Path("base.yaml").write_text("")

@@ -22,7 +22,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("this would end the process")
 
-    def closed(path: object, flags: int, *rest: object) -> int:
+    def closed(path: object, flags: int, *rest: object, **more: object) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(sys, "platform", "win32")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from importlib import import_module
 
+import torch
+
 from lit_efficient.internals.import_noise import NOISE, silence_imports
 from tests.internals.leaning import leans_on
 
@@ -27,7 +29,8 @@ import torchao.quantization
 @leans_on("torch", "utils._pytree", "import_noise")
 def test_importing_torchao_is_silent():
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == set(NOISE)
+    said = set(done.stdout.split())
+    assert said == set(NOISE) if torch.version.cuda is None else said <= set(NOISE)  # whose libraries load there
     assert done.stderr == ""
 
 
