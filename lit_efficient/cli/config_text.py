@@ -1,6 +1,7 @@
 """What a config's text says: YAML without duplicate or misspelt keys, with short class names written in full."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import lr_scheduler
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import third_party
 from lit_efficient.cli.without import marked
-from lit_efficient.errors import did_you_mean
+from lit_efficient.errors import ConfigurationError, did_you_mean
 
 # Keys whose value, or the items of whose value, may be a class name alone.
 _SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
@@ -39,6 +40,24 @@ def full_name(name: str) -> str:
         return f"lit_efficient.{name}"
     theirs = None if name in _ALIASES or name in _LIGHTNINGS else third_party(name)
     return theirs.path if theirs else _ALIASES.get(name, name)
+
+
+def help_of(name: str) -> str:
+    """The option that prints the arguments of a class of torch or Lightning, ``--optimizer.help=torch.optim.AdamW``."""
+    slots: dict[str, Sequence[str]] = {
+        "optimizer": [one for one, value in vars(torch.optim).items() if isinstance(value, type)],
+        "lr_scheduler": [*vars(lr_scheduler)],
+        "trainer.callbacks": callbacks.__all__,
+        "trainer.logger": loggers.__all__,
+        "trainer.plugins": plugins.__all__,
+        "trainer.profiler": profilers.__all__,
+        "trainer.strategy": strategies.__all__,
+    }
+    slot = next((slot for slot, names in slots.items() if name in names), None)
+    if slot is None:
+        known = [*PUBLIC, *(one for names in slots.values() for one in names)]
+        raise ConfigurationError(f"--{name}.help: there is no class {name!r}{did_you_mean(name, known)}")
+    return f"--{slot}.help={full_name(name)}"
 
 
 def strategy_class(name: str) -> str | dict[str, str]:

@@ -64,7 +64,7 @@ def _commit() -> dict[str, Any] | None:
     """Commit of the working directory, and whether files that it tracks differ from it; ``None`` outside of git."""
     ask = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 (no shell, and words of our own)
     except (OSError, subprocess.SubprocessError):
         return None
     lines = answer.stdout.splitlines()

@@ -17,15 +17,22 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse import set_loader, set_parsing_settings
-from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
-from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_efficient import PUBLIC
 from lit_efficient.catalog import registered
-from lit_efficient.cli.config_text import LISTS, SPEC, check_yaml, full_name, leaf, load_yaml, slot_of, strategy_class
+from lit_efficient.cli.config_text import (
+    LISTS,
+    SPEC,
+    check_yaml,
+    full_name,
+    help_of,
+    leaf,
+    load_yaml,
+    slot_of,
+    strategy_class,
+)
 from lit_efficient.cli.merging import MergesMappings, holds_mappings
 from lit_efficient.cli.without import TakesOut, options
 from lit_efficient.errors import ConfigurationError, did_you_mean
@@ -120,7 +127,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             arguments += [key, *map(configs.find, [value] if equals else islice(tokens, 1))]
             continue
         if re.fullmatch(r"--[A-Z]\w*\.help", key):
-            arguments.append(_help_of(key[2:-5]))
+            arguments.append(help_of(key[2:-5]))
             continue
         if key.startswith("--") and key.endswith(".strategy"):
             value = value if equals else next(tokens, "")
@@ -139,24 +146,6 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             arguments.append(full_name(token) if names_class else token)
         names_class = is_slot and not equals
     return [*arguments, *options(without)], allowed
-
-
-def _help_of(name: str) -> str:
-    """The option that prints the arguments of a class of torch or Lightning, ``--optimizer.help=torch.optim.AdamW``."""
-    slots: dict[str, Sequence[str]] = {
-        "optimizer": [one for one, value in vars(torch.optim).items() if isinstance(value, type)],
-        "lr_scheduler": [*vars(lr_scheduler)],
-        "trainer.callbacks": callbacks.__all__,
-        "trainer.logger": loggers.__all__,
-        "trainer.plugins": plugins.__all__,
-        "trainer.profiler": profilers.__all__,
-        "trainer.strategy": strategies.__all__,
-    }
-    slot = next((slot for slot, names in slots.items() if name in names), None)
-    if slot is None:
-        known = [*PUBLIC, *(one for names in slots.values() for one in names)]
-        raise ConfigurationError(f"--{name}.help: there is no class {name!r}{did_you_mean(name, known)}")
-    return f"--{slot}.help={full_name(name)}"
 
 
 def _check_text(option: str, text: str) -> None:

@@ -21,6 +21,7 @@ from lit_efficient.errors import ConfigurationError, check_installed, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.checkpoints import read, weights_alone, write
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
+from lit_efficient.mechanisms.restore import without_heads
 
 if TYPE_CHECKING:  # it imports Lightning, which takes seconds
     from lit_efficient.cli.evaluate import Validator
@@ -102,8 +103,7 @@ def _validated(validate: Validator, files: dict[float, Path], raw: Path, step: i
 def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> dict[str, Any]:
     """The checkpoint ``base`` with the averaged weights in place of its own, tied ones too."""
     state = base["state_dict"]
-    aside = base.get("lit_efficient", {}).get("training_only", ())  # heads that no weights of the network are
-    average = {name: tensor for name, tensor in average.items() if name not in aside}
+    average = without_heads(average, base)
     if unknown := sorted(average.keys() - state.keys()):
         raise ConfigurationError(f"{path} has no {unknown[0]!r}, which the snapshots hold: is it of the same run?")
     alias = {tensor.data_ptr(): name for name, tensor in state.items() if name in average}

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.events import EVENTS
 from lit_efficient.files.runs import LATEST, read_record, real
 
-_SIGNS = ("events.jsonl", "config.yaml", "metrics.csv", "lightning_logs")
+_SIGNS = (EVENTS, "config.yaml", "metrics.csv", "lightning_logs")
 
 
 def run(argv: Sequence[str]) -> int:

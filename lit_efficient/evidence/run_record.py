@@ -20,9 +20,11 @@ from typing import Any
 
 import yaml
 
+from lit_efficient.files.events import EVENTS
+
 _MOST_STEPS, _MOST_KEYS, _LATEST = 2**53, 10_000, 2**36  # the last in seconds since 1970
 _TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
-_FILES = ("events.jsonl", "config.yaml", "environment.json", "log.txt")
+_FILES = (EVENTS, "config.yaml", "environment.json", "log.txt")
 
 
 class RunRecord:
@@ -99,7 +101,7 @@ class RunRecord:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         torn = 0
-        for line in _text(self.folder / "events.jsonl").split("\n"):
+        for line in _text(self.folder / EVENTS).split("\n"):
             try:
                 event = json.loads(line)
             except (ValueError, RecursionError):

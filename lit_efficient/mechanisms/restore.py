@@ -106,10 +106,7 @@ def weights_of(
             tied: dict[object, list[str]] = {}
             for name, tensor in state.items():
                 tied.setdefault(memory_of(tensor), []).append(name)
-            aside = checkpoint.get("lit_efficient", {}).get("training_only", ())  # heads that the network is without
-            for name, tensor in (dict(average) | dict(technique.buffers_for(state))).items():
-                if name in aside:
-                    continue
+            for name, tensor in (without_heads(average, checkpoint) | dict(technique.buffers_for(state))).items():
                 raw = state.get(name, tensor)
                 state |= dict.fromkeys([name, *tied.get(memory_of(raw), ())], tensor.to(raw.dtype))
             return state, technique.label
@@ -118,6 +115,12 @@ def weights_of(
             "the checkpoint holds no average of weights: the run had neither EMA nor CheckpointAverage"
         )
     return state, "raw"
+
+
+def without_heads(average: Mapping[str, Tensor], checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """An average without what trained beside the network and is none of its weights, such as an alignment's heads."""
+    aside = checkpoint.get("lit_efficient", {}).get("training_only", ())
+    return {name: tensor for name, tensor in average.items() if name not in aside}
 
 
 def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:
