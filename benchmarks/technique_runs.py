@@ -1,0 +1,300 @@
+"""Three small trainings, and what one of them costs with a technique beside the same one without: for techniques.py.
+
+Both run in one process, by turns, from the same seed on the same data. What is counted is exact (bytes, loss); time is
+the process's own CPU seconds, so that a busy machine slows both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import lit_efficient as le
+from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
+from lit_efficient.optimizers.low_bit import measure_state_bytes
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "tasks"
+MakeOptimizer = Callable[[Any], Optimizer]
+WARM_UP = 4  # steps that are not timed
+COUNTED = 3  # the step whose bytes are counted: all states are there by then
+
+
+class ResNet(nn.Module):
+    """The residual network of He et al. (2016) for small images, as somebody might have it: no layer is ours."""
+
+    class Block(nn.Module):
+        def __init__(self, entering: int, leaving: int, stride: int) -> None:
+            super().__init__()
+            self.conv1 = nn.Conv2d(entering, leaving, 3, stride, 1, bias=False)
+            self.bn1 = nn.BatchNorm2d(leaving)
+            self.conv2 = nn.Conv2d(leaving, leaving, 3, 1, 1, bias=False)
+            self.bn2 = nn.BatchNorm2d(leaving)
+            same = stride == 1 and entering == leaving
+            self.shortcut = nn.Identity() if same else nn.Conv2d(entering, leaving, 1, stride, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+            return F.relu(out + self.shortcut(x))
+
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64), depth: int = 3, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU())
+        blocks = []
+        for before, width in zip((widths[0], *widths), widths):
+            for i in range(depth):
+                blocks.append(self.Block(before if i == 0 else width, width, 2 if i == 0 and before != width else 1))
+        self.blocks = nn.Sequential(*blocks)
+        self.fc = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Classifier(L.LightningModule):
+    """Digits, told apart by somebody who knows nothing of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = ResNet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Digits(L.LightningDataModule):
+    """scikit-learn's digits, in batches of 64."""
+
+    def setup(self, stage: str) -> None:
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        pixels = F.interpolate(torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, 16)
+        rows = TensorDataset(pixels, torch.tensor(labels))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+        self.val = torch.utils.data.Subset(rows, order[:256])
+        self.train = torch.utils.data.Subset(rows, order[256:])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, 64, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, 128)
+
+
+def _gpt() -> L.LightningModule:
+    shape = le.GPTConfig(dim=128, depth=4, num_heads=4, max_length=512)
+    return le.LanguageModeling(shape, learning_rate=2e-3, warmup_steps=0)
+
+
+def _dit() -> L.LightningModule:
+    return le.LatentDiffusion(learning_rate=2e-3)
+
+
+# name -> what makes the module, and its data
+MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], L.LightningDataModule]]] = {
+    "GPT": (_gpt, lambda: le.PythonCorpus(vocab_size=2048, sequence_length=128, batch_size=8, val_batch_size=32)),
+    "DiT": (_dit, lambda: le.LatentDigits(image_size=32, batch_size=64)),
+    "ResNet": (Classifier, Digits),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a technique is measured.
+
+    Args:
+        callbacks: Makes the callbacks.
+        optimizer: Makes an optimizer of the module's parameter groups, in the place of its AdamW.
+        trainer: Arguments of the trainer, which the plain run has, too.
+        plugins: Makes the plugins.
+        shown: What was set, for the table; empty for the defaults.
+        beside: Makes callbacks that the plain run has, too.
+    """
+
+    callbacks: Callable[[], list[Any]] = list
+    optimizer: MakeOptimizer | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    plugins: Callable[[], list[Any]] = list
+    shown: str = ""
+    beside: Callable[[], list[Any]] = list
+
+
+class _Steps(L.Callback):
+    """CPU seconds of each optimizer step, with what surrounds it."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == len(self.marks) + 1:  # not within an accumulation window
+            self.marks.append(time.process_time())
+
+
+class _Bytes(L.Callback):
+    """Bytes of one step by kind, and the most that were alive at a time."""
+
+    def __init__(self, before: set[int]) -> None:
+        self.before, self.found, self.live = before, {}, 0
+        self._open: contextlib.ExitStack | None = None
+        self._forward: contextlib.ExitStack | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != COUNTED or self.found:
+            return
+        gc.collect()
+        parameters = list(pl_module.parameters())
+        held = [p.grad for p in parameters if p.grad is not None]
+        alive = [t for t in _tensors() if _address(t) not in self.before]
+        self._open, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
+        self._meter = self._open.enter_context(AllocationMeter([*alive, *held]))
+        self._saved = self._forward.enter_context(SavedTensors([*parameters, *pl_module.buffers()]))
+        self.gradients = 0
+        for p in (p for p in parameters if p.requires_grad):
+            hook = p.register_hook(partial(self._count, parameters))
+            self._open.callback(hook.remove)
+
+    def _count(self, parameters: list[nn.Parameter], arriving: Tensor) -> None:
+        there = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        self.gradients = max(self.gradients, there + arriving.nbytes)
+
+    def on_before_backward(self, *_: Any) -> None:
+        if self._forward is not None:
+            self.saved = self._saved.bytes
+            self._forward.close()
+            self._forward = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self._open is None or trainer.global_step == COUNTED:
+            return
+        self._open.close()
+        self._open = None
+        weights = {_address(t): t for t in _flat([*pl_module.parameters(), *pl_module.buffers()])}
+        self.found = {
+            "peak": self._meter.peak,
+            "weights": sum(t.nbytes for t in weights.values()),
+            "gradients": self.gradients,
+            "states": sum(measure_state_bytes(optimizer) for optimizer in trainer.optimizers),
+            "activations": self.saved,
+        }
+
+
+def _flat(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """What quantised tensors wrap, in their place."""
+    for tensor in tensors:
+        inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
+        if inner is None:
+            yield tensor
+        else:
+            yield from _flat([getattr(tensor, name) for name in inner])
+
+
+def _tensors() -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu"]
+
+
+def _address(tensor: Tensor) -> int:
+    return id(tensor) if hasattr(tensor, "__tensor_flatten__") else tensor.untyped_storage().data_ptr()
+
+
+def _fit(model: str, setting: Setting | None, data: Any, steps: int, watch: list[Any], trainer: dict[str, Any]) -> Any:
+    """One training of ``steps`` steps; without a setting the plain one."""
+    L.seed_everything(0, verbose=False)
+    module = MODELS[model][0]()
+    plain = type(module).configure_optimizers
+
+    def configure(self: Any = module) -> Any:
+        configured = plain(self)
+        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+        groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in optimizer.param_groups]
+        lr = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
+        make = setting.optimizer if setting and setting.optimizer else partial(torch.optim.AdamW, lr=lr)
+        return make(groups)  # a constant rate: schedules are not what is measured
+
+    module.configure_optimizers = configure  # type: ignore[method-assign, assignment]
+    own = [*setting.beside(), *setting.callbacks()] if setting else []
+    arguments = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, **trainer}
+    run = L.Trainer(
+        callbacks=[*own, *watch],
+        plugins=setting.plugins() if setting else [],
+        max_steps=steps,
+        max_epochs=-1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"limit_val_batches": 0, **arguments},
+    )
+    run.fit(module, datamodule=data)
+    return run, module
+
+
+def prepared(model: str) -> Any:
+    """The data of a model, read once for all its runs."""
+    data = MODELS[model][1]()
+    data.prepare_data()
+    data.setup("fit")
+    data.prepare_data = data.setup = lambda *_, **__: None
+    return data
+
+
+def measure(model: str, setting: Setting, data: Any, steps: int, rounds: int, timed: int) -> dict[str, Any]:
+    """Figures of the technique, and those of the plain run beside it.
+
+    Args:
+        model: Of `MODELS`.
+        setting: How the technique is set.
+        data: From `prepared`.
+        steps: After which the loss on held-out data is compared.
+        rounds: Plain and technique by turns, so many times.
+        timed: Steps of a round.
+    """
+    plain = Setting(trainer=setting.trainer, callbacks=setting.beside)
+    sides = {"with": setting, "plain": plain}
+    figures: dict[str, Any] = {name: {} for name in sides}
+    before = {_address(tensor) for tensor in _tensors()}
+    for name, side in sides.items():
+        counted = _Bytes(before)
+        _fit(model, side, data, COUNTED + 2, [counted], side.trainer)
+        figures[name] |= counted.found
+        gc.collect()
+        judged = {"limit_val_batches": 8, "check_val_every_n_epoch": 10**6}
+        run, module = _fit(model, side, data, steps, [], {**side.trainer, **judged})
+        (measured,) = run.validate(module, datamodule=data, verbose=False)
+        figures[name]["loss"] = measured["val/loss"]
+        del run, module
+    ratios = []
+    for _ in range(rounds):
+        medians = {}
+        for name, side in sides.items():
+            clock = _Steps()
+            _fit(model, side, data, WARM_UP + timed, [clock], side.trainer)
+            marks = clock.marks[WARM_UP - 1 :]
+            medians[name] = statistics.median(b - a for a, b in itertools.pairwise(marks))
+        ratios.append(medians["with"] / medians["plain"])
+    return {**figures, "time": ratios}

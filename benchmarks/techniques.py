@@ -1,0 +1,260 @@
+"""Every technique on three small trainings: a GPT, a DiT and a ResNet that knows nothing of this package.
+
+    python -m benchmarks.techniques                     all that is missing in the folder; stop it and go on as you like
+    python -m benchmarks.techniques --only LoRA EMA --model GPT
+    python -m benchmarks.techniques --show              the table of what has been measured
+    python -m benchmarks.techniques --record            into benchmarks/figures.json, from which the documents are made
+
+Each row is a ratio to the same training without the technique, in the same process, by turns: CPU seconds of a step,
+bytes at the step's peak and by kind, loss on held-out data after the same number of steps. Below 1 is less. What a
+technique refuses is a row with its reason. A forked process for each row, two at a time, one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing.connection
+import os
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+import torch
+
+import lit_efficient as le
+from benchmarks import figures
+from benchmarks.technique_runs import MODELS, Setting, measure, prepared
+from lit_efficient.catalog import read_cards
+
+FOLDER = Path("runs/techniques")
+COMMAND = "python -m benchmarks.techniques"
+COLUMNS = {
+    "time": "Time of a step",
+    "peak": "Bytes at its peak",
+    "weights": "Weights",
+    "gradients": "Gradients",
+    "states": "States",
+    "activations": "Saved activations",
+    "loss": "Loss",
+}
+
+
+def with_callback(name: str, **arguments: Any) -> Setting:
+    shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return Setting(lambda: [getattr(le, name)(**arguments)], shown=shown)
+
+
+def stepped(name: str, **arguments: Any) -> Setting:
+    shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return Setting(optimizer=lambda groups: getattr(le, name)(groups, **arguments), shown=shown)
+
+
+# What is not measured with its default arguments, by name and model ("": all models).
+SETTINGS: dict[tuple[str, str], Setting] = {
+    ("CheckpointAverage", ""): with_callback("CheckpointAverage", last_k=5, every_n_steps=5),
+    ("EMA", ""): with_callback("EMA", decay=0.99),
+    ("FusedAdamW", ""): stepped("FusedAdamW", lr=2e-3),
+    ("GroupedAdafactor", ""): stepped("GroupedAdafactor", lr=1e-2),
+    ("Lion", ""): stepped("Lion", lr=4e-4, weight_decay=0.1),
+    ("MuonAdamW", ""): stepped("MuonAdamW", lr=2e-3),
+    ("LowBitOptimizer", ""): with_callback("LowBitOptimizer", bits=8),
+    ("MaxBatchSize", ""): with_callback("MaxBatchSize", max_size=128),
+    ("PowerEMA", ""): Setting(lambda: [le.PowerEMA(sigma_rels=[0.05, 0.1])], shown="sigma_rels=[0.05, 0.1]"),
+    ("PrefixTuning", ""): with_callback("PrefixTuning", num_virtual_tokens=16, init="random"),
+    ("QuantizeBase", ""): Setting(
+        lambda: [le.QuantizeBase(), le.LoRA(rank=8)], beside=lambda: [], shown="nf4, with LoRA(rank=8)"
+    ),
+    ("ReplaceHead", ""): with_callback("ReplaceHead", num_outputs=10),
+    ("SNRWeighting", ""): with_callback("SNRWeighting", gamma=5.0),
+    ("ScheduleFree", ""): with_callback("ScheduleFree", warmup_steps=10),
+    ("ScheduleFreeAdamW", ""): Setting(
+        lambda: [le.ScheduleFree()], partial(le.ScheduleFreeAdamW, lr=2e-3), shown="lr=0.002"
+    ),
+    ("StochasticDepth", ""): with_callback("StochasticDepth", rate=0.5),
+    ("TokenWeightedAccumulation", ""): Setting(
+        lambda: [le.TokenWeightedAccumulation()], trainer={"accumulate_grad_batches": 2}, shown="2 batches a step"
+    ),
+    ("HiddenAlignment", "DiT"): Setting(
+        lambda: [le.HiddenAlignment(2, "data.judge", teacher_layer=r"body\.5", hidden=128)],
+        shown="block=2, the data's classifier as teacher",
+    ),
+}
+
+# What says nothing on these three, and why.
+ELSEWHERE = {
+    "ExactResume": "benchmarks/exact_resume.py",
+    "FeatureMatching": "a teacher of one's own is most of its cost",
+    "LatentAlignment": "aligns an autoencoder's training, which is none of the three",
+    "LRFinder": "ends before the first step that counts",
+}
+
+
+def names() -> list[str]:
+    """Techniques and optimizers, in the order of their names."""
+    cards = [card for card in read_cards() if card.slot.startswith("trainer") or card.slot == "optimizer"]
+    kinds = {card.name: getattr(le, card.name) for card in cards}
+    chosen = (name for name, kind in kinds.items() if issubclass(kind, le.Technique | torch.optim.Optimizer))
+    return sorted(name for name in chosen if name not in ELSEWHERE)
+
+
+def setting_of(name: str, model: str) -> Setting:
+    found = SETTINGS.get((name, model), SETTINGS.get((name, "")))
+    return found or Setting(lambda: [getattr(le, name)()])
+
+
+def row(name: str, model: str, data: Any, options: argparse.Namespace, pipe: Any) -> None:
+    """Measure in this process; the figures, or why there are none, go into ``pipe``."""
+    warnings.simplefilter("ignore")
+    log = open(options.folder / f"{name}-{model}.log", "w")  # noqa: SIM115 (as long as the process)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    os.chdir(options.folder)
+    start = time.monotonic()
+    try:
+        result = measure(model, setting_of(name, model), data, options.steps, options.rounds, options.timed)
+    except le.LitEfficientError as error:
+        result = {"refused": str(error).splitlines()[0]}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+    pipe.send({"technique": name, "model": model, "seconds": round(time.monotonic() - start, 1), **result})
+
+
+def run(rows: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows as they end, ``options.jobs`` at a time."""
+    context = multiprocessing.get_context("fork")
+    data = {model: prepared(model) for model in {model for _, model in rows}}
+    waiting, running = list(rows), {}
+    end = time.monotonic() + 60 * options.minutes
+    while running or (waiting and time.monotonic() < end):
+        while waiting and len(running) < options.jobs and time.monotonic() < end:
+            name, model = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=row, args=(name, model, data[model], options, sender))
+            process.start()
+            sender.close()
+            running[receiver] = (process, name, model)
+        for receiver in multiprocessing.connection.wait(list(running)):
+            process, name, model = running.pop(receiver)
+            try:
+                yield receiver.recv()
+            except EOFError:
+                yield {"technique": name, "model": model, "failed": "the process was killed"}
+            process.join()
+
+
+def ratio(result: dict[str, Any], kind: str) -> str:
+    if "time" not in result:
+        return "-"
+    if kind == "time":
+        return f"{statistics.median(result['time']):.2f}"
+    plain = result["plain"][kind]
+    return f"{result['with'][kind] / plain:.2f}" if plain else "-"
+
+
+def load(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {(r["technique"], r["model"]): r for r in map(json.loads, lines)}
+
+
+def cells(name: str, results: dict[tuple[str, str], dict[str, Any]]) -> dict[str, str]:
+    """Column -> ratios on the three, of a technique."""
+    mine = [results.get((name, model), {}) for model in MODELS]
+    return {kind: " / ".join(ratio(result, kind) for result in mine) for kind in COLUMNS}
+
+
+def measured_names(results: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    """Techniques that ran on at least one of the three."""
+    return sorted({name for (name, _), result in results.items() if "time" in result})
+
+
+def show(results: dict[tuple[str, str], dict[str, Any]]) -> None:
+    print(f"{'technique':28}" + "".join(f"{kind:>22}" for kind in COLUMNS) + "   on " + " / ".join(MODELS))
+    for name in measured_names(results):
+        print(f"{name:28}" + "".join(f"{cell:>22}" for cell in cells(name, results).values()))
+    for (name, model), result in sorted(results.items()):
+        for kind in {"refused", "failed"} & result.keys():
+            print(f"{name} on {model} {kind}: {result[kind][:150]}")
+
+
+def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Put the rows into figures.json, in the place of those of before."""
+    now = figures.here()
+    source = json.loads(figures.FILE.read_text("utf-8"))
+    source["environments"]["techniques"] = {key: now[key] for key in ("versions", "machine")}
+    titles = [
+        "Technique",
+        "Time of a step",
+        "Memory at its peak",
+        "Weights",
+        "Gradients",
+        "States",
+        "Activations",
+        "Loss",
+    ]
+    source["tables"]["techniques"] = titles
+    kept = [record for record in source["records"] if record.get("table") != "techniques"]
+    for name in measured_names(results):
+        found = cells(name, results)
+        shown = next(setting_of(name, model).shown for model in MODELS if "time" in results.get((name, model), {}))
+        kept.append(
+            {
+                "id": f"techniques/{name}",
+                "table": "techniques",
+                "technique": name,
+                "command": COMMAND,
+                "unit": "with it / without it, on GPT / DiT / ResNet; '-': refused, or nothing there",
+                "figures": found,
+                "cells": [f"`{name}`" + (f" ({shown})" if shown else ""), *(f"{{{kind}}}" for kind in found)],
+                "date": now["date"],
+                "threads": 1,
+                "environment": "techniques",
+            }
+        )
+    source["records"] = kept
+    figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=None, metavar="NAME")
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timed", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no row after so many")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    options = parser.parse_args()
+    options.folder = options.folder.absolute()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    file = options.folder / "rows.jsonl"
+    results = load(file)
+    wanted = [(name, model) for model in options.model for name in options.only or names()]
+    missing = [key for key in wanted if key not in results or options.only]
+    if not (options.show or options.record):
+        for done, result in enumerate(run(missing, options), start=1):
+            results[result["technique"], result["model"]] = result
+            file.write_text("".join(json.dumps(r) + "\n" for r in results.values()))
+            what = result.get("refused") or result.get("failed") or f"{ratio(result, 'time')} of the time"
+            print(f"{done}/{len(missing)} {result['technique']} on {result['model']}: {what[:110]}", flush=True)
+    show(results)
+    if options.record:
+        record(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
