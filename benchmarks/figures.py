@@ -117,12 +117,19 @@ def differences() -> Iterator[tuple[Path, str]]:
 
 def of_cards() -> dict[str, str]:
     """What was measured of each technique: "WHAT: RESULT (COMMAND)"."""
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for record in RECORDS.values():
-        if "technique" in record and "cells" in record:
+        if "technique" not in record or "cells" not in record:
+            continue
+        if record["table"] == "techniques":
+            columns, (_, *results) = SOURCE["tables"]["techniques"][1:], (filled(record, c) for c in record["cells"])
+            pairs = (f"{column.lower()} {result}" for column, result in zip(columns, results))
+            text = f"with it beside without it, on a small GPT / DiT / ResNet: {'; '.join(pairs)} ({record['command']})"
+        else:
             command, what, result = (filled(record, cell).replace("`", "") for cell in record["cells"])
-            found[record["technique"]] = f"{what}: {result} ({command})"
-    return dict(sorted(found.items()))
+            text = f"{what}: {result} ({command})"
+        found.setdefault(record["technique"], []).append(text)
+    return {name: ". ".join(texts) for name, texts in sorted(found.items())}
 
 
 def unrecorded(text: str) -> list[str]:

@@ -134,6 +134,7 @@ class Setting:
         plugins: Makes the plugins.
         shown: What was set, for the table; empty for the defaults.
         beside: Makes callbacks that the plain run has, too.
+        traced: Whether every operator of a step can be seen; a compiled step's cannot.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -142,6 +143,7 @@ class Setting:
     plugins: Callable[[], list[Any]] = list
     shown: str = ""
     beside: Callable[[], list[Any]] = list
+    traced: bool = True
 
 
 class _Steps(L.Callback):
@@ -158,8 +160,8 @@ class _Steps(L.Callback):
 class _Bytes(L.Callback):
     """Bytes of one step by kind, and the most that were alive at a time."""
 
-    def __init__(self, before: set[int]) -> None:
-        self.before, self.found, self.live = before, {}, 0
+    def __init__(self, before: set[int], traced: bool) -> None:
+        self.before, self.traced, self.found = before, traced, {}
         self._open: contextlib.ExitStack | None = None
         self._forward: contextlib.ExitStack | None = None
 
@@ -171,8 +173,10 @@ class _Bytes(L.Callback):
         held = [p.grad for p in parameters if p.grad is not None]
         alive = [t for t in _tensors() if _address(t) not in self.before]
         self._open, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
-        self._meter = self._open.enter_context(AllocationMeter([*alive, *held]))
-        self._saved = self._forward.enter_context(SavedTensors([*parameters, *pl_module.buffers()]))
+        self._meter, self._saved = AllocationMeter([*alive, *held]), SavedTensors([*parameters, *pl_module.buffers()])
+        if self.traced:
+            self._open.enter_context(self._meter)
+            self._forward.enter_context(self._saved)
         self.gradients = 0
         for p in (p for p in parameters if p.requires_grad):
             hook = p.register_hook(partial(self._count, parameters))
@@ -195,12 +199,12 @@ class _Bytes(L.Callback):
         self._open = None
         weights = {_address(t): t for t in _flat([*pl_module.parameters(), *pl_module.buffers()])}
         self.found = {
-            "peak": self._meter.peak,
             "weights": sum(t.nbytes for t in weights.values()),
             "gradients": self.gradients,
             "states": sum(measure_state_bytes(optimizer) for optimizer in trainer.optimizers),
-            "activations": self.saved,
         }
+        if self.traced:
+            self.found |= {"peak": self._meter.peak, "activations": self.saved}
 
 
 def _flat(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -216,7 +220,17 @@ def _flat(tensors: list[Tensor]) -> Iterator[Tensor]:
 def _tensors() -> list[Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu"]
+        found = [item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu"]
+    return [tensor for tensor in found if _is_real(tensor)]
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether it has memory: those that a compiler traces with have none."""
+    try:
+        _address(tensor)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _address(tensor: Tensor) -> int:
@@ -279,7 +293,7 @@ def measure(model: str, setting: Setting, data: Any, steps: int, rounds: int, ti
     figures: dict[str, Any] = {name: {} for name in sides}
     before = {_address(tensor) for tensor in _tensors()}
     for name, side in sides.items():
-        counted = _Bytes(before)
+        counted = _Bytes(before, side.traced)
         _fit(model, side, data, COUNTED + 2, [counted], side.trainer)
         figures[name] |= counted.found
         gc.collect()

@@ -61,9 +61,11 @@ def stepped(name: str, **arguments: Any) -> Setting:
 # What is not measured with its default arguments, by name and model ("": all models).
 SETTINGS: dict[tuple[str, str], Setting] = {
     ("CheckpointAverage", ""): with_callback("CheckpointAverage", last_k=5, every_n_steps=5),
+    ("Compile", ""): Setting(lambda: [le.Compile()], traced=False),
     ("EMA", ""): with_callback("EMA", decay=0.99),
     ("FusedAdamW", ""): stepped("FusedAdamW", lr=2e-3),
     ("GroupedAdafactor", ""): stepped("GroupedAdafactor", lr=1e-2),
+    ("GradualUnfreezing", ""): with_callback("GradualUnfreezing", every_n_steps=20),
     ("Lion", ""): stepped("Lion", lr=4e-4, weight_decay=0.1),
     ("MuonAdamW", ""): stepped("MuonAdamW", lr=2e-3),
     ("LowBitOptimizer", ""): with_callback("LowBitOptimizer", bits=8),
@@ -73,7 +75,9 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("QuantizeBase", ""): Setting(
         lambda: [le.QuantizeBase(), le.LoRA(rank=8)], beside=lambda: [], shown="nf4, with LoRA(rank=8)"
     ),
-    ("ReplaceHead", ""): with_callback("ReplaceHead", num_outputs=10),
+    ("LoRA", ""): with_callback("LoRA", rank=8),
+    ("LoRA", "ResNet"): with_callback("LoRA", rank=8, targets=[r".*conv\d"]),
+    ("ReplaceHead", "ResNet"): with_callback("ReplaceHead", num_outputs=10),
     ("SNRWeighting", ""): with_callback("SNRWeighting", gamma=5.0),
     ("ScheduleFree", ""): with_callback("ScheduleFree", warmup_steps=10),
     ("ScheduleFreeAdamW", ""): Setting(
@@ -106,9 +110,10 @@ def names() -> list[str]:
     return sorted(name for name in chosen if name not in ELSEWHERE)
 
 
-def setting_of(name: str, model: str) -> Setting:
-    found = SETTINGS.get((name, model), SETTINGS.get((name, "")))
-    return found or Setting(lambda: [getattr(le, name)()])
+def setting_of(name: str, model: str) -> Setting | None:
+    """How it is measured on a model; ``None``: it has nothing to do there."""
+    mine = {key[1]: setting for key, setting in SETTINGS.items() if key[0] == name}
+    return mine.get(model, mine.get("")) if mine else Setting(lambda: [getattr(le, name)()])
 
 
 def row(name: str, model: str, data: Any, options: argparse.Namespace, pipe: Any) -> None:
@@ -120,7 +125,9 @@ def row(name: str, model: str, data: Any, options: argparse.Namespace, pipe: Any
     os.chdir(options.folder)
     start = time.monotonic()
     try:
-        result = measure(model, setting_of(name, model), data, options.steps, options.rounds, options.timed)
+        setting = setting_of(name, model)
+        assert setting is not None
+        result = measure(model, setting, data, options.steps, options.rounds, options.timed)
     except le.LitEfficientError as error:
         result = {"refused": str(error).splitlines()[0]}
     except Exception as error:
@@ -157,8 +164,8 @@ def ratio(result: dict[str, Any], kind: str) -> str:
         return "-"
     if kind == "time":
         return f"{statistics.median(result['time']):.2f}"
-    plain = result["plain"][kind]
-    return f"{result['with'][kind] / plain:.2f}" if plain else "-"
+    with_it, plain = (result[side].get(kind) for side in ("with", "plain"))
+    return f"{with_it / plain:.2f}" if plain and with_it is not None else "-"
 
 
 def load(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -205,7 +212,8 @@ def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
     kept = [record for record in source["records"] if record.get("table") != "techniques"]
     for name in measured_names(results):
         found = cells(name, results)
-        shown = next(setting_of(name, model).shown for model in MODELS if "time" in results.get((name, model), {}))
+        ran = [model for model in MODELS if "time" in results.get((name, model), {})]
+        shown = next((setting.shown for model in ran if (setting := setting_of(name, model))), "")
         kept.append(
             {
                 "id": f"techniques/{name}",
@@ -242,7 +250,8 @@ def main() -> int:
     torch.set_num_threads(1)
     file = options.folder / "rows.jsonl"
     results = load(file)
-    wanted = [(name, model) for model in options.model for name in options.only or names()]
+    named = [(name, model) for model in options.model for name in options.only or names()]
+    wanted = [key for key in named if setting_of(*key)]
     missing = [key for key in wanted if key not in results or options.only]
     if not (options.show or options.record):
         for done, result in enumerate(run(missing, options), start=1):
