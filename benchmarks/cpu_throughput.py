@@ -303,7 +303,8 @@ def main() -> int:
                     del rounds[side]
                 else:
                     rounds[side].append(rate * size)
-        plain = rounds["plain PyTorch"]
+        if (plain := rounds.get("plain PyTorch")) is None:
+            return 1
         for side, rates in rounds.items():
             ratios = sorted(a / b for a, b in zip(rates, plain))
             ratio = statistics.median(ratios)
