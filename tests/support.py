@@ -83,15 +83,15 @@ def convolved(network: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def lowered(network: type[nn.Module]) -> type[nn.Module]:
-    """The network with a matrix in bfloat16, whatever it gives times one plus that one's mean."""
+    """The network with a matrix in bfloat16, whatever it gives times that one's mean, which is one."""
 
     class Lowered(network):  # type: ignore[valid-type, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.low = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16))
+            self.low = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16))
 
         def forward(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
-            return super().forward(x, **arguments) * (1 + self.low.float().mean())
+            return super().forward(x, **arguments) * self.low.float().mean()
 
     Lowered.forward.__signature__ = inspect.signature(network.forward)  # type: ignore[attr-defined]
     return Lowered

@@ -159,20 +159,20 @@ def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
         mark_counted(optimizer.__dict__["step"])
 
 
-def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "OffloadOptimizer") -> None:
+def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "offloading the states") -> None:
     """Refuse an optimizer whose step has written to the group of a piece: that of all parameters would not have it.
 
     Args:
         optimizer: Between the steps of two pieces.
         group: The group that the piece is of.
-        who: Name of the technique that asks, for the error.
+        who: What needs the pieces, for the error.
     """
     (stepped,) = optimizer.param_groups
     written = [key for key, value in stepped.items() if key != "params" and value is not group.get(key, optimizer)]
     if written:
         raise ConfigurationError(
             f"{who}: the step of {type(optimizer).__name__} writes {', '.join(map(repr, written))} to its groups, for "
-            f"all their parameters at once, which has no pieces; leave {who} out"
+            f"all their parameters at once, which has no pieces; train without {who}"
         )
 
 
