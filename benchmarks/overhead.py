@@ -61,7 +61,7 @@ def plain_loop(steps: int, device: str) -> float:
         {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": arguments["weight_decay"]},
         {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, arguments["learning_rate"], betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, arguments["learning_rate"], betas=(0.9, 0.95), fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
     batches = chain.from_iterable(repeat(data.train_dataloader()))
     marks = []

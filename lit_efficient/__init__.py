@@ -47,6 +47,7 @@ PUBLIC: dict[str, str] = {
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "MaxBatchSize": "callbacks.max_batch_size",
     "OffloadOptimizer": "callbacks.offload_optimizer",
+    "KahanSummation": "callbacks.kahan_summation",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",
     "PrefixTuning": "callbacks.prefix_tuning",
@@ -54,6 +55,7 @@ PUBLIC: dict[str, str] = {
     "ReplaceHead": "callbacks.replace_head",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
+    "StochasticRounding": "callbacks.stochastic_rounding",
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
     "NonFiniteGuard": "callbacks.non_finite_guard",
@@ -76,6 +78,8 @@ PUBLIC: dict[str, str] = {
     "distillation_divergence": "losses.distillation",
     "chunked_distillation": "losses.chunked_distillation",
     "suggest_lr": "mechanisms.trials.rate_range",
+    "round_stochastically": "optimizers.float32_step",
+    "step_in_float32": "optimizers.float32_step",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",

@@ -34,6 +34,7 @@ from lit_efficient.callbacks.lora import LoRA as LoRA
 from lit_efficient.callbacks.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
 from lit_efficient.callbacks.max_batch_size import MaxBatchSize as MaxBatchSize
 from lit_efficient.callbacks.offload_optimizer import OffloadOptimizer as OffloadOptimizer
+from lit_efficient.callbacks.kahan_summation import KahanSummation as KahanSummation
 from lit_efficient.callbacks.schedule_free import ScheduleFree as ScheduleFree
 from lit_efficient.callbacks.power_ema import PowerEMA as PowerEMA
 from lit_efficient.callbacks.prefix_tuning import PrefixTuning as PrefixTuning
@@ -41,6 +42,7 @@ from lit_efficient.callbacks.quantize_base import QuantizeBase as QuantizeBase
 from lit_efficient.callbacks.replace_head import ReplaceHead as ReplaceHead
 from lit_efficient.callbacks.snr_weighting import SNRWeighting as SNRWeighting
 from lit_efficient.callbacks.stochastic_depth import StochasticDepth as StochasticDepth
+from lit_efficient.callbacks.stochastic_rounding import StochasticRounding as StochasticRounding
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation as TokenWeightedAccumulation
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
 from lit_efficient.callbacks.run_metrics import RunMetrics as RunMetrics
@@ -60,6 +62,8 @@ from lit_efficient.losses.snr import snr_weight as snr_weight
 from lit_efficient.losses.distillation import distillation_divergence as distillation_divergence
 from lit_efficient.losses.chunked_distillation import chunked_distillation as chunked_distillation
 from lit_efficient.mechanisms.trials.rate_range import suggest_lr as suggest_lr
+from lit_efficient.optimizers.float32_step import round_stochastically as round_stochastically
+from lit_efficient.optimizers.float32_step import step_in_float32 as step_in_float32
 from lit_efficient.optimizers.low_bit import to_low_bit as to_low_bit
 from lit_efficient.tasks.language_modeling import LanguageModeling as LanguageModeling
 from lit_efficient.tasks.distillation import Distillation as Distillation

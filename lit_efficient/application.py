@@ -40,6 +40,10 @@ from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
 
 _ON_LOSS = ("sample_weights", "extra_loss")
+_KEEPS = (
+    "keeps_small_updates",
+    "bf16_stochastic_round",
+)  # on optimizers whose small steps survive; torchao's is the last
 
 
 @dataclass
@@ -581,6 +585,23 @@ def compare_techniques(
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return ", ".join(f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in keys)
+
+
+# Precision -----------------------------------------------------------------------------------------------------------
+
+
+def warn_of_lost_updates(optimizers: Iterable[Optimizer]) -> None:
+    """Say that an optimizer rounds the 16-bit weights that it steps to nearest: at usual rates they hardly move."""
+    for optimizer in optimizers:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        low = sum(p.numel() for p in trained if p.dtype in (torch.bfloat16, torch.float16))
+        own = any(group.get("kahan_sum", False) is not False for group in optimizer.param_groups)  # None: where needed
+        if low and not own and not any(getattr(optimizer, name, False) for name in _KEEPS):
+            rank_zero_warn(
+                f"{type(optimizer).__name__} steps {low:,} parameters in 16 bits, where a step below 1/512 of a weight "
+                "is rounded away: they hardly learn. Under precision: bf16-true add the callback StochasticRounding, "
+                "or KahanSummation for 2 bytes a parameter; or use precision: bf16-mixed"
+            )
 
 
 # Reports -------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,22 @@ def convolved(network: type[nn.Module]) -> type[nn.Module]:
     return Convolved
 
 
+@functools.cache
+def lowered(network: type[nn.Module]) -> type[nn.Module]:
+    """The network with a matrix in bfloat16, whatever it gives times that one's mean, which is one."""
+
+    class Lowered(network):  # type: ignore[valid-type, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            return super().forward(x, **arguments) * self.low.float().mean()
+
+    Lowered.forward.__signature__ = inspect.signature(network.forward)  # type: ignore[attr-defined]
+    return Lowered
+
+
 class Toy(testing.Toy):
     """The toy of the contract, of every shape a user's module may have."""
 

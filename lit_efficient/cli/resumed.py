@@ -95,7 +95,8 @@ class ConfigWins(Callback):
             return
         now = [one["class"] for one in self._now["optimizers"]]
         then = now if self._then is None else [one["class"] for one in self._then["optimizers"]]
-        if then != now:
+        kinds = [{type(one).__name__, *getattr(one, "goes_on_from", ())} for one in trainer.optimizers]
+        if len(then) != len(kinds) or any(one not in kind for one, kind in zip(then, kinds)):
             raise CheckpointError(
                 f"ckpt_path: the checkpoint was trained with {', '.join(then)}, whose state {', '.join(now)} cannot "
                 f"go on with. {_ADVICE}"
@@ -182,7 +183,8 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     for optimizer, before, built in zip(trainer.optimizers, then["optimizers"], now["optimizers"]):
         for index, (group, old, new) in enumerate(zip(optimizer.param_groups, before["groups"], built["groups"])):
             held = _options(group)
-            for name in new:
+            kernel = {"fused"} if before["class"] != built["class"] else set()  # goes on as it has begun
+            for name in (name for name in new if name not in kernel):
                 left = unscheduled and name in _SCHEDULED and held[name] != new[name]  # where the schedule was
                 if not left and (name not in old or old[name] == new[name]):
                     continue

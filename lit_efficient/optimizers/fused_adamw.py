@@ -19,7 +19,8 @@ class FusedAdamW(torch.optim.AdamW):
     """AdamW that uses torch's fused kernel wherever the parameters allow it.
 
     Lightning refuses to clip gradients for any fused optimizer, because such a one may unscale them itself. This one
-    leaves that to the gradient scaler, so both go together.
+    leaves that to the gradient scaler, so both go together. What a checkpoint of torch's AdamW has begun goes on with
+    that one's kernel, bit by bit.
 
     Args:
         params: Parameters or groups.
@@ -30,6 +31,7 @@ class FusedAdamW(torch.optim.AdamW):
         decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
     """
 
+    goes_on_from: ClassVar[tuple[str, ...]] = ("AdamW",)  # classes whose checkpoints it continues, with their kernel
     low_bit_twin: ClassVar[tuple[str, int]] = ("AdamW", 2)  # what its low-bit form imitates, and that one's moments
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "one kernel for the step of all parameters")}
 

@@ -150,7 +150,7 @@ def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
         piece_bytes: Bytes of the parameters that are stepped at a time.
     """
     kind: Any = type(optimizer)
-    optimizer.__class__ = _streamed(kind)
+    optimizer.__class__ = streamed(kind)
     optimizer.host_states = HostStates(optimizer, piece_bytes)  # type: ignore[attr-defined]  # of `Streamed`
     # A scheduler may have set a counted step on the instance, which calls the old class's: put ours inside.
     step = optimizer.__dict__.get("step")
@@ -159,19 +159,20 @@ def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
         mark_counted(optimizer.__dict__["step"])
 
 
-def check_unchanged(optimizer: Optimizer, group: dict[str, Any]) -> None:
+def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "offloading the states") -> None:
     """Refuse an optimizer whose step has written to the group of a piece: that of all parameters would not have it.
 
     Args:
         optimizer: Between the steps of two pieces.
         group: The group that the piece is of.
+        who: What needs the pieces, for the error.
     """
     (stepped,) = optimizer.param_groups
     written = [key for key, value in stepped.items() if key != "params" and value is not group.get(key, optimizer)]
     if written:
         raise ConfigurationError(
-            f"OffloadOptimizer: the step of {type(optimizer).__name__} writes {', '.join(map(repr, written))} to its "
-            "groups, for all their parameters at once, which has no pieces; leave OffloadOptimizer out"
+            f"{who}: the step of {type(optimizer).__name__} writes {', '.join(map(repr, written))} to its groups, for "
+            f"all their parameters at once, which has no pieces; train without {who}"
         )
 
 
@@ -181,7 +182,7 @@ def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _streamed(base: type[Optimizer]) -> type[Optimizer]:
+def streamed(base: type[Optimizer]) -> type[Optimizer]:
     """``base`` with a step in pieces; the class keeps its name."""
     inner: Any = base.step
     # The hooks of a step are in the function that torch puts around each class's: run them once, not for each piece.

@@ -97,7 +97,8 @@ class _Twin(Optimizer8bit):
 
     def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         super().init_state(group, p, gindex, pindex)
-        self._pages |= {(p, name): self.state[p][name] for name in _MOMENTS if name in self.state[p]}
+        if self.is_paged:
+            self._pages |= {(p, name): self.state[p][name] for name in _MOMENTS if name in self.state[p]}
 
     def prefetch_state(self, p: Tensor) -> None:
         """Put what lies elsewhere, as loaded and copied states do, into the parameter's own pages, then fetch them."""

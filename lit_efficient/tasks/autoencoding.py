@@ -35,6 +35,7 @@ from lit_efficient.models.autoencoders import (
 from lit_efficient.models.diffusers_model import DiffusersModelConfig, from_fields
 from lit_efficient.models.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
 from lit_efficient.models.teachers import Teacher, name_of
+from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.surgery import own_draws
 
 Reconstruction = Literal["l1", "l2", "smooth"]
@@ -159,7 +160,7 @@ class Autoencoding(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW with a linear decay to zero over the run, if its length is known."""
         trainable = [p for p in self.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, self.learning_rate)
+        optimizer = FusedAdamW(trainable, self.learning_rate)
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
             return optimizer

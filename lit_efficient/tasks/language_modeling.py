@@ -34,6 +34,7 @@ from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.models.sampling import Sampling
+from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
@@ -162,7 +163,7 @@ class LanguageModeling(LightningModule):
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], self.learning_rate, betas=(0.9, 0.95))
+        optimizer = FusedAdamW([g for g in groups if g["params"]], self.learning_rate, betas=(0.9, 0.95))
         schedule = partial(warmup_cosine, warmup=self.warmup_steps, total=self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -36,6 +36,7 @@ from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiTConfig
 from lit_efficient.models.dit_to_diffusers import diffusers_fields
+from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, described, to_uint8
@@ -154,7 +155,7 @@ class LatentDiffusion(LatentGenerator):
     def configure_optimizers(self) -> Any:
         """AdamW over what trains, with warm-up and a cosine to zero over the length of the run."""
         trainable = [p for p in self.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, self.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
+        optimizer = FusedAdamW(trainable, self.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
         total = float(self.trainer.estimated_stepping_batches)
         warmup = int(min(_WARMUP_STEPS, total // 10))
         factor = partial(warmup_cosine, warmup=warmup, total=total)

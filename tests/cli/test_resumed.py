@@ -88,6 +88,23 @@ def test_rate_decay_and_betas_are_those_of_the_config(said):
     assert Recorder.last.rates == [0.002] * 4
 
 
+def test_what_adamw_began_goes_on_as_fused_adamw_bit_by_bit(said):
+    """Tasks took AdamW before they took FusedAdamW: their checkpoints keep its kernel, also when resumed again."""
+
+    def weights() -> torch.Tensor:
+        return torch.nn.utils.parameters_to_vector(Recorder.last.trainer.lightning_module.parameters())
+
+    assert fit(SAVE, "--optimizer=AdamW", "--optimizer.lr=0.01", "--trainer.max_epochs=3") == 0
+    whole = weights()
+    assert fit(SAVE, "--optimizer=AdamW", "--optimizer.lr=0.01") == 0
+    for epochs in (3, 4):
+        said()
+        assert fit(SAVE, CKPT, "--optimizer=FusedAdamW", "--optimizer.lr=0.01", f"--trainer.max_epochs={epochs}") == 0
+        assert "The config wins" not in said()
+        assert groups()[0]["fused"] is None
+        assert epochs > 3 or torch.equal(whole, weights())
+
+
 SCHEDULES = {
     "cosine": ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.eta_min=0.001"],
     "steps": ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"],

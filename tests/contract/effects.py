@@ -254,7 +254,7 @@ def _assert_exported(run: Run, average: dict[str, Tensor]) -> None:
     shared = [name for name in average if name in exported]
     assert shared
     for name in shared:
-        assert near(exported[name], average[name]), name
+        assert near(exported[name], average[name].to(exported[name].dtype)), name
         assert torch.equal(raw[name], run.steps[-1].weights[name]), name
     assert any(not near(exported[name], raw[name]) for name in shared), "the average is the raw weights"
 

@@ -44,7 +44,7 @@ from lit_efficient.declaration import check_conflicts
 from lit_efficient.testing import Case, Run
 from tests.contract import effects
 from tests.contract.row import Row
-from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet, convolved
+from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet, convolved, lowered
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -200,7 +200,8 @@ def network_of(*names: str) -> type[nn.Module]:
     """The network that all the named techniques can act on."""
     needed = {CASES[name].network for name in names} - {Net}
     network = TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
-    return convolved(network) if any(CASES[name].convolution for name in names) else network
+    network = convolved(network) if any(CASES[name].convolution for name in names) else network
+    return lowered(network) if any(CASES[name].bfloat16 for name in names) else network
 
 
 def case(*names: str) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 
 from lit_efficient import (
+    Autoencoding,
     ConfigurationError,
     FusedAdamW,
     GroupedAdafactor,
+    LanguageModeling,
+    LatentDiffusion,
     Lion,
     MuonAdamW,
     ScheduleFreeAdamW,
@@ -117,6 +121,17 @@ def test_fused_adamw_is_fused_and_lets_lightning_clip() -> None:
     trained.fit(module, data(), data())
     assert trained.optimizers[0].param_groups[0]["fused"] is True
     assert not torch.equal(before["net.head.weight"], module.net.head.weight)
+
+
+@pytest.mark.parametrize("task", [LanguageModeling, LatentDiffusion, Autoencoding])
+def test_tasks_step_with_the_fused_kernel(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = task.__new__(task)
+    nn.Module.__init__(module)
+    module.net, module.learning_rate, module.weight_decay, module.warmup_steps = nn.Linear(4, 4), 1e-3, 0.1, 0
+    monkeypatch.setattr(task, "trainer", SimpleNamespace(estimated_stepping_batches=10))
+    optimizer = module.configure_optimizers()["optimizer"]
+    assert isinstance(optimizer, FusedAdamW)
+    assert all(group["fused"] for group in optimizer.param_groups)
 
 
 def test_fused_adamw_steps_like_adamw() -> None:
