@@ -30,6 +30,7 @@ PUBLIC: dict[str, str] = {
     "thawed": "callbacks.gradual_unfreezing",
     # techniques: slot trainer.callbacks
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "AttentionBackend": "callbacks.attention_backend",
     "ChannelsLast": "callbacks.channels_last",
     "CheckpointAverage": "callbacks.checkpoint_average",
     "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",

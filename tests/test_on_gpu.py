@@ -152,6 +152,22 @@ def test_packed_rows_with_grouped_heads_take_a_fused_kernel() -> None:
         model(ids).float().mean().backward()
 
 
+def test_packed_rows_go_through_flex_attention_and_give_the_processors_numbers() -> None:
+    from lit_efficient.models.document_attention import _flex_tried, attend_documents, document_starts
+
+    positions = torch.cat([torch.arange(n) for n in (150, 1, 261)]).repeat(2, 1)
+    shapes = ((2, 4, 412, 32), (2, 2, 412, 32), (2, 2, 412, 32))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    there = [value.detach().to(DEVICE).requires_grad_() for value in inputs]
+    found = attend_documents(*there, document_starts(positions.to(DEVICE)))
+    assert _flex_tried(torch.float32, 32)
+    expected = attend_documents(*inputs, document_starts(positions))
+    torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
+    gradients = [torch.autograd.grad(out.square().sum(), to) for out, to in ((found, there), (expected, inputs))]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=5e-2, atol=5e-2)
+
+
 def test_a_float_base_on_the_cpu_is_rounded_on_the_device_and_stays_where_it_was() -> None:
     network = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
     torch.cuda.reset_peak_memory_stats()

@@ -24,3 +24,10 @@ def counts() -> tuple[int, int, int]:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"], counters["frames"]["total"], counters["frames"]["ok"]
+
+
+def runs_eagerly() -> bool:
+    """Whether what is compiled runs as it would without: ``torch._dynamo.eval_frame._stance``."""
+    from torch._dynamo import eval_frame
+
+    return eval_frame._stance.stance in ("force_eager", "eager_on_recompile")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.rewind import Rewind
+from lit_efficient.models.document_attention import causal_throughout, document_starts, read_starts
 from lit_efficient.models.generation import arguments_of, longest_row
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.modes import evaluating, whole_precision
@@ -55,6 +56,12 @@ def by_lengths(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs
         "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
         "seq_idx": (begins.cumsum(0) - 1).int()[None],
     }  # fmt: skip
+
+
+def by_starts(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
+    """The number of the token at which each one's document begins, in the place of a mask of T x T."""
+    starts = document_starts(position_ids)[:, None, None]
+    return by_positions(network, input_ids, position_ids) | {"attention_mask": starts}
 
 
 WAYS = {"position_ids": by_positions, "a block-diagonal mask": by_mask, "lengths of documents": by_lengths}
@@ -130,6 +137,8 @@ class DocumentRows:
         for name, way in WAYS.items():
             leak, reason = probe.leak(way, length)
             if agree(leak <= probe.tolerance):
+                if agree(probe.takes_starts(way, length)):
+                    return by_starts
                 if way is not by_positions:
                     rank_zero_info(f"{self.owner}: packed documents are kept apart by {name} in {probe.name}")
                 return way
@@ -186,6 +195,26 @@ class _Probe:
             return float("inf"), f"it fails ({str(error).strip().splitlines()[0] if str(error) else repr(error)})"
         return max(leaks), f"one changes the next by {max(leaks):.2g} of what that changes itself"
 
+    def takes_starts(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> bool:
+        """Whether the network gives the same without a mask as in a ``way`` that keeps documents apart."""
+        if self.blind or isinstance(self.network, GPT):
+            return False
+        try:
+            if not causal_throughout(self.network, min(longest_row(self.network), 1 << 20)):
+                return False
+            read_starts()
+            for state, plain in self.plain_logits:
+                there, here = (
+                    self._logits(each(self.network, self.rows, self.positions), state) for each in (way, by_starts)
+                )
+                if self._most(there - here, plain) > self.tolerance:
+                    return False
+            state, plain = self.plain_logits[0]
+            there, here = (self._long(each, length, state, 0) for each in (way, by_starts))
+            return float(_norms(there - here).median()) / self._effect(plain) <= self.tolerance
+        except Exception:  # each network refuses what it does not take in its own way
+            return False
+
     def _near(self, way: Any, state: dict[str, Tensor], plain: Tensor | None) -> float:
         logits = self._logits(way(self.network, self.rows, self.positions), state)
         if plain is None:
@@ -195,18 +224,20 @@ class _Probe:
 
     def _far(self, way: Any, length: int, state: dict[str, Tensor], plain: Tensor) -> float:
         """The same of a long row's last tokens: the middle of them, as rounding may choose other experts for one."""
+        there, here = (self._long(way, length, state, shift) for shift in (0, 1))
+        return float(_norms(there - here).median()) / self._effect(plain)
+
+    def _long(self, way: Any, length: int, state: dict[str, Tensor], shift: int) -> Tensor:
+        """Logits of the last tokens of a row of two documents, the first of which has other tokens with ``shift``."""
         length = min(length, longest_row(self.network))
         first = length * 7 // 16 | 1  # no multiple of what layers put together
         index = torch.arange(length, device=self.rows.device)
         positions = torch.where(index < first, index, index - first)[None]
         tokens = _tokens(self.network).to(self.rows.device)
         last = {"logits_to_keep": _ROW} if "logits_to_keep" in arguments_of(self.network) else {}
-        found = []
-        for shift in (0, 1):
-            row = tokens[(index + shift * (index < first)) % len(tokens)][None]
-            logits = self._call(way(self.network, row, positions) | last, state)
-            found.append(logits.reshape(-1, logits.shape[-1])[-min(_ROW, length - first) :].float())
-        return float(_norms(found[0] - found[1]).median()) / self._effect(plain)
+        row = tokens[(index + shift * (index < first)) % len(tokens)][None]
+        logits = self._call(way(self.network, row, positions) | last, state)
+        return logits.reshape(-1, logits.shape[-1])[-min(_ROW, length - first) :].float()
 
     def _logits(self, inputs: _Inputs, state: dict[str, Tensor]) -> Tensor:
         return self._call(inputs, state).float().reshape(*self.rows.shape, -1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.losses.next_token import token_losses
+from lit_efficient.models.document_attention import attend_documents, document_starts
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 
@@ -109,9 +110,7 @@ def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: tor
 
 
 def packed_layout(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Rotary table and mask of rows that hold several documents each.
-
-    A document begins wherever a position is not its predecessor's plus one, as in Hugging Face's packed batches.
+    """Rotary table of rows that hold several documents each, and where these begin.
 
     Args:
         position_ids: ``[B, T]``, from 0 in every document.
@@ -119,15 +118,11 @@ def packed_layout(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Te
         theta: base of the rotary wavelengths.
 
     Returns:
-        The table for `rotate` ``[B, 2, 1, T, head_dim / 2]``, and which keys a query may see ``[B, 1, T, T]``: those of
-        its own document that are not after it.
+        The table for `rotate` ``[B, 2, 1, T, head_dim / 2]``, and `document_starts` ``[B, T]``.
     """
     length = position_ids.shape[1]
     table = rotary_table(0, length, head_dim, theta, position_ids.device)[0][:, position_ids]  # (2, B, T, head_dim / 2)
-    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
-    document = begins.cumsum(1)
-    mask = (document[:, :, None] == document[:, None, :]).tril()
-    return table.transpose(0, 1).unsqueeze(2), mask.unsqueeze(1)
+    return table.transpose(0, 1).unsqueeze(2), document_starts(position_ids)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -179,33 +174,41 @@ class GPTAttention(nn.Module):
         self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
         """Mix ``x`` ``[B, T, D]`` over time; the tokens in ``cache`` come before it.
 
-        Without a ``mask`` ``[B, 1, T, T]`` (True: may be seen) it is causal.
+        It is causal, and stays within documents that begin at `document_starts` ``[B, T]``.
         """
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # (B, heads, T, head_dim)
         query, key = rotate(query, rotary), rotate(key, rotary)
-        past = 0
-        if cache is not None:
-            past = cache.length
-            key, value = cache.append(key, value)
-        length = x.shape[1]
-        causal = mask is None and past == 0 and length > 1
-        if (
-            mask is None and past and length > 1
-        ):  # is_causal aligns the corner at the first key, which is right only without a past
-            mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
-        if mask is not None and self.grouped:
-            # CUDA's kernel for masks wants a key head for each query head; torch would else form all scores in memory.
-            groups = query.shape[1] // key.shape[1]
-            key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped and mask is None
-        )
+        if starts is not None:
+            mixed = attend_documents(query, key, value, starts)
+        else:
+            past = 0
+            if cache is not None:
+                past = cache.length
+                key, value = cache.append(key, value)
+            mixed = self._attend(query, key, value, past)
         return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: int) -> Tensor:
+        length, mask = query.shape[2], None
+        if past and length > 1:  # is_causal aligns the corner at the first key, which is right only without a past
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+            if self.grouped:
+                # CUDA's kernel for masks wants a key head for each query head; torch would form all scores in memory.
+                groups = query.shape[1] // key.shape[1]
+                key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=past == 0 and length > 1,
+            enable_gqa=self.grouped and mask is None,
+        )
 
 
 class SwiGLU(nn.Module):
@@ -233,9 +236,9 @@ class GPTBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, config.constants.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
-        """Add both residuals to ``x`` ``[B, T, D]``; the shape stays. ``mask`` as in `GPTAttention`."""
-        x = x + self.attention(self.attention_norm(x), rotary, cache, mask)
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
+        """Add both residuals to ``x`` ``[B, T, D]``; the shape stays. ``starts`` as in `GPTAttention`."""
+        x = x + self.attention(self.attention_norm(x), rotary, cache, starts)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -301,9 +304,9 @@ class GPT(nn.Module):
             raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")
         x = self.embedding(input_ids)
         if position_ids is not None:
-            rotary, mask = packed_layout(position_ids, self.config.head_dim, self.config.constants.rope_theta)
+            rotary, starts = packed_layout(position_ids, self.config.head_dim, self.config.constants.rope_theta)
             for block in self.blocks:
-                x = block(x, rotary, None, mask)
+                x = block(x, rotary, None, starts)
             return self.norm(x)
         rotary = rotary_table(start, stop, self.config.head_dim, self.config.constants.rope_theta, input_ids.device)
         for index, block in enumerate(self.blocks):

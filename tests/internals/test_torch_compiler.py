@@ -37,3 +37,13 @@ def test_graphs_and_functions_are_counted():
     assert gained(torch.ones(3)) == (1, 1, 1)
     assert gained(torch.ones(3)) == (0, 0, 0)
     assert gained(torch.ones(3, 3)) == (1, 1, 1)
+
+
+@leans_on("torch", "torch._dynamo.eval_frame._stance", "torch_compiler")
+def test_it_is_known_that_nothing_is_compiled_for_now():
+    from lit_efficient.internals.torch_compiler import runs_eagerly
+
+    assert not runs_eagerly()
+    with torch.compiler.set_stance("force_eager"):
+        assert runs_eagerly()
+    assert not runs_eagerly()

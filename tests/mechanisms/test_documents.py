@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
+from transformers import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling
 from lit_efficient.mechanisms import documents
 from lit_efficient.mechanisms.documents import DocumentRows
+from lit_efficient.models import document_attention
 from lit_efficient.models.causal_lm import build
 from lit_efficient.models.gpt import GPT, GPTConfig
 from tests.models.test_causal_lm import SMALL
+from tests.models.test_document_attention import Squares
 
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8}
 LINEAR = {f"linear_{name}": size for name, size in (("num_value_heads", 4), ("num_key_heads", 2))}
@@ -134,6 +138,47 @@ def test_positions_that_a_network_counts_in_its_own_way_are_not_replaced() -> No
         task.predict_step(PACKED, 0)
 
 
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_networks_of_torchs_attention_get_no_mask(kind: str) -> None:
+    """Neither from us nor of their own making, forward or backward; gradients are those under transformers' mask."""
+    network = network_of(kind)
+    inputs = DocumentRows("Task").arguments(network, PACKED)
+    with Squares(29) as squares:
+        network(**inputs).logits.square().mean().backward()
+    found = [parameter.grad for parameter in network.parameters()]
+    network.zero_grad()
+    with Squares(29) as masks:
+        network(
+            **documents.by_mask(network, IDS, PACKED["position_ids"]), use_cache=False
+        ).logits.square().mean().backward()
+    assert not squares.found
+    assert masks.found
+    for gradient, parameter in zip(found, network.parameters(), strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+    plain = network(input_ids=IDS[:, :SPLIT], attention_mask=torch.ones(2, SPLIT), use_cache=False).logits
+    torch.testing.assert_close(network(**inputs).logits[:, :SPLIT], plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama4_text"])
+def test_layers_that_do_not_see_all_of_a_document_keep_their_masks(kind: str) -> None:
+    """A window, and chunks, far longer than the rows that are tried: no short row shows them."""
+    fields = {"sliding_window": 4096} if kind == "mistral" else {"attention_chunk_size": 4096}
+    network = SimpleNamespace(config=CONFIG_MAPPING[kind](**SMALL | fields))
+    assert not document_attention.causal_throughout(network, 1 << 16)
+    network.config = CONFIG_MAPPING["mistral"](**SMALL | {"sliding_window": None})
+    assert document_attention.causal_throughout(network, 1 << 16)
+
+
+def test_a_layer_that_wants_more_than_documents_is_not_given_their_starts() -> None:
+    attention = network_of("llama").model.layers[0].self_attn
+    document_attention.read_starts()
+    x = torch.zeros(1, 4, 5, 8)
+    for more in ({"sliding_window": 3}, {"position_bias": x}, {"is_causal": False}):
+        with pytest.raises(ValueError, match="stand for no mask"):
+            AttentionInterface()["sdpa"](attention, x, x, x, torch.zeros(1, 1, 1, 5, dtype=torch.int64), **more)
+
+
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_5_text"])
 def test_carried_states_are_refused_in_packed_rows_alone(kind: str) -> None:
     task = _task(network_of(kind))
@@ -239,7 +284,8 @@ def test_all_processes_go_the_same_way() -> None:
         return decision and len(asked) != 2
 
     inputs = DocumentRows("Task").arguments(network_of("llama"), PACKED, agree)
-    assert asked == [True, True, True]  # causal; apart by positions, which another process denies; by a mask
+    # causal; apart by positions, which another process denies; by a mask; without that mask
+    assert asked == [True, True, True, True]
     assert "attention_mask" in inputs
 
 
@@ -251,7 +297,7 @@ def test_processes_are_asked_at_once_whose_packed_rows_come_in_different_steps()
     network = network_of("opt")
     for answers, batch in zip(asked, (plain, packed)):
         DocumentRows("Task").arguments(network, batch, lambda yes, answers=answers: answers.append(yes) or yes)
-    assert asked == [[True, False, True]] * 2
+    assert asked == [[True, False, True, True]] * 2
     rows = DocumentRows("Task")
     network = network_of("mamba")
     assert rows.arguments(network, plain)["attention_mask"] is plain["attention_mask"]

@@ -4,6 +4,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
@@ -251,8 +252,8 @@ class Attention(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            masked = kwargs["attn_mask"] is not None
-            self.calls.append((args[0].shape[1], args[1].shape[1], masked, kwargs["enable_gqa"]))
+            masked = kwargs.get("attn_mask") is not None
+            self.calls.append((args[0].shape[1], args[1].shape[1], masked, kwargs.get("enable_gqa", False)))
         return function(*args, **kwargs)
 
 
@@ -264,7 +265,10 @@ def test_grouped_heads_come_with_a_mask_or_grouped_but_never_both() -> None:
     with Attention() as packed:
         found = model(ids, position_ids=one_document)
     assert plain.calls == [(4, 2, False, True)] * 2
-    assert packed.calls == [(4, 4, True, False)] * 2  # CUDA's kernel for masks knows no groups
+    assert packed.calls == [(4, 2, False, True)] * 4  # one document at a time: two rows, two blocks
+    with FakeTensorMode(), Attention() as masked:  # whose lengths nobody can read
+        build()(torch.zeros(2, 12, dtype=torch.long), position_ids=torch.zeros(2, 12, dtype=torch.long))
+    assert masked.calls == [(4, 4, True, False)] * 2  # CUDA's kernel for masks knows no groups
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     gradients = [torch.autograd.grad(out.square().mean(), list(model.parameters())) for out in (found, expected)]
     for one, other in zip(*gradients):
