@@ -65,6 +65,7 @@ PUBLIC: dict[str, str] = {
     "SampleText": "callbacks.sample_text",
     "SignalCheckpoint": "callbacks.signal_checkpoint",
     "ThroughputBar": "callbacks.throughput_bar",
+    "ThroughputMeter": "callbacks.throughput_meter",
     # slot trainer.plugins
     "SafeCheckpointIO": "plugins.safe_checkpoint_io",
     # slot optimizer; torch's own names stay torch's

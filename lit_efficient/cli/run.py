@@ -74,8 +74,9 @@ def add_default_parts(
     callbacks = _as_list(trainer_config.get("callbacks"))
     kind = optimizer.rsplit(".", 1)[-1]
     for key in ("signals", "metrics", "divergence", kind) if subcommand == "fit" else ():
-        if key in DEFAULTS and not any(isinstance(callback, default_part(key)) for callback in callbacks):
-            callbacks.append(default_part(key)())
+        part = default_part(key) if key in DEFAULTS else None
+        if part and not any(isinstance(callback, getattr(part, "kind", part)) for callback in callbacks):
+            callbacks.append(part())
             if key == kind:
                 rank_zero_info(
                     f"optimizer: {kind} trains with other weights than it validates and saves: added the callback "

@@ -19,6 +19,7 @@ _TITLES = {
     "tokens_per_second": "Tokens a second",
     "samples_per_second": "Samples a second",
     "memory": "Memory, GiB",
+    "mfu": "Model FLOPs utilisation",
     "data_wait": "Share of time waiting for data",
 }
 
@@ -62,11 +63,13 @@ def facts(run: RunRecord) -> dict[str, str]:
     heard = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.heard))
     speed, speeds = run.values("per_second")
     _, peaks = run.values("peak_memory")
+    _, waits = run.values("data_wait")
     unit = speed.rpartition("/")[2].removesuffix("_per_second")
     return {
         "Ended": run.ended or (f"not yet, or was killed after {heard}" if run.heard else "not known"),
         f"Best {best[0]}" if best else "Best": f"{number(best[1])} at step {best[2]:,}" if best else "not known",
         "Speed": f"{number(sorted(speeds)[len(speeds) // 2])} {unit} a second" if speeds else "not known",
+        "Waited for data": f"{sum(waits) / len(waits):.1%} of the time" if waits else "not known",
         "Peak memory": f"{number(max(peaks))} GiB" if peaks else "not known",
         "Trained": steps + (f" in {_duration(run.seconds)}" if run.seconds else ""),
     }

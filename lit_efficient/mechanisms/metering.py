@@ -2,14 +2,36 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
 from lit_efficient.internals.torch_foreach import foreach_norm
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.surgery import is_sharded
+
+
+@dataclass
+class Amount:
+    """What batches hold; of values that lie on a device sums are made there, and nobody waits for them.
+
+    Args:
+        positions: Tokens or samples, padding included.
+        real: Those that are no padding.
+        squares: Sum of the squared lengths of the rows, padding included; 0 of samples.
+        pairs: Sum of the squared lengths of the documents, padding left out.
+    """
+
+    positions: int = 0
+    real: int | Tensor = 0
+    squares: int = 0
+    pairs: int | Tensor = 0
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
 
 def count_batch(batch: Any) -> tuple[int, str]:
@@ -19,22 +41,53 @@ def count_batch(batch: Any) -> tuple[int, str]:
     return _samples(batch), "samples"
 
 
-def count_real(batch: Any) -> tuple[int | Tensor, str]:
-    """As :func:`count_batch`, without padding: then a tensor, not waited for.
+def measure(batch: Any) -> tuple[Amount, str]:
+    """As :func:`count_batch`, with and without padding, and with the lengths of documents; nothing is waited for.
 
-    Padding is what an ``attention_mask`` names, or in packed rows a last document none of whose ``labels`` count.
+    Padding is what an ``attention_mask`` names, or in packed rows a last document none of whose ``labels`` count. A
+    document begins where ``position_ids`` are 0.
     """
     count, unit = count_batch(batch)
-    names = ("attention_mask", "position_ids", "labels") if unit == "tokens" else ()
-    same = {name: batch.get(name) for name in names}
-    same = {name: t for name, t in same.items() if isinstance(t, Tensor) and t.shape == batch["input_ids"].shape}
+    if unit != "tokens" or batch["input_ids"].ndim != 2:
+        return Amount(count, count), unit
+    ids = batch["input_ids"]
+    squares = count * ids.shape[1]
+    same = {name: batch.get(name) for name in ("attention_mask", "position_ids", "labels")}
+    same = {name: t for name, t in same.items() if isinstance(t, Tensor) and t.shape == ids.shape}
     if "attention_mask" in same:
-        return same["attention_mask"].sum(dtype=torch.int64), unit
-    if len(same) == 2 and count and same["labels"].ndim == 2:
-        places = torch.arange(same["labels"].shape[1], device=same["labels"].device)
-        begins, learns = ((known * places).amax(1) for known in (same["position_ids"] == 0, same["labels"] != IGNORE))
-        return count - ((len(places) - begins) * (learns < begins)).sum(), unit
-    return count, unit
+        lengths = same["attention_mask"].sum(1, dtype=torch.int64)
+        return Amount(count, lengths.sum(), squares, (lengths * lengths).sum()), unit
+    if "position_ids" not in same or not count:
+        return Amount(count, count, squares, squares), unit
+    pairs = 2 * same["position_ids"] + 1  # of a document of n tokens n * n in all
+    if "labels" not in same:
+        return Amount(count, count, squares, pairs.sum()), unit
+    places = torch.arange(ids.shape[1], device=ids.device)
+    begins, learns = ((known * places).amax(1) for known in (same["position_ids"] == 0, same["labels"] != IGNORE))
+    real = (places < begins[:, None]) | (learns >= begins)[:, None]
+    return Amount(count, real.sum(), squares, (pairs * real).sum()), unit
+
+
+def count_real(batch: Any) -> tuple[int | Tensor, str]:
+    """How much a batch holds without padding: then a tensor, not waited for; see :func:`measure`."""
+    amount, unit = measure(batch)
+    return amount.real, unit
+
+
+def held_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes that tensors take on this process's devices, each storage once; of wrappers and shards what is inside."""
+    sizes: dict[int, int] = {}
+    stack = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    while stack:
+        tensor = stack.pop()
+        if is_traceable_wrapper_subclass(tensor):
+            stack += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        elif tensor.layout is not torch.strided:  # sparse: its parts
+            stack += [tensor.coalesce().indices(), tensor.coalesce().values()] if tensor.is_sparse else []
+        else:
+            storage = tensor.untyped_storage()
+            sizes[storage_id(storage)] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _samples(batch: Any) -> int:

@@ -14,9 +14,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lit_efficient import RunMetrics
-from lit_efficient.callbacks.run_metrics import rates_of
 from lit_efficient.data.text.collate import packed_batch
 from lit_efficient.mechanisms.metering import count_real, gradient_norm, peak_memory
+from lit_efficient.mechanisms.run_figures import rates_of
 from tests.processes import run_ranks
 from tests.ranks import metering
 
@@ -112,7 +112,7 @@ def test_norms_are_those_before_clipping_and_rates_those_of_the_step():
 
 def test_padding_is_not_counted_and_time_in_validation_neither(monkeypatch):
     clock = iter(range(10_000))
-    monkeypatch.setattr("lit_efficient.callbacks.run_metrics.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("lit_efficient.mechanisms.run_figures.time.monotonic", lambda: float(next(clock)))
     seen = fit(Model(), every=4)
     # One reading when training starts, two a fetch (of which the fourth finds the end), one when it logs.
     (step, rate), (_, share) = seen["tokens_per_second"][0], seen["data_wait"][0]
@@ -156,8 +156,8 @@ class OnBatchEnd(Model):
 
 
 def test_nothing_is_logged_nor_computed_without_a_logger(monkeypatch):
-    monkeypatch.setattr("lit_efficient.callbacks.run_metrics.gradient_norm", None)
-    monkeypatch.setattr("lit_efficient.callbacks.run_metrics.count_real", None)
+    monkeypatch.setattr("lit_efficient.mechanisms.run_figures.gradient_norm", None)
+    monkeypatch.setattr("lit_efficient.mechanisms.run_figures.measure", None)
     assert fit(Model(), logger=False) == {}
     monkeypatch.undo()
     assert (1, 7.0) in fit(OnBatchEnd())["lr"]

@@ -130,6 +130,7 @@ def test_a_page_stands_alone_and_says_what_the_run_was(tmp_path: Path) -> None:
         "Ended": "done",
         "Best val/loss": "2.5 at step 40",
         "Speed": "930 tokens a second",
+        "Waited for data": "10.0% of the time",
         "Peak memory": "0.9 GiB",
         "Trained": "40 steps in 40 s",
     }

@@ -138,6 +138,7 @@ FURTHER: dict[str, tuple[Path, list[Any] | None, dict[str, Any]]] = {
     "snapshots on the host": (LANGUAGE, [{"class_path": "CheckpointAverage", "init_args": {"every_n_steps": 1}}], {}),
     "blocks by rows": (DIFFUSION, [{"class_path": "StochasticDepth", "init_args": {"skip": "sample"}}], {}),
     "weighed steps": (DIFFUSION, [{"class_path": "SNRWeighting"}], {}),
+    "metered": (TUNED, [{"class_path": "ThroughputMeter"}], {"trainer": LOGGED}),
 }
 
 

@@ -1,7 +1,10 @@
+import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+from lit_efficient.internals.torch_dispatch import HigherOrderOperator, recomputes
 from tests.internals.leaning import leans_on
 
 
@@ -71,3 +74,33 @@ def test_a_backward_pass_is_noticed_from_within():
     x.register_hook(lambda _: seen.append(backward_runs()))
     x.sum().backward()
     assert [*seen, backward_runs()] == [False, True, False]
+
+
+@leans_on("torch", "torch._C._current_autograd_node", "torch_dispatch")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_computes_anew_is_told_from_a_backward_pass(reentrant):
+    said = []
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            said.append(recomputes(None))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            said.append(recomputes(None))
+            return gradient * 2
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(lambda x: Own.apply(x.sin()).cos(), x, use_reentrant=reentrant).sum().backward()
+    assert said == [False, True, False]
+    y = Own.apply(x).square().sum()
+    torch.autograd.grad(y, x, create_graph=True)
+    assert said[3:] == [False, False]
+
+
+@leans_on("torch", "torch._ops.HigherOrderOperator", "torch_dispatch")
+def test_operators_of_a_higher_order_are_told():
+    assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
+    assert not isinstance(torch.ops.aten.mm.default, HigherOrderOperator)
