@@ -36,6 +36,7 @@ PUBLIC: dict[str, str] = {
     "Compile": "callbacks.compile",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
+    "FastMatmul": "callbacks.fast_matmul",
     "FeatureMatching": "callbacks.feature_matching",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
     "AlignmentHead": "mechanisms.alignment",

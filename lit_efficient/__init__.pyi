@@ -23,6 +23,7 @@ from lit_efficient.callbacks.chunked_cross_entropy import ChunkedCrossEntropy as
 from lit_efficient.callbacks.compile import Compile as Compile
 from lit_efficient.callbacks.ema import EMA as EMA
 from lit_efficient.callbacks.exact_resume import ExactResume as ExactResume
+from lit_efficient.callbacks.fast_matmul import FastMatmul as FastMatmul
 from lit_efficient.callbacks.feature_matching import FeatureMatching as FeatureMatching
 from lit_efficient.callbacks.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
 from lit_efficient.mechanisms.alignment import AlignmentHead as AlignmentHead
