@@ -64,6 +64,7 @@ PUBLIC: dict[str, str] = {
     "SignalCheckpoint": "callbacks.signal_checkpoint",
     "ThroughputBar": "callbacks.throughput_bar",
     # slot trainer.plugins
+    "Float8Precision": "precision.float8_precision",
     "SafeCheckpointIO": "plugins.safe_checkpoint_io",
     # slot optimizer; torch's own names stay torch's
     "FusedAdamW": "optimizers.fused_adamw",

@@ -49,6 +49,7 @@ from lit_efficient.callbacks.sample_images import SampleImages as SampleImages
 from lit_efficient.callbacks.sample_text import SampleText as SampleText
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint as SignalCheckpoint
 from lit_efficient.callbacks.throughput_bar import ThroughputBar as ThroughputBar
+from lit_efficient.precision.float8_precision import Float8Precision as Float8Precision
 from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO as SafeCheckpointIO
 from lit_efficient.optimizers.fused_adamw import FusedAdamW as FusedAdamW
 from lit_efficient.optimizers.grouped_adafactor import GroupedAdafactor as GroupedAdafactor
