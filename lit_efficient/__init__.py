@@ -37,6 +37,7 @@ PUBLIC: dict[str, str] = {
     "Compile": "callbacks.compile",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
+    "FastMatmul": "callbacks.fast_matmul",
     "FeatureMatching": "callbacks.feature_matching",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
     "AlignmentHead": "mechanisms.alignment",
@@ -67,6 +68,7 @@ PUBLIC: dict[str, str] = {
     "ThroughputBar": "callbacks.throughput_bar",
     "ThroughputMeter": "callbacks.throughput_meter",
     # slot trainer.plugins
+    "Float8Precision": "precision.float8_precision",
     "SafeCheckpointIO": "plugins.safe_checkpoint_io",
     # slot optimizer; torch's own names stay torch's
     "FusedAdamW": "optimizers.fused_adamw",

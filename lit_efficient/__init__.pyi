@@ -24,6 +24,7 @@ from lit_efficient.callbacks.chunked_cross_entropy import ChunkedCrossEntropy as
 from lit_efficient.callbacks.compile import Compile as Compile
 from lit_efficient.callbacks.ema import EMA as EMA
 from lit_efficient.callbacks.exact_resume import ExactResume as ExactResume
+from lit_efficient.callbacks.fast_matmul import FastMatmul as FastMatmul
 from lit_efficient.callbacks.feature_matching import FeatureMatching as FeatureMatching
 from lit_efficient.callbacks.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
 from lit_efficient.mechanisms.alignment import AlignmentHead as AlignmentHead
@@ -52,6 +53,7 @@ from lit_efficient.callbacks.sample_text import SampleText as SampleText
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint as SignalCheckpoint
 from lit_efficient.callbacks.throughput_bar import ThroughputBar as ThroughputBar
 from lit_efficient.callbacks.throughput_meter import ThroughputMeter as ThroughputMeter
+from lit_efficient.precision.float8_precision import Float8Precision as Float8Precision
 from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO as SafeCheckpointIO
 from lit_efficient.optimizers.fused_adamw import FusedAdamW as FusedAdamW
 from lit_efficient.optimizers.grouped_adafactor import GroupedAdafactor as GroupedAdafactor

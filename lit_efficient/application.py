@@ -26,6 +26,7 @@ from lit_efficient.declaration import (
     held,
     in_order,
     overrides,
+    parts_of,
     techniques_of,
 )
 from lit_efficient.errors import ConfigurationError, ConflictError
@@ -235,7 +236,7 @@ def uninstall(module: Any) -> None:
 
 
 def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
-    check_conflicts([*trainer.callbacks, getattr(trainer, "datamodule", None)])
+    check_conflicts([*parts_of(trainer), getattr(trainer, "datamodule", None)])
     surgeons = [type(technique).__name__ for technique in techniques if overrides(technique, "transform")]
     traits = traits_of(trainer.strategy)
     if surgeons and traits.spawns:
@@ -300,7 +301,7 @@ def _configure_optimizers(self: Any) -> Any:
         technique.prepare_parameters(self)
     configured = inner_method(self, "configure_optimizers", _configure_optimizers)()
     optimizers = find_optimizers(configured)
-    check_conflicts([*self.trainer.callbacks, *optimizers])
+    check_conflicts([*parts_of(self.trainer), *optimizers])
     session.schedulers = find_schedulers(configured)
     try:
         _rewrite_optimizers(self, session, techniques, optimizers)

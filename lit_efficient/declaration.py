@@ -213,8 +213,14 @@ def held(root: nn.Module) -> frozenset[str]:
 
 
 def techniques_of(trainer: Any) -> list[Declaration]:
-    """The trainer's techniques, in the order of its list."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, Declaration)]
+    """The trainer's techniques: those of its callbacks, in the order of its list, and its precision where it is one."""
+    return [part for part in parts_of(trainer) if isinstance(part, Declaration)]
+
+
+def parts_of(trainer: Any) -> list[Any]:
+    """The trainer's callbacks, and what else of it may be a technique."""
+    precision = getattr(getattr(trainer, "strategy", None), "precision_plugin", None)
+    return [*trainer.callbacks, *([] if precision is None else [precision])]
 
 
 def in_order(techniques: Iterable[Declaration]) -> list[Declaration]:

@@ -50,22 +50,36 @@ def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
 
 def mix_out(module: nn.Module, mixin: type) -> None:
     """Take a class that :func:`mix_in` put in front of ``module``'s own out again; without it nothing happens."""
-    cls: Any = type(module)
-    kept: list[type] = []
-    while "mixed_from" in vars(cls):
-        front, cls = cls.mixed_from
-        if not issubclass(front, mixin):
-            kept.append(front)
-    for front in reversed(kept):
-        cls = _mixed(front, cls)
-    module.__class__ = cls
+    fronts, cls = _fronts(type(module))
+    module.__class__ = _stacked([front for front in fronts if not issubclass(front, mixin)], cls)
+
+
+def mix_under(module: nn.Module, mixin: type, **attributes: object) -> None:
+    """:func:`mix_in` right in front of the module's own class: what was mixed in before, such as adapters, calls it."""
+    fronts, cls = _fronts(type(module))
+    if mixin not in fronts:
+        module.__class__ = _stacked([*fronts, mixin], cls)
+    for name, value in attributes.items():
+        setattr(module, name, value)
 
 
 def unmixed(module: nn.Module) -> type:
     """The class that a module had before :func:`mix_in`."""
-    cls: Any = type(module)
+    return _fronts(type(module))[1]
+
+
+def _fronts(cls: Any) -> tuple[list[type], Any]:
+    """What :func:`mix_in` has put in front of a class, the foremost first, and that class."""
+    fronts: list[type] = []
     while "mixed_from" in vars(cls):
-        _, cls = cls.mixed_from
+        front, cls = cls.mixed_from
+        fronts.append(front)
+    return fronts, cls
+
+
+def _stacked(fronts: Sequence[type], cls: Any) -> Any:
+    for front in reversed(fronts):
+        cls = _mixed(front, cls)
     return cls
 
 

@@ -9,18 +9,16 @@ it is known which they were.
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import Precision
 
 from lit_efficient import application
 from lit_efficient.declaration import Declaration, in_order, techniques_of
-from lit_efficient.internals.lightning_standalone import StandaloneCallback
+from lit_efficient.internals.lightning_standalone import StandaloneCallback, StandalonePrecision
+from lit_efficient.internals.lightning_trainer import trainer_of
 
 
-class Technique(Declaration, Callback, StandaloneCallback):
-    """Base of all techniques: what a subclass says is in :class:`lit_efficient.declaration.Declaration`.
-
-    A subclass that defines ``setup``, ``teardown``, ``on_exception``, ``on_fit_start`` or ``on_save_checkpoint`` calls
-    ``super()`` in it.
-    """
+class AppliesTechniques(Callback, StandaloneCallback):
+    """Has the declarations of a trainer applied, whether they are callbacks or its precision."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check all techniques of the trainer at once and wrap the module, on the first technique's turn."""
@@ -36,7 +34,7 @@ class Technique(Declaration, Callback, StandaloneCallback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Log what all techniques touched, on the first technique's turn."""
-        if techniques_of(trainer)[0] is self:
+        if next(c for c in trainer.callbacks if isinstance(c, AppliesTechniques)) is self:
             application.warn_of_lost_updates(trainer.optimizers)
             application.log_reports(trainer, application.reports_of(pl_module, techniques_of(trainer)))
 
@@ -45,3 +43,28 @@ class Technique(Declaration, Callback, StandaloneCallback):
         checkpoint.setdefault("lit_efficient", {})["techniques"] = [
             technique.record() for technique in in_order(techniques_of(trainer))
         ]
+
+
+class Technique(Declaration, AppliesTechniques):
+    """Base of all techniques: what a subclass says is in :class:`lit_efficient.declaration.Declaration`.
+
+    A subclass that defines ``setup``, ``teardown``, ``on_exception``, ``on_fit_start`` or ``on_save_checkpoint`` calls
+    ``super()`` in it.
+    """
+
+
+class PrecisionTechnique(Declaration, Precision, StandalonePrecision):
+    """Base of techniques that are a trainer's precision; what they change is changed in the order of all techniques.
+
+    Lightning's ``convert_module`` comes after compilation and sharding. It acts here only where no callback is a
+    technique, so that there is neither: it then adds the callback that has the precision applied.
+    """
+
+    def convert_module(self, module: Any) -> Any:
+        """Have the declarations applied, unless a callback has."""
+        trainer = trainer_of(module)
+        if trainer is not None and not any(isinstance(one, AppliesTechniques) for one in trainer.callbacks):
+            trainer.callbacks.insert(0, AppliesTechniques())
+            application.install(trainer, module)
+            application.apply(module, techniques_of(trainer))
+        return super().convert_module(module)

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient.application import apply, ledger, reports_of
-from lit_efficient.declaration import Report, techniques_of
+from lit_efficient.declaration import Report, parts_of, techniques_of
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.torch_modules import forward_hooks
-from lit_efficient.technique import Technique
+from lit_efficient.technique import PrecisionTechnique, Technique
 
 WIDTH = 16
 
@@ -178,7 +178,9 @@ QUIET: dict[str, Any] = {
 
 def trainer(callbacks: Sequence[Any] = (), *, namespace: Any = L, **arguments: Any) -> Any:
     """A quiet trainer on the CPU, of one epoch unless ``arguments`` say otherwise."""
-    return namespace.Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 1, **arguments})
+    plugins = [part for part in callbacks if isinstance(part, PrecisionTechnique)]
+    others = [part for part in callbacks if not any(part is plugin for plugin in plugins)]
+    return namespace.Trainer(callbacks=others, plugins=plugins or None, **{**QUIET, "max_epochs": 1, **arguments})
 
 
 # A run and what was seen of it ---------------------------------------------------------------------------------------
@@ -217,8 +219,8 @@ class Run:
     reports: dict[str, Report] = field(default_factory=dict)
 
     def technique(self, name: str) -> Any:
-        """The callback whose class has this name, or ``None``."""
-        return next((c for c in self.trainer.callbacks if type(c).__name__ == name), None)
+        """The callback, or the precision, whose class has this name, or ``None``."""
+        return next((part for part in parts_of(self.trainer) if type(part).__name__ == name), None)
 
     def exported(self) -> dict[str, Any]:
         """A checkpoint of weights alone, as it is saved when the run has ended."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import lit_efficient
 from lit_efficient.catalog import helping, read_cards
-from lit_efficient.declaration import Declaration, Phase, check_conflicts, overrides
+from lit_efficient.declaration import Declaration, Phase, check_conflicts, overrides, parts_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
@@ -49,11 +49,11 @@ def _spares(technique: Declaration, trainer: Any) -> bool:
 
 def _fits(technique: Declaration, trainer: Any, module: Any) -> bool:
     """Whether the technique does not refuse the trainer, the network and the optimizers."""
-    if any(isinstance(callback, type(technique)) for callback in trainer.callbacks):
+    if any(isinstance(part, type(technique)) for part in parts_of(trainer)):
         return False
     try:
         copied, optimizers = _without_data(module, trainer)
-        check_conflicts([*trainer.callbacks, technique, trainer.datamodule, *trainer.optimizers])
+        check_conflicts([*parts_of(trainer), technique, trainer.datamodule, *trainer.optimizers])
         technique.check(trainer, module)
         if overrides(technique, "transform"):
             technique.transform(copied)

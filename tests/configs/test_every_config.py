@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 import lit_efficient
-from lit_efficient import Technique
+from lit_efficient import LossHooks, Technique
 from lit_efficient.__main__ import main
+from lit_efficient.declaration import Declaration, techniques_of
 from tests.support_cli import Parts
 
 ROOT = Path(__file__).parents[2]
@@ -42,11 +43,12 @@ def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
     parts = built(path)
     callbacks = {type(callback).__name__: callback for callback in parts.trainer.callbacks}
     assert "NonFiniteGuard" in callbacks
-    for key in ("callbacks", "callbacks+"):
+    callbacks |= {type(part).__name__: part for part in techniques_of(parts.trainer)}
+    for key in ("callbacks", "callbacks+", "plugins+"):
         for named in written["trainer"].get(key, ()):
             entry = {"class_path": named} if isinstance(named, str) else named
             callback = callbacks[entry["class_path"].rpartition(".")[2]]
-            if isinstance(callback, Technique):
+            if isinstance(callback, Declaration):
                 for name, value in entry.get("init_args", {}).items():
                     given = getattr(callback, name)
                     if is_dataclass(given):  # a block of YAML may name some of its fields
@@ -71,16 +73,18 @@ def test_a_misspelt_argument_is_refused(
     assert right in said
 
 
-def techniques() -> list[type[Technique]]:
+def techniques() -> list[type[Declaration]]:
     public = (getattr(lit_efficient, name) for name in lit_efficient.PUBLIC)
-    return [kind for kind in public if inspect.isclass(kind) and issubclass(kind, Technique) and kind is not Technique]
+    bases = (Technique, LossHooks)
+    return [k for k in public if inspect.isclass(k) and issubclass(k, Declaration) and k not in bases]
 
 
 @pytest.mark.parametrize("kind", techniques(), ids=lambda kind: kind.__name__)
-def test_a_technique_has_an_overlay_and_a_test(kind: type[Technique]) -> None:
+def test_a_technique_has_an_overlay_and_a_test(kind: type[Declaration]) -> None:
     slot, name = kind.__module__.split(".")[-2:]
     overlay = ROOT / "configs" / "techniques" / f"{name}.yaml"
-    entries = yaml.safe_load(overlay.read_text("utf-8"))["trainer"]["callbacks+"]
+    key = "callbacks+" if issubclass(kind, Technique) else "plugins+"
+    entries = yaml.safe_load(overlay.read_text("utf-8"))["trainer"][key]
     assert kind.__name__ in [entry if isinstance(entry, str) else entry["class_path"] for entry in entries]
     assert f"class {kind.__name__}(" in (ROOT / "lit_efficient" / slot / f"{name}.py").read_text("utf-8")
     assert kind.__name__ in (ROOT / "tests" / slot / f"test_{name}.py").read_text("utf-8")

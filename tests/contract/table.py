@@ -28,6 +28,7 @@ from lit_efficient import (
     HiddenAlignment,
     LatentAlignment,
     LoRA,
+    LossHooks,
     LowBitOptimizer,
     LRFinder,
     MaxBatchSize,
@@ -40,7 +41,7 @@ from lit_efficient import (
     Technique,
     TokenWeightedAccumulation,
 )
-from lit_efficient.declaration import check_conflicts
+from lit_efficient.declaration import Declaration, check_conflicts
 from lit_efficient.testing import Case, Run
 from tests.contract import effects
 from tests.contract.row import Row
@@ -178,7 +179,7 @@ def _elsewhere() -> dict[str, Row]:
     rows = {}
     for name in lit_efficient.PUBLIC.keys() - CASES:
         kind = getattr(lit_efficient, name)
-        if inspect.isclass(kind) and issubclass(kind, Technique) and kind is not Technique:
+        if inspect.isclass(kind) and issubclass(kind, Declaration) and kind not in (Technique, LossHooks):
             slot, file = lit_efficient.PUBLIC[name].split(".")
             rows[name] = import_module(f"tests.{slot}.test_{file}").ROW
     return rows

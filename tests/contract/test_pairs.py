@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lit_efficient.declaration import Declaration
-from lit_efficient.technique import Technique
+from lit_efficient.technique import PrecisionTechnique, Technique
 from lit_efficient.testing import check_resumes
 from tests.contract.table import CASES, NAMES, allowed, case
 from tests.turns import commit
@@ -33,7 +33,7 @@ def hooks(name: str) -> set[str]:
     kind = type(CASES[name].make())
     ours = {method for method, value in vars(Declaration).items() if callable(value) or isinstance(value, classmethod)}
     theirs = {method for method in vars(Callback) if method.startswith("on_")}
-    between = kind.__mro__[: kind.__mro__.index(Technique)]
+    between = [base for base in kind.__mro__ if base not in (*Technique.__mro__, *PrecisionTechnique.__mro__)]
     return {method for base in between for method in vars(base) if method in ours | theirs} - COMMON
 
 
