@@ -48,6 +48,7 @@ PUBLIC: dict[str, str] = {
     "MaxBatchSize": "callbacks.max_batch_size",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "ScheduleFree": "callbacks.schedule_free",
+    "PeftAdapter": "callbacks.peft_adapter",
     "PowerEMA": "callbacks.power_ema",
     "PrefixTuning": "callbacks.prefix_tuning",
     "QuantizeBase": "callbacks.quantize_base",
