@@ -74,6 +74,11 @@ def peft_names(module: nn.Module, names: Iterable[str]) -> tuple[set[str], dict[
     return added, moved
 
 
+def plain_name(name: str) -> str:
+    """The base's own name for an entry of a checkpoint, of whose module no more is known."""
+    return ".".join(piece for piece in name.split(".") if piece not in _WRAPPED)
+
+
 def outermost(root: nn.Module) -> list[str]:
     """Names of peft's layers in a network that are in no other one of them."""
     found: list[str] = []

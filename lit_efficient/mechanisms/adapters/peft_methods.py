@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, did_you_mean, refusal
 from lit_efficient.files.sums import check_sums
-from lit_efficient.files.tensors import load_tensors
+from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.mechanisms.adapters.base import FOLLOWS, _digest
 from lit_efficient.mechanisms.adapters.peft_format import described
@@ -328,6 +328,30 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
             "beside": {key: t.detach().cpu().clone() for key, t in found.items() if memory_of(t) not in places},
         }
     return {"root": name, "adapters": adapters, **described(root)}
+
+
+def peft_files(
+    where: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
+    """Tensors and options of each adapter in a checkpoint, as peft would save them.
+
+    Args:
+        where: What :func:`peft_placement` gave.
+        state: ``state_dict`` of the checkpoint.
+    """
+    found = {}
+    for name, one in where["adapters"].items():
+        tensors = {key: state[place] for key, place in one["files"].items()} | one["beside"]
+        found[name] = {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}, one["config"]
+    return found
+
+
+def write_peft_folder(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
+    """Write an adapter as peft does: its configuration by its own method, its tensors as safetensors."""
+    config = peft_config(options)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    save_tensors(folder / _FILES[1], tensors, format="pt")
 
 
 @torch.no_grad()
