@@ -36,8 +36,7 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 def methods() -> dict[str, Any]:
     """The configuration classes of the methods that can be used here, by peft's names for them.
 
-    Not among them is what peft puts into no network (prompts), what it shares between layers in a model of its own, and
-    what that model does in its forward or after each step.
+    Not among them is what peft puts into no network (prompts), and what peft's own model does in its forward.
     """
     silence_imports()
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
@@ -46,7 +45,7 @@ def methods() -> dict[str, Any]:
     found = {}
     for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items():
         own = isinstance(tuner, type) and issubclass(tuner, BaseTuner) and tuner.forward is BaseTuner.forward
-        if own and not tuner.uses_shared_state:
+        if own:
             found[str(kind.value)] = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     return found
 
@@ -166,18 +165,21 @@ def inject(
     Raises:
         ConfigurationError: For what peft refuses, and a start that would change the base's own weights.
     """
-    from peft.functional import cast_adapter_dtype, inject_adapter_in_model, set_adapter
+    from peft.functional import cast_adapter_dtype, set_adapter
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    shared: dict[str, dict[str, str]] = {}
     before = [(name, parameter, _digest(parameter)) for name, parameter in root.named_parameters()]
     for name, options in configs.items():
         config = peft_config(options)
         if str(getattr(config, "target_modules", "")).lower() == ALL_LINEAR:
             config.target_modules = {one for one, _ in find_targets(root, ALL_LINEAR, who=WHO)}
         with _refusing(f"put {options['peft_type']} on {type(root).__name__}"), own_draws(seed):
-            inject_adapter_in_model(config, root, name)
+            tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=name)
         cast_adapter_dtype(root, name)
+        shared[name] = _shared(tuner, root)
     for name, parameter, digest in before:
         if _digest(parameter) != digest:
             raise ConfigurationError(
@@ -187,12 +189,21 @@ def inject(
     for part in root.modules():
         if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) and not isinstance(part, PeftLayer):
             mix_in(part, PeftLayer)
-    root.__dict__[_NOTE] = {"seed": seed, "active": dict(active)}
+    root.__dict__[_NOTE] = {"seed": seed, "active": dict(active), "shared": shared}
     root.__dict__[FOLLOWS] = _start_again
     with _refusing(f"train {', '.join(train or active)} together"):
         set_adapter(root, list(train or active))
     switch_adapters(root, active)
     _check_rounded(root)
+
+
+def _shared(tuner: nn.Module, root: nn.Module) -> dict[str, str]:
+    """What peft's own model around a network holds and its layers share: by name there, one of its names in here."""
+    places = {memory_of(tensor): name for name, tensor in root.state_dict().items()}
+    own = {name: tensor for name, tensor in tuner.state_dict().items() if not name.startswith("model.")}
+    if lost := [name for name, tensor in own.items() if memory_of(tensor) not in places]:
+        raise ConfigurationError(f"{WHO}: {type(tuner).__name__} of peft keeps {lost[0]!r} outside of the network")
+    return {f"base_model.{name}": places[memory_of(tensor)] for name, tensor in own.items()}
 
 
 @contextmanager
@@ -265,26 +276,31 @@ def _scales(layer: Any, name: str) -> bool:
 def saved_tensors(root: Any, name: str) -> dict[str, Tensor]:
     """What peft would save of an adapter, by the names in its file."""
     from peft.functional import get_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     config, kept = root.peft_config[name], root.peft_config[name].base_model_name_or_path
     config.base_model_name_or_path = None  # or peft would ask for the base, on the network
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = get_peft_model_state_dict(root, adapter_name=name)
+            state = root.state_dict()
+            shared = {key: state[place] for key, place in root.__dict__[_NOTE]["shared"][name].items()}
+            found = get_peft_model_state_dict(root, {**state, **shared}, adapter_name=name)
     finally:
         config.base_model_name_or_path = kept
-    return {f"base_model.model.{key}": tensor for key, tensor in found.items()}
+    if not PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state:  # a model that says so sorts them itself
+        found |= {key.removesuffix(f".{name}"): tensor for key, tensor in shared.items()}
+    outer = "base_model."
+    return {key if key.startswith(outer) else f"{outer}model.{key}": tensor for key, tensor in found.items()}
 
 
+@torch.no_grad()
 def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder: str) -> None:
     """Give an adapter the values that peft has saved.
 
     Raises:
         ConfigurationError: If they are another network's, or peft keeps some of them outside of the module's state.
     """
-    from peft.functional import set_peft_model_state_dict
-
     own = saved_tensors(root, name)
     wrong = sorted(own.keys() ^ tensors.keys()) or [key for key in own if own[key].shape != tensors[key].shape]
     if wrong:
@@ -297,8 +313,8 @@ def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder
             f"{WHO}: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no state_dict: a "
             "checkpoint could not hold it"
         )
-    with _refusing(f"load {folder}"):
-        set_peft_model_state_dict(root, dict(tensors), adapter_name=name)
+    for key, place in own.items():  # which are the network's own
+        place.copy_(tensors[key])
 
 
 def _beside(root: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
