@@ -51,6 +51,7 @@ PUBLIC: dict[str, str] = {
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "KahanSummation": "callbacks.kahan_summation",
     "ScheduleFree": "callbacks.schedule_free",
+    "PeftAdapter": "callbacks.peft_adapter",
     "PowerEMA": "callbacks.power_ema",
     "PrefixTuning": "callbacks.prefix_tuning",
     "QuantizeBase": "callbacks.quantize_base",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
-from lit_efficient.mechanisms.adapters.base import has_frozen_base, is_added
+from lit_efficient.mechanisms.adapters.base import added_names, has_frozen_base
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, WideLayer, hold, release
 from lit_efficient.surgery import count, match_modules, mix_in
@@ -150,9 +150,10 @@ class ReplaceHead(Technique):
         release(module)
         heads = [part for part in module.modules() if isinstance(part, NewLayer)]
         own = {id(p) for head in heads for p in head.parameters()}
+        added = added_names(module, [name for name, _ in module.named_parameters()])
         for name, parameter in module.named_parameters():
             if id(parameter) in own:
-                if is_added(name):
+                if name in added:
                     raise ConfigurationError(
                         f"ReplaceHead: the new head has an adapter ({name!r}), but it trains whole: leave it out "
                         "of targets"

@@ -32,6 +32,7 @@ from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lor
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
+from lit_efficient.mechanisms.adapters.peft_methods import peft_files, write_peft_folder
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
@@ -127,26 +128,34 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
     state, held = weights_of(checkpoint, weights)
     vectors = vectors_to_peft({**checkpoint, "state_dict": state})
     where, arguments = _adapters(checkpoint)
-    if vectors is None and where is None:
+    kept = checkpoint.get("lit_efficient", {})
+    own = kept.get("peft")  # of peft's layers, as they are
+    if vectors is None and where is None and own is None:
         raise ConfigurationError(
-            f"export: format peft is for checkpoints of LoRA, IA3 and PrefixTuning, and {path} holds no adapter"
+            f"export: format peft is for checkpoints of LoRA, IA3, PrefixTuning and PeftAdapter, and {path} holds no "
+            "adapter"
         )
-    kept = checkpoint["lit_efficient"]
-    where = where or kept.get("ia3") or kept.get("prefix") or {}
-    tensors, config = vectors or to_peft(state, where, arguments)
+    where = where or kept.get("ia3") or kept.get("prefix") or own or {}
+    made = {"default": vectors or to_peft(state, where, arguments)} if own is None else peft_files(own, state)
     hyper: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}) if "language_modeling" in checkpoint else {}
     spec: Mapping[str, Any] = hyper.get("model", {})
     named = None if hyper.get("start_from") else where.get("base") or spec.get("name_or_path")
     given = base if base is not None and not Path(base).is_file() else None
     about = {"task_type": task_of(where), "base_model_name_or_path": given or named}
     about["revision"] = None if given else spec.get("revision")
-    config |= {key: value for key, value in about.items() if value is not None}
+    about = {key: value for key, value in about.items() if value is not None}
+    put_down = _write_peft if own is None else write_peft_folder
 
     def write(folder: Path) -> None:
-        _write_peft(folder, tensors, config)
+        for name, (tensors, config) in made.items():  # where peft puts them
+            place = folder / name if len(made) > 1 and name != "default" else folder
+            place.mkdir(exist_ok=True)
+            put_down(place, tensors, config | about)
         _save_tokenizer(checkpoint, folder)
 
     def compare(folder: Path) -> str:
+        if len(made) > 1:
+            return f"not checked: it holds {len(made)} adapters, {', '.join(made)}"
         run, beside = _beside_base(checkpoint, path, weights, base, named)
         batch = batch_for(run.network) if run and hasattr(run.network, "save_pretrained") else None
         if run is None or batch is None or where.get("root", run.root) != run.root:
@@ -196,6 +205,12 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
             finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
             if not off <= tolerance:
                 raise CheckpointError(f"export: another model than was trained{finding}")
+    elif "peft" in checkpoint.get("lit_efficient", {}):
+        raise ConfigurationError(
+            "export: format safetensors merges peft's layers in the module itself, whose class is not known: save "
+            f"merge_adapters(restore(MyModule(), {str(path)!r})).state_dict(), or use format peft, or merged for a "
+            "model of transformers"
+        )
     else:
         state, held = weights_of(checkpoint, weights)
         frozen = {} if base is None else read(base)["state_dict"]

@@ -18,6 +18,7 @@ from lit_efficient.application import replay
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
+from lit_efficient.mechanisms.adapters.peft_layers import plain_name
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.restore import weights_of
 from lit_efficient.surgery import own_draws, unmixed
@@ -86,7 +87,7 @@ def trained(
 def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple[Any, str, str | None]:
     """The transformers model in a module of the user's own with its frozen weights, its name there, and their place."""
     kept, state = checkpoint.get("lit_efficient", {}), checkpoint["state_dict"]
-    where = kept.get("adapters") or kept.get("ia3") or kept.get("prefix") or {}
+    where = kept.get("adapters") or kept.get("ia3") or kept.get("prefix") or kept.get("peft") or {}
     config = where.get("config")
     if base is None and config is None:
         raise ConfigurationError("export: format merged needs base: the folder of the transformers model")
@@ -95,7 +96,8 @@ def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple
         with torch.device("meta"):
             names = [name for name, _ in _built(entries, where).named_parameters()]
         prefix = f"{where['root']}." if where["root"] else ""
-        lost = [name for name in names if f"{prefix}{name}" not in state]
+        present = set(map(plain_name, state)) if "peft" in kept else state.keys()
+        lost = [name for name in names if f"{prefix}{name}" not in present]
         if random or not lost:
             with own_draws():
                 return _built(entries, where), where["root"], None

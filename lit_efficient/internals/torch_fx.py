@@ -138,7 +138,7 @@ def adds_to_input(module: nn.Module, adding: Collection[int] = (), *, whole: boo
     """
 
     def opaque(part: nn.Module) -> bool:
-        return not whole or type(part).__module__.startswith("torch.nn") or not any(True for _ in part.children())
+        return not whole or type(part).__module__.startswith("torch.nn") or not has_parts(part)
 
     graph = _record(module, opaque)
     if graph is None:
@@ -207,6 +207,11 @@ def returns_one(module: nn.Module) -> bool:
     """Whether a module is known to return one value: annotations are not always right."""
     graph = _record(module, lambda part: True)
     return graph is not None and any(n.op == "output" and isinstance(n.args[0], Node) for n in graph.nodes)
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Whether a module is made of others; a layer that is wrapped with its adapter (``one_layer``) is not."""
+    return not getattr(module, "one_layer", False) and any(True for _ in module.children())
 
 
 def has_matrices(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.adapters.base import is_added
+from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
 from lit_efficient.models.modes import evaluating
 
@@ -33,10 +33,11 @@ class Reference:
 
     def __init__(self, network: nn.Module) -> None:
         self.adapted = has_adapters(network)
+        in_full = _train_in_full(network)
         self.tensors = {
             name: parameter.detach().clone()
             for name, parameter in network.named_parameters()
-            if parameter.is_floating_point() and (not self.adapted or _trains_in_full(name, parameter))
+            if parameter.is_floating_point() and (not self.adapted or name in in_full)
         }
 
     def describe(self) -> str:
@@ -61,11 +62,7 @@ class Reference:
         Raises:
             ConfigurationError: If a weight trains now that was frozen when the copies were made.
         """
-        late = [
-            name
-            for name, parameter in network.named_parameters()
-            if name not in self.tensors and self.adapted and _trains_in_full(name, parameter)
-        ]
+        late = [name for name in _train_in_full(network) if name not in self.tensors] if self.adapted else []
         if late:
             raise ConfigurationError(
                 f"Preference: {late[0]!r} has begun to train beside adapters, and the reference has no copy of it: "
@@ -89,8 +86,10 @@ class _Call(nn.Module):
         return self.function()
 
 
-def _trains_in_full(name: str, parameter: Tensor) -> bool:
-    return parameter.requires_grad and not is_added(name)
+def _train_in_full(network: nn.Module) -> list[str]:
+    trained = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    added = added_names(network, trained)
+    return [name for name in trained if name not in added]
 
 
 def _digest(tensor: Tensor) -> str:

@@ -365,7 +365,7 @@ def starts_anew_at_the_head(run: Run) -> None:
 
 def base_is_stored_in_codes(run: Run) -> None:
     """Base weights are bytes, and stay as they are; checkpoints hold the codes, or no base at all."""
-    names = [n for n, t in run.start.items() if re.search(r"(up|down)\.weight$", n)]
+    names = [n for n, t in run.start.items() if re.search(r"(up|down)(\.base_layer)?\.weight$", n)]
     assert names
     for name in names:
         assert run.start[name].dtype == torch.uint8

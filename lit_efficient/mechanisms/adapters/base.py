@@ -16,10 +16,12 @@ from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
+from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.surgery import is_sharded, parents
 
 _MARK = "_lit_efficient_base"
+FOLLOWS = "_lit_efficient_follows"  # on a network: the function that starts its adapters again, after other weights
 _SAMPLES = 1024
 ADDED: tuple[str, ...] = (  # last parts of adapters' names
     *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
@@ -33,6 +35,12 @@ def is_added(name: str) -> bool:
     """Whether a parameter or buffer of this dotted name belongs to an adapter."""
     last = name.rpartition(".")[2]
     return last in ADDED or last.startswith(_STACKED)
+
+
+def added_names(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of the names in a module that belong to adapters, ours or peft's."""
+    names = list(names)
+    return set(filter(is_added, names)) | peft_names(module, names)[0]
 
 
 class FollowsBase:
@@ -70,7 +78,9 @@ def has_frozen_base(module: nn.Module) -> bool:
 
 def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
     """What :func:`freeze_base` left to train that belongs to adapters."""
-    return [module.get_parameter(name) for name in module.__dict__[_MARK]["trained"] if is_added(name)]
+    names = module.__dict__[_MARK]["trained"]
+    added = added_names(module, names)
+    return [module.get_parameter(name) for name in names if name in added]
 
 
 def left_to_train(module: nn.Module) -> list[nn.Parameter]:
@@ -155,6 +165,7 @@ def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
     later = {id(module.get_parameter(name)) for name in held(module)}  # frozen for now: they belong to what trains
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, p in named if not p.requires_grad and id(p) not in later}
+    frozen -= peft_names(module, frozen)[0]  # of several adapters some may rest
     quantized = {name for name, part in module.named_modules(remove_duplicate=False) if is_quantized(part)}
     found = set()
     for key in keys:
@@ -169,7 +180,10 @@ def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
 def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: what a checkpoint of either kind leaves out is taken from the module itself."""
     own = module.state_dict()
-    added = set(filter(is_added, own))
+    added = added_names(module, own)
+    for key, plain in peft_names(module, own)[1].items():  # a checkpoint of the base alone has its own names
+        if prefix + plain in state_dict:
+            state_dict.setdefault(prefix + key, state_dict.pop(prefix + plain))
     given = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
     missing = (frozen_keys(module, own) if added & given else added) - given
     if given & own.keys():
@@ -183,7 +197,9 @@ def _settle(module: nn.Module, incompatible: Any) -> None:
     now = _all_digests(module)
     changed, mark["digests"] = now != mark["digests"], now
     fresh = mark.pop("fresh", False)
-    for part in module.modules() if changed else ():
+    for part in list(module.modules()) if changed else ():
+        if fresh and FOLLOWS in part.__dict__:
+            part.__dict__[FOLLOWS](part)
         if isinstance(part, FollowsBase) and fresh:
             part.follow_base()
         if not isinstance(part, LowRank):

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.application import forget_what_is_gone
-from lit_efficient.mechanisms.adapters.base import is_added
+from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
+from lit_efficient.mechanisms.adapters.peft_layers import peft_names
+from lit_efficient.mechanisms.adapters.peft_methods import merge_peft, networks
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_bitsandbytes, is_quantized, plain_layer
 from lit_efficient.mechanisms.adapters.targets import is_tied
 from lit_efficient.surgery import mix_in, mix_out
@@ -34,6 +36,8 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
         module: What adapters were put on; it may hold none.
         dequantize_rest: Whether bitsandbytes' layers without an adapter become plain ones, too.
     """
+    for network in networks(module):
+        merge_peft(network)
     for name, part in list(module.named_modules()):
         if isinstance(part, LowRank):
             _merge_low_rank(module, name, part)
@@ -68,12 +72,14 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def without_adapters(module: nn.Module) -> dict[str, Tensor]:
     """All weights of a module as floats, as if adapters had never been."""
-    state = {name: t for name, t in whole_state(module).items() if not is_added(name)}
+    whole = whole_state(module)
+    added, moved = added_names(module, whole), peft_names(module, whole)[1]
+    state = {name: t for name, t in whole.items() if name not in added}
     part: Any
     for name, part in module.named_modules():
         if is_quantized(part):
             state[f"{name}.weight"] = plain_layer(part, dequantize(part)).get_parameter("weight").detach()
-    return state
+    return {moved.get(name, name): tensor for name, tensor in state.items()}
 
 
 def _forget(module: nn.Module) -> None:

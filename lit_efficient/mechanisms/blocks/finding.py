@@ -9,7 +9,7 @@ from torch import nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.hugging_face import repeated_blocks
-from lit_efficient.internals.torch_fx import adds_to_input, calls_of, has_matrices, runs_in_chain
+from lit_efficient.internals.torch_fx import adds_to_input, calls_of, has_matrices, has_parts, runs_in_chain
 from lit_efficient.surgery import count, match_modules, parents, unmixed
 
 
@@ -132,8 +132,8 @@ def _owner(name: str) -> str:
 
 
 def _may_add(module: nn.Module) -> bool:
-    """Whether it has parts, and a forward that is more than running them one by one."""
-    return not isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in module.children())
+    """Whether it has parts, and a forward that is more than running them one by one; a wrapped layer is no block."""
+    return not isinstance(module, nn.ModuleList | nn.Sequential) and has_parts(module)
 
 
 def _is_transformers_layer(module: nn.Module) -> bool:
@@ -145,11 +145,7 @@ def _homogeneous(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
         kinds = {unmixed(child) for child in module}
-        if (
-            len(kinds) == 1
-            and not isinstance(module[0], nn.ModuleList | nn.ModuleDict)
-            and all(any(True for _ in child.children()) for child in module)
-        ):
+        if len(kinds) == 1 and not isinstance(module[0], nn.ModuleList | nn.ModuleDict) and all(map(has_parts, module)):
             yield from ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
 
 

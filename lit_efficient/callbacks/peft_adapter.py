@@ -1,0 +1,203 @@
+"""PeftAdapter: train any method of peft beside frozen weights: LoKr, LoHa, OFT, BOFT, HiRA, FourierFT and others.
+
+    y = f(W, a) x,    W frozen, a the adapter's;    for LoKr f(W, a) = W + s (C kron B A)
+
+Saves: gradients and optimizer states of all but the adapter; checkpoints hold the adapter alone
+Costs: what the method costs in peft, until merged; names in the network change to peft's (``up.base_layer.weight``)
+Source: https://huggingface.co/docs/peft; LoKr: Yeh et al. (2023), https://arxiv.org/abs/2309.14859
+
+The names are the one exception to the rule that none changes; a checkpoint of the base loads under its own all the
+same. ``LoRA`` and ``IA3`` here leave names as they are. The functions on any network, outside of Lightning, are in
+:mod:`lit_efficient.mechanisms.adapters.peft_methods`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lit_efficient.declaration import Phase, Report
+from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
+from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost
+from lit_efficient.mechanisms.adapters.peft_methods import (
+    WHO,
+    config_options,
+    inject,
+    network_of,
+    peft_config,
+    peft_placement,
+    read_peft_folder,
+    start_from,
+)
+from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes
+from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.surgery import call_layers, count
+from lit_efficient.technique import Technique
+
+
+class PeftAdapter(Technique):
+    """Freeze the network and train adapters of any method that peft can put into it, or go on with those it has saved.
+
+    Methods that need peft's own model around the network (prompts, state that layers share) are refused by name.
+
+    Args:
+        config: Fields of peft's configuration class with ``peft_type``, such as ``{peft_type: LOKR, r: 8,
+            target_modules: all-linear}``, or its object; ``start_from`` in it names a folder that peft has saved, whose
+            fields count. Several adapters: such mappings by the adapters' names.
+        active: Of several adapters those that take part, or by name how much each counts (methods whose update is one
+            product); ``None``: all. :func:`~lit_efficient.mechanisms.adapters.peft_methods.switch_adapters` switches.
+        train: Of these the ones that train; ``None``: all.
+        network: Dotted name of what is adapted; ``None``: the one model of transformers or diffusers in the module,
+            else its only child, else itself.
+        save_base: Whether checkpoints hold the frozen weights, too.
+        seed: Of the adapters' start, which is the same on all ranks.
+
+    Raises:
+        ConfigurationError: For what peft refuses, fields that the method does not have, and weights that do not fit.
+        CheckpointError: When resuming beside another base than the adapters were trained with.
+    """
+
+    phase = Phase.ADAPT
+    alters = ("weights",)
+    keeps = "peft"
+    needs = ("config",)
+    conflicts: ClassVar[dict[str, str]] = {
+        "LoRA": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
+        "IA3": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
+        "PrefixTuning": "each freezes all but its own parameters; keep one of them",
+        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
+    }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (0, "gradients and states of all but adapters: another training")
+    }
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        active: list[str] | dict[str, float] | None = None,
+        train: list[str] | None = None,
+        network: str | None = None,
+        save_base: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_installed(WHO, "peft")
+        check_number(WHO, "seed", seed, least=0, whole=True)
+        named: dict[str, Any] = dict(config) if _holds_several(config) else {"default": config}
+        self._folders: dict[str, str] = {}
+        self._configs = {name: self._options(name, one) for name, one in named.items()}
+        self.config = self._configs if _holds_several(config) else self._configs["default"]
+        weights = dict.fromkeys(named, 1.0) if active is None else active
+        self._weights = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 1.0)
+        for name, weight in self._weights.items():
+            check_number(WHO, f"active: {name}", weight)
+        for argument, names in (("active", self._weights), ("train", train or ())):
+            among = self._weights if argument == "train" else named
+            if odd := [name for name in names if name not in among]:
+                raise refusal(WHO, argument, f"among {', '.join(among)}", odd[0])
+        if not self._weights or train == []:
+            raise refusal(WHO, "train" if self._weights else "active", "at least one adapter, or left out", [])
+        self.active = active
+        self.train = train
+        self.network = network
+        self.save_base = save_base
+        self.seed = seed
+
+    def _options(self, name: str, config: Any) -> dict[str, Any]:
+        """The fields of one adapter, those of its folder under those that are given."""
+        if not isinstance(config, Mapping) and not hasattr(config, "peft_type"):
+            raise refusal(WHO, "config", "fields of a peft configuration with peft_type, or its object", config)
+        if not name or "." in name:
+            raise refusal(WHO, "the name of an adapter", "without dots", name)
+        options = config_options(config)
+        folder = options.pop("start_from", None)
+        if folder is not None:
+            self._folders[name] = str(folder)
+            options = read_peft_folder(str(folder))[0] | options
+        peft_config(options)
+        return options | {"peft_type": str(options["peft_type"]).upper()}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        restore_without_base(trainer.strategy)
+
+    def transform(self, module: nn.Module) -> Report:
+        place = network_of(module) if self.network is None else self.network
+        try:
+            root: Any = module.get_submodule(place)
+        except AttributeError as error:
+            names = [name for name, _ in module.named_children()]
+            raise refusal(WHO, "network", f"a dotted name in the module, such as {names}", place) from error
+        self._check(module, root)
+        for part in module.modules():
+            if is_bitsandbytes(part):  # of transformers' making, perhaps
+                from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
+
+                adopt(part)
+        inject(root, self._configs, self._weights, train=self.train, seed=self.seed)
+        for name, folder in self._folders.items():
+            start_from(root, name, read_peft_folder(folder)[1], folder)
+        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]  # as peft decided
+        freeze_base(module, trained, save_base=self.save_base)
+        call_layers(module)
+        return self._report(module, root, trained)
+
+    def _check(self, module: nn.Module, root: nn.Module) -> None:
+        if isinstance(getattr(root, "peft_config", None), Mapping) or any(
+            isinstance(p, PeftLayer) for p in root.modules()
+        ):
+            raise ConfigurationError(
+                f"{WHO}: {type(root).__name__} has adapters of peft already; merge them, or start "
+                "from the folder that they were saved in"
+            )
+        if any(parameter.device.type == "meta" for parameter in root.parameters()):
+            raise ConfigurationError(f"{WHO}: weights are on the meta device: give the base its weights first")
+
+    def _report(self, module: nn.Module, root: Any, trained: list[nn.Parameter]) -> Report:
+        layers = outermost(root)
+        total = count(module.parameters())
+        size = sum(parameter.nbytes for parameter in trained)
+        kinds = ", ".join(
+            f"{one['peft_type']} {name!r}" if len(self._configs) > 1 else one["peft_type"]
+            for name, one in self._configs.items()
+        )
+        return Report(
+            f"{kinds} on {len(layers)} layers: {count(trained):,} of {total:,} parameters train "
+            f"({count(trained) / max(1, total):.2%}), {size / 2**20:.2f} MiB in a checkpoint",
+            modules=tuple(layers),
+            parameters=count(trained),
+            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients never made
+            details={"trainable_share": count(trained) / max(1, total), "adapter_bytes": size},
+        )
+
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        return left_to_train(module)
+
+    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
+        return adapter_parameters(module)
+
+    def arguments(self) -> dict[str, Any]:
+        """With what the folders said in the place of their names: a checkpoint holds what they gave."""
+        return super().arguments() | {"config": self.config}
+
+    @classmethod
+    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        trim(module, checkpoint)
+        checkpoint["lit_efficient"][cls.keeps] = peft_placement(module)
+
+    @classmethod
+    def is_in(cls, module: nn.Module) -> bool:
+        return any(isinstance(part, PeftLayer) for part in module.modules())
+
+    @classmethod
+    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+        """Compare the base with the one that the adapters were trained beside."""
+        check(module, checkpoint)
+
+
+def _holds_several(config: Any) -> bool:
+    """Whether these are adapters by name, and not the fields of one."""
+    if not isinstance(config, Mapping) or not config or {"peft_type", "start_from"} & config.keys():
+        return False
+    return all(isinstance(one, Mapping) or hasattr(one, "peft_type") for one in config.values())

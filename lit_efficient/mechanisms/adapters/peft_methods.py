@@ -1,0 +1,458 @@
+"""Any method of peft on any network: its configuration checked, its layers put in, started, mixed, merged and saved.
+
+Which methods there are is asked of peft: those whose model puts layers into a network and needs nothing else of its own
+while it trains. What lies in a folder of peft is read and written by peft's own functions.
+Source: https://huggingface.co/docs/peft/developer_guides/low_level_api
+"""
+
+import copy
+import enum
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import CheckpointError, ConfigurationError, did_you_mean, refusal
+from lit_efficient.files.sums import check_sums
+from lit_efficient.files.tensors import load_tensors, save_tensors
+from lit_efficient.internals.import_noise import silence_imports
+from lit_efficient.mechanisms.adapters.base import FOLLOWS, _digest
+from lit_efficient.mechanisms.adapters.peft_format import described
+from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost, peft_names, unload
+from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized, plain_layer
+from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, find_targets, is_tied
+from lit_efficient.surgery import memory_of, mix_in, own_draws
+
+WHO = "PeftAdapter"
+_NOTE = "_lit_efficient_peft"
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def methods() -> dict[str, Any]:
+    """The configuration classes of the methods that can be used here, by peft's names for them.
+
+    Not among them is what peft puts into no network (prompts), and what peft's own model does in its forward.
+    """
+    silence_imports()
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTuner
+
+    found = {}
+    for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items():
+        own = isinstance(tuner, type) and issubclass(tuner, BaseTuner) and tuner.forward is BaseTuner.forward
+        if own:
+            found[str(kind.value)] = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    return found
+
+
+def peft_config(options: Mapping[str, Any]) -> Any:
+    """Peft's configuration object, to train with.
+
+    Args:
+        options: Its fields, with ``peft_type``.
+
+    Raises:
+        ConfigurationError: For a method that is not among :func:`methods`, a field that it does not have, and what
+            peft itself refuses.
+    """
+    known = methods()
+    kind = str(options.get("peft_type", "")).upper()
+    if kind not in known:
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+        if kind in {one.value for one in PEFT_TYPE_TO_CONFIG_MAPPING}:
+            raise ConfigurationError(
+                f"{WHO}: peft_type {kind} needs peft's own model around the network (it has prompts, state that layers "
+                f"share, or a forward of its own), which a LightningModule is not; those without are {', '.join(known)}"
+            )
+        raise ConfigurationError(
+            f"{WHO}: peft has no peft_type {options.get('peft_type')!r}{did_you_mean(kind, known)} ({', '.join(known)})"
+        )
+    fields = known[kind].__dataclass_fields__
+    if odd := [name for name in options if name not in fields]:
+        near = did_you_mean(odd[0], fields)
+        raise ConfigurationError(f"{WHO}: {kind} has no option {odd[0]!r}{near} ({', '.join(fields)})")
+    rest = {name: value for name, value in options.items() if name not in ("peft_type", "inference_mode")}
+    try:
+        config = known[kind](**copy.deepcopy(rest), inference_mode=False)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{WHO}: peft refuses the options of {kind}: {error}") from error
+    if getattr(config, "use_asa", False):
+        raise ConfigurationError(f"{WHO}: use_asa of {kind} is a step of peft's own model; leave it out")
+    return config
+
+
+def config_options(config: Any) -> dict[str, Any]:
+    """The fields of a configuration object that are not at their defaults, as primitives; those of a dict as given."""
+    if isinstance(config, Mapping):
+        return {str(key): _primitive(value) for key, value in config.items()}
+    given = {name: _primitive(value) for name, value in config.to_dict().items()}
+    fields = type(config).__dataclass_fields__
+    default = {name: one.default for name, one in fields.items()}
+    kept = {name: value for name, value in given.items() if name in fields and value != default[name]}
+    return kept | {"peft_type": given["peft_type"]}
+
+
+def _primitive(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): _primitive(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_primitive(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(_primitive, value))
+    return value
+
+
+def read_peft_folder(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Options and tensors of an adapter that peft has saved.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged.
+    """
+    place = Path(folder)
+    check_sums(place)
+    try:
+        config = json.loads((place / _FILES[0]).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{place / _FILES[0]} cannot be read: {error}") from error
+    known = methods().get(config.get("peft_type", ""))
+    fields = known.__dataclass_fields__ if known else config
+    kept = {name: one for name, one in config.items() if name in fields and one is not None}
+    return kept, load_tensors(place / _FILES[1])
+
+
+def network_of(module: nn.Module) -> str:
+    """The name of the network that an adapter is for.
+
+    It is the one model of transformers or diffusers inside, else the only child with weights, else the module itself.
+    """
+    models = [name for name, part in module.named_modules() if hasattr(part, "save_pretrained") and name]
+    models = [name for name in models if not any(name.startswith(f"{other}.") for other in models)]
+    if hasattr(module, "save_pretrained"):
+        return ""
+    if len(models) == 1 and hasattr(module.get_submodule(models[0]), "config"):
+        return models[0]
+    weighty = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    alone = len(weighty) == 1 and not any(True for _ in module.parameters(recurse=False))
+    child = module.get_submodule(weighty[0]) if alone else module
+    return weighty[0] if child is not module and any(True for _ in child.children()) else ""
+
+
+def inject(
+    root: nn.Module,
+    configs: Mapping[str, Mapping[str, Any]],
+    active: Mapping[str, float],
+    *,
+    train: Sequence[str] | None = None,
+    seed: int = 0,
+) -> None:
+    """Put peft's layers into a network, in place.
+
+    Args:
+        root: The network.
+        configs: Options by the adapters' names.
+        active: Which of them take part, and by how much: see :func:`switch_adapters`.
+        train: Those of them that require gradients; ``None``: all.
+        seed: Of all draws, so that they are the same on all ranks and each time.
+
+    Raises:
+        ConfigurationError: For what peft refuses, and a start that would change the base's own weights.
+    """
+    from peft.functional import cast_adapter_dtype, set_adapter
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    shared: dict[str, dict[str, str]] = {}
+    before = [(name, parameter, _digest(parameter)) for name, parameter in root.named_parameters()]
+    for name, options in configs.items():
+        config = peft_config(options)
+        if str(getattr(config, "target_modules", "")).lower() == ALL_LINEAR:
+            config.target_modules = {one for one, _ in find_targets(root, ALL_LINEAR, who=WHO)}
+        with _refusing(f"put {options['peft_type']} on {type(root).__name__}"), own_draws(seed):
+            tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=name)
+        cast_adapter_dtype(root, name)
+        shared[name] = _shared(tuner, root)
+    for name, parameter, digest in before:
+        if _digest(parameter) != digest:
+            raise ConfigurationError(
+                f"{WHO}: these options change the frozen weight {name!r} itself, which no other checkpoint of the base "
+                "would fit any more: choose another start of the adapter"
+            )
+    for part in root.modules():
+        if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) and not isinstance(part, PeftLayer):
+            mix_in(part, PeftLayer)
+    root.__dict__[_NOTE] = {"seed": seed, "active": dict(active), "shared": shared}
+    root.__dict__[FOLLOWS] = _start_again
+    with _refusing(f"train {', '.join(train or active)} together"):
+        set_adapter(root, list(train or active))
+    switch_adapters(root, active)
+    _check_rounded(root)
+
+
+def _shared(tuner: nn.Module, root: nn.Module) -> dict[str, str]:
+    """What peft's own model around a network holds and its layers share: by name there, one of its names in here."""
+    places = {memory_of(tensor): name for name, tensor in root.state_dict().items()}
+    own = {name: tensor for name, tensor in tuner.state_dict().items() if not name.startswith("model.")}
+    if lost := [name for name, tensor in own.items() if memory_of(tensor) not in places]:
+        raise ConfigurationError(f"{WHO}: {type(tuner).__name__} of peft keeps {lost[0]!r} outside of the network")
+    return {f"base_model.{name}": places[memory_of(tensor)] for name, tensor in own.items()}
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turn what peft raises into a refusal."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            yield
+    except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError, ImportError) as error:
+        raise ConfigurationError(f"{WHO}: peft cannot {what}: {' '.join(str(error).split())[:400]}") from error
+
+
+def networks(module: nn.Module) -> list[nn.Module]:
+    """The networks in a module that :func:`inject` has changed."""
+    return [part for part in module.modules() if _NOTE in part.__dict__]
+
+
+def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float]) -> None:
+    """Let these adapters of peft's take part from now on, and no others; what trains stays as it is.
+
+    Args:
+        module: A module with a network that ``PeftAdapter`` has changed.
+        active: Their names, or by name a factor on what each adds, for methods whose update is one product (LoRA, LoHa,
+            LoKr, SHiRA). None at all leaves the base.
+
+    Raises:
+        ConfigurationError: For an unknown name, a factor that the method does not know, and what peft cannot mix.
+    """
+    from peft.functional import set_adapter
+
+    weights = dict(active) if isinstance(active, Mapping) else dict.fromkeys(active, 1.0)
+    roots: list[Any] = networks(module)
+    for root in roots:
+        if odd := [name for name in weights if name not in root.peft_config]:
+            raise refusal(WHO, "the active adapters", f"among {', '.join(root.peft_config)}", odd[0])
+        trained = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
+        layers = [part for part in root.modules() if isinstance(part, PeftLayer)]
+        for name, weight in weights.items():
+            scaled = [part for part in layers if name in getattr(part, "scaling", {})]
+            if weight != 1 and not (scaled and _scales(scaled[0], name)):
+                kind = root.peft_config[name].peft_type.value
+                raise refusal(WHO, f"the weight of {name}", f"1 for {kind}, whose update is no product", weight)
+            for part in scaled if weight != 1 or root.__dict__[_NOTE]["active"].get(name, 1) != 1 else ():
+                part.set_scale(name, weight)
+        with _refusing(f"mix {', '.join(weights)}"):
+            set_adapter(root, list(weights))
+        root.__dict__[_NOTE]["active"] = weights
+        for parameter, required in trained:
+            parameter.requires_grad_(required)
+
+
+@torch.no_grad()
+def _scales(layer: Any, name: str) -> bool:
+    """Whether twice the scale is twice the update: asked of a copy of the layer, with an update that is not zero."""
+    twin = copy.deepcopy(layer)
+    if not hasattr(twin, "set_scale") or not hasattr(twin, "get_delta_weight"):
+        return False
+    added, _ = peft_names(twin, [key for key, _ in twin.named_parameters()])
+    with own_draws(0):
+        for key in added:
+            place = twin.get_parameter(key)
+            place.copy_(torch.randn(place.shape))
+    twin.set_scale(name, 1.0)
+    once = twin.get_delta_weight(name)
+    twin.set_scale(name, 2.0)
+    return torch.allclose(twin.get_delta_weight(name), 2 * once, rtol=1e-3)
+
+
+def saved_tensors(root: Any, name: str) -> dict[str, Tensor]:
+    """What peft would save of an adapter, by the names in its file."""
+    from peft.functional import get_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    config, kept = root.peft_config[name], root.peft_config[name].base_model_name_or_path
+    config.base_model_name_or_path = None  # or peft would ask for the base, on the network
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = root.state_dict()
+            shared = {key: state[place] for key, place in root.__dict__[_NOTE]["shared"][name].items()}
+            found = get_peft_model_state_dict(root, {**state, **shared}, adapter_name=name)
+    finally:
+        config.base_model_name_or_path = kept
+    if not PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state:  # a model that says so sorts them itself
+        found |= {key.removesuffix(f".{name}"): tensor for key, tensor in shared.items()}
+    outer = "base_model."
+    return {key if key.startswith(outer) else f"{outer}model.{key}": tensor for key, tensor in found.items()}
+
+
+@torch.no_grad()
+def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder: str) -> None:
+    """Give an adapter the values that peft has saved.
+
+    Raises:
+        ConfigurationError: If they are another network's, or peft keeps some of them outside of the module's state.
+    """
+    own = saved_tensors(root, name)
+    wrong = sorted(own.keys() ^ tensors.keys()) or [key for key in own if own[key].shape != tensors[key].shape]
+    if wrong:
+        raise ConfigurationError(
+            f"{WHO}: {folder} does not fit {type(root).__name__}: {len(wrong)} tensors are missing, unknown or of "
+            f"another shape, first {wrong[0]!r}"
+        )
+    if beside := [key for key in _beside(root, own) if not torch.equal(own[key], tensors[key])]:
+        raise ConfigurationError(
+            f"{WHO}: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no state_dict: a "
+            "checkpoint could not hold it"
+        )
+    for key, place in own.items():  # which are the network's own
+        place.copy_(tensors[key])
+
+
+def _beside(root: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
+    """Those of :func:`saved_tensors` that are in no ``state_dict``."""
+    state = {memory_of(tensor) for tensor in root.state_dict().values()}
+    return [key for key, tensor in found.items() if memory_of(tensor) not in state]
+
+
+def peft_placement(module: nn.Module) -> dict[str, Any]:
+    """What an export must know of the adapters, as primitives and tensors for a checkpoint.
+
+    Returns:
+        ``root``: dotted name of the network. ``adapters``: by name the ``config``, ``files``, names in the module's
+        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. The rest: see
+        :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
+    """
+    (root,) = networks(module)
+    name = next(name for name, part in module.named_modules() if part is root)
+    prefix = f"{name}." if name else ""
+    places = {memory_of(tensor): f"{prefix}{key}" for key, tensor in root.state_dict().items()}
+    adapters = {}
+    for adapter, config in root.peft_config.items():  # type: ignore[union-attr,operator]
+        found = saved_tensors(root, adapter)
+        adapters[adapter] = {
+            "config": config_options(config),
+            "files": {key: places[memory_of(t)] for key, t in found.items() if memory_of(t) in places},
+            "beside": {key: t.detach().cpu().clone() for key, t in found.items() if memory_of(t) not in places},
+        }
+    return {"root": name, "adapters": adapters, **described(root)}
+
+
+def peft_files(
+    where: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
+    """Tensors and options of each adapter in a checkpoint, as peft would save them.
+
+    Args:
+        where: What :func:`peft_placement` gave.
+        state: ``state_dict`` of the checkpoint.
+    """
+    found = {}
+    for name, one in where["adapters"].items():
+        tensors = {key: state[place] for key, place in one["files"].items()} | one["beside"]
+        found[name] = {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}, one["config"]
+    return found
+
+
+def write_peft_folder(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
+    """Write an adapter as peft does: its configuration by its own method, its tensors as safetensors."""
+    config = peft_config(options)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    save_tensors(folder / _FILES[1], tensors, format="pt")
+
+
+@torch.no_grad()
+def merge_peft(root: Any) -> None:
+    """Fold the active adapters of a network into its weights, in place; quantised layers become float ones."""
+    layers = outermost(root)
+    if any(_is_rounded(root.get_submodule(name)) for name in layers):  # what peft would add to codes is added to floats
+        _to_floats(root)
+    for name in layers:
+        base = getattr(root.get_submodule(name), "base_layer", None)
+        if hasattr(base, "weight") and is_tied(root, base):  # the adapter belongs to one use of it
+            base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
+    with _refusing("merge the adapter"):
+        unload(root, merge=True)
+    for key in (_NOTE, FOLLOWS):
+        root.__dict__.pop(key, None)
+
+
+def _is_rounded(layer: Any) -> bool:
+    return is_quantized(getattr(layer, "base_layer", None))
+
+
+def _to_floats(root: Any) -> None:
+    """Put peft's layers for floats, with the same adapters, in the place of those on quantised weights."""
+    values, note = _values(root), root.__dict__[_NOTE]
+    configs = {name: config_options(config) for name, config in root.peft_config.items()}
+    rounded = [name for name in outermost(root) if _is_rounded(root.get_submodule(name))]
+    unload(root, merge=False)
+    for name in rounded:
+        base: Any = root.get_submodule(name)
+        owner, _, last = name.rpartition(".")
+        setattr(root.get_submodule(owner), last, plain_layer(base, dequantize(base)))
+    inject(root, configs, note["active"], seed=note["seed"])
+    _put(root, values)
+
+
+@torch.no_grad()
+def _check_rounded(root: Any) -> None:
+    """Refuse a method that misreads quantised weights: it must compute what it does on the same weights as floats."""
+    seen: set[Any] = set()
+    for name in outermost(root):
+        layer: Any = root.get_submodule(name)
+        base = getattr(layer, "base_layer", None)
+        if not _is_rounded(layer) or (key := (type(layer), type(base))) in seen:
+            continue
+        seen.add(key)
+        twin = nn.Module()
+        twin.layer = copy.deepcopy(layer).eval()
+        twin.__dict__[_NOTE] = dict(root.__dict__[_NOTE])
+        twin.peft_config = {one: copy.deepcopy(config) for one, config in root.peft_config.items()}
+        for config in twin.peft_config.values():
+            config.target_modules = ["layer"]
+        with own_draws(0):
+            for place in _values(twin).values():
+                place.copy_(torch.randn(place.shape) / 10 if place.is_floating_point() else place)
+            x = torch.randn(4, base.in_features).to(base.weight.device)
+        try:
+            found = twin.layer(x)
+            _to_floats(twin)
+            same = torch.allclose(found, twin.layer.eval()(x), rtol=0.02, atol=0.02)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
+            same = False
+        if not same:
+            kinds = ", ".join(config.peft_type.value for config in root.peft_config.values())
+            raise ConfigurationError(
+                f"{WHO}: peft's {kinds} misreads the quantised weight of {name!r} ({type(base).__name__}): use "
+                "peft_type LORA, or no quantised base"
+            )
+
+
+def _values(root: nn.Module) -> dict[str, Tensor]:
+    tensors = dict([*root.named_parameters(), *root.named_buffers()])
+    return {name: tensors[name].detach() for name in peft_names(root, tensors)[0]}
+
+
+def _put(root: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, place in _values(root).items():
+        place.copy_(values[name])
+
+
+@torch.no_grad()
+def _start_again(root: Any) -> None:
+    """Start the adapters again from the weights that the network has now."""
+    twin = copy.deepcopy(root)
+    unload(twin, merge=False)
+    note, configs = root.__dict__[_NOTE], {name: config_options(c) for name, c in root.peft_config.items()}
+    inject(twin, configs, note["active"], seed=note["seed"])
+    _put(root, _values(twin))
