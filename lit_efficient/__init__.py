@@ -47,6 +47,7 @@ PUBLIC: dict[str, str] = {
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "MaxBatchSize": "callbacks.max_batch_size",
     "OffloadOptimizer": "callbacks.offload_optimizer",
+    "OptimizerInBackward": "callbacks.optimizer_in_backward",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",
     "PrefixTuning": "callbacks.prefix_tuning",
