@@ -50,6 +50,7 @@ PUBLIC: dict[str, str] = {
     "MaxBatchSize": "callbacks.max_batch_size",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "KahanSummation": "callbacks.kahan_summation",
+    "OptimizerInBackward": "callbacks.optimizer_in_backward",
     "ScheduleFree": "callbacks.schedule_free",
     "PeftAdapter": "callbacks.peft_adapter",
     "PowerEMA": "callbacks.power_ema",

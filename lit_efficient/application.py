@@ -360,14 +360,15 @@ def _check_learning(module: Any, session: Session, optimizer: Optimizer, *_: Any
     if _session(module) is not session or id(optimizer) in session.checked:
         return
     reshard(module)
+    taken = getattr(optimizer, "gradients_taken", ())  # whose gradients are used up or lie elsewhere
     if (layers := session.silent.get(id(optimizer))) is not None:
-        layers.check()
+        layers.check(taken)
         if not layers.waiting:
             session.checked.add(id(optimizer))
         elif layers.steps == 2:
             rank_zero_warn(layers.described())
         return
-    own = {id(p): p.grad is not None for group in optimizer.param_groups for p in group["params"]}
+    own = {id(p): p.grad is not None or p in taken for group in optimizer.param_groups for p in group["params"]}
     names = {id(p): name for name, p in module.named_parameters()}
     later = {id(module.get_parameter(name)) for name in held(module)}
     silent: dict[str, list[nn.Parameter]] = {}

@@ -30,6 +30,8 @@ from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.torch_modules import forward_hooks
 from lit_efficient.technique import PrecisionTechnique, Technique
+from lit_efficient.optimizers.in_backward import InBackward
+from lit_efficient.technique import Technique
 
 WIDTH = 16
 
@@ -244,16 +246,29 @@ class Watch(L.Callback):
     def __init__(self, run: Run, folder: Path, saves: bool = True) -> None:
         self.run, self.folder, self.saves = run, folder, saves
         self.gradients: dict[str, Tensor] = {}
+        self._taken: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Note what training starts from."""
         self.run.start = weights(pl_module)
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, InBackward):
+                optimizer.in_backward.watchers.append(functools.partial(self._take, pl_module))
         self.run.reports = reports_of(pl_module, techniques_of(trainer))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Note the gradients."""
-        named = pl_module.named_parameters()
-        self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+        taken = {p for optimizer in trainer.optimizers for p in getattr(optimizer, "gradients_taken", ())}
+        left = [(name, p.grad) for name, p in pl_module.named_parameters() if p not in taken and p.grad is not None]
+        self.gradients = dict(self._taken)
+        self._taken.clear()
+        for name, gradient in left:
+            self.gradients[name] = gradient.detach().clone()
+
+    def _take(self, module: nn.Module, parameter: Any) -> None:
+        """Note a gradient that will not be there later."""
+        name = next(name for name, p in module.named_parameters() if p is parameter)
+        self._taken[name] = parameter.grad.detach().clone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note the batch."""

@@ -10,7 +10,7 @@ The maximum is taken, and not the 2-norm, because squares of large but finite gr
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import DivergedError, check_choice, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.surgery import is_sharded
 
 
@@ -46,6 +47,7 @@ class NonFiniteGuard(Callback):
     gradients of all processes together: all take the same decision. The gradient scaler of 16-mixed finds its scale by
     overflow and leaves out such steps itself; there it stops when more of them than ``max_consecutive`` come in a row
     and the scale has fallen below 1. The command line adds it to every fit, and ends with code 4 when it stops.
+    Where the optimizer steps in the backward pass, gradients that are not finite count as zeros in the last step.
 
     Args:
         action: ``raise`` stops with an error that names parameters, ``skip`` leaves out the step with a warning.
@@ -64,6 +66,12 @@ class NonFiniteGuard(Callback):
         self.max_consecutive = max_consecutive
         self.skipped = 0
         self._consecutive = 0
+        self._largest: dict[Tensor, Tensor] = {}  # of each gradient that was freed in the backward pass
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, InBackward):
+                optimizer.in_backward.watchers.append(self._hold_back)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Check the gradients, before they are clipped.
@@ -72,8 +80,12 @@ class NonFiniteGuard(Callback):
             DivergedError: If one is not finite and the action is ``raise``, or too many in a row were left out.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        finite = all_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
-        if traits_of(trainer.strategy).flattens:  # each process sees its own part
+        freed = isinstance(optimizer, InBackward)
+        gradients, self._largest = self._largest, {}
+        if not freed:
+            gradients = {p: p.grad for p in parameters if p.grad is not None}
+        finite = all_finite(gradients.values())
+        if freed or traits_of(trainer.strategy).flattens:  # each process sees its own part
             finite = trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             self._consecutive = 0
@@ -83,14 +95,26 @@ class NonFiniteGuard(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and (self._consecutive <= self.max_consecutive or scaler.get_scale() >= 1):
             return
-        where = f"at step {trainer.global_step} gradients are not finite in {_culprits(pl_module)}"
+        where = f"at step {trainer.global_step} gradients are not finite in {_culprits(pl_module, gradients)}"
         if self.action == "raise" and scaler is None:
-            raise DivergedError(f"NonFiniteGuard: {where}; the weights are those before the step")
+            weights = "have made the step with zeros in their place" if freed else "are those before the step"
+            raise DivergedError(f"NonFiniteGuard: {where}; the weights {weights}")
         if self._consecutive > self.max_consecutive:
             raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} steps left out in a row")
         rank_zero_warn(f"NonFiniteGuard: {where}; the step is left out")
         for parameter in parameters:
             parameter.grad = None
+
+    def _hold_back(self, parameter: Tensor) -> None:
+        """Before the step of one parameter: note whether its gradient is finite, without waiting; let none in."""
+        values: Any = parameter.grad
+        if values.is_sparse:
+            parameter.grad = values.coalesce()
+            values = parameter.grad.values()
+        values = values.to_local() if is_sharded(values) else values
+        if values.numel():
+            self._largest[parameter] = torch.linalg.vector_norm(values, math.inf)
+            values.nan_to_num_(0.0, 0.0, 0.0)
 
     def state_dict(self) -> dict[str, int]:
         """How many steps were left out, in all and in a row; nothing if none was: evaluations need no guard."""
@@ -101,7 +125,6 @@ class NonFiniteGuard(Callback):
         self.skipped, self._consecutive = state_dict["skipped"], state_dict["consecutive"]
 
 
-def _culprits(module: Any, most: int = 3) -> str:
-    graded = ((name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None)
-    names = [name for name, gradient in graded if not all_finite([gradient])]
+def _culprits(module: Any, gradients: Mapping[Tensor, Tensor], most: int = 3) -> str:
+    names = [name for name, p in module.named_parameters() if p in gradients and not all_finite([gradients[p]])]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

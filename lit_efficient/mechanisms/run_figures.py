@@ -26,6 +26,7 @@ class RunFigures(Callback):
         self.bar_figures: dict[str, float] = {}  # what a progress bar may show where it has room
         self._rates: dict[str, float] = {}
         self._norms: dict[int, Tensor] = {}  # by the optimizer's index
+        self._noted: list[Tensor] | None = None  # norms of gradients freed in the backward pass, if to be logged
         self._held = Amount()  # of the batches since the last logged step
         self._unit = ""
         self._since = self._paused = self._asked = self._waited = 0.0  # seconds
@@ -36,18 +37,25 @@ class RunFigures(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._norms, self._rates, self.bar_figures = {}, {}, {}
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "in_backward"):
+                optimizer.in_backward.watchers.append(self._note)
         self._begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Note the rates that the step is made with."""
+        self._noted = [] if self._logs(trainer) else None
         if self._logs(trainer) and not any(_is_rate_monitor(callback) for callback in trainer.callbacks):
             self._rates = rates_of(trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         if not self._logs(trainer) or traits_of(trainer.strategy).flattens:
             return
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        norm = gradient_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+        if hasattr(optimizer, "in_backward"):
+            norm = gradient_norm(self._noted or ())
+        else:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            norm = gradient_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
         if norm is None:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -91,6 +99,11 @@ class RunFigures(Callback):
         self.bar_figures |= {name: values[name] for name in ("grad_norm", "mfu") if name in values}
         self._norms = {}
         self._begin()
+
+    def _note(self, parameter: Tensor) -> None:
+        norm = gradient_norm([parameter.grad]) if self._noted is not None and parameter.grad is not None else None
+        if norm is not None and self._noted is not None:
+            self._noted.append(norm)
 
     def _begin(self) -> None:
         self._held, self._waited, self._since = Amount(), 0.0, time.monotonic()

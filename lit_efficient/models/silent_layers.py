@@ -5,7 +5,7 @@ another task. The weight tells which: code outside of the layer gets a parameter
 gradient, and where that gets one, the loss depends on it. The layer's own stays frozen for whoever asks or copies.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -86,14 +86,18 @@ class SilentLayers:
             for layer in self._layers.values():
                 layer.silent_likes.by_name = None
 
-    def check(self) -> None:
+    def check(self, taken: Collection[Tensor] = ()) -> None:
         """After a step: forget layers that learn, and refuse those whose weights were read and that do not.
+
+        Args:
+            taken: Parameters that had a gradient which is not there any more.
 
         Raises:
             ConfigurationError: Naming the first of them.
         """
         self.steps += 1
-        self.waiting = {name: own for name, own in self.waiting.items() if all(p.grad is None for p in own)}
+        learns = {name for name, own in self.waiting.items() if any(p.grad is not None or p in taken for p in own)}
+        self.waiting = {name: own for name, own in self.waiting.items() if name not in learns}
         bypassed = [name for name, layer in self._layers.items() if name in self.waiting and layer.silent_likes.heard]
         for layer in self._layers.values():
             layer.silent_likes.heard.clear()

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
-from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
+from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient
 
 _ALIGNED = 64  # bytes
 
@@ -150,13 +149,8 @@ def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
         piece_bytes: Bytes of the parameters that are stepped at a time.
     """
     kind: Any = type(optimizer)
-    optimizer.__class__ = streamed(kind)
+    change_class(optimizer, streamed(kind))
     optimizer.host_states = HostStates(optimizer, piece_bytes)  # type: ignore[attr-defined]  # of `Streamed`
-    # A scheduler may have set a counted step on the instance, which calls the old class's: put ours inside.
-    step = optimizer.__dict__.get("step")
-    if step is not None:
-        optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
-        mark_counted(optimizer.__dict__["step"])
 
 
 def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "offloading the states") -> None:
@@ -176,17 +170,10 @@ def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "off
         )
 
 
-def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    mark_stepped(optimizer)
-    return type(optimizer).step(optimizer, *args, **kwargs)
-
-
 @functools.cache
 def streamed(base: type[Optimizer]) -> type[Optimizer]:
     """``base`` with a step in pieces; the class keeps its name."""
-    inner: Any = base.step
-    # The hooks of a step are in the function that torch puts around each class's: run them once, not for each piece.
-    inner = inner.__wrapped__ if getattr(inner, "hooked", False) else inner
+    inner = unhooked(base)  # hooks run once, not for each piece
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:

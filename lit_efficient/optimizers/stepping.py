@@ -1,10 +1,14 @@
-"""What every ``step`` of an optimizer begins with: the closure's loss, and the tensors that have a gradient."""
+"""What every ``step`` of an optimizer begins with, and how one is put around that of a class."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -32,3 +36,25 @@ def pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]
         size += p.nbytes
     if piece:
         yield piece
+
+
+def unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The step of a class without the hooks, which are in the function that torch puts around each class's step."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def change_class(optimizer: Optimizer, kind: type[Optimizer]) -> None:
+    """Make ``optimizer`` one of ``kind``, which derives from its class and has a step of its own.
+
+    A scheduler may have set a counted step on the instance, which calls the old class's: the new one goes inside.
+    """
+    optimizer.__class__ = kind
+    if "step" in optimizer.__dict__:
+        optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
+        mark_counted(optimizer.__dict__["step"])
+
+
+def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    mark_stepped(optimizer)
+    return type(optimizer).step(optimizer, *args, **kwargs)

@@ -1,0 +1,152 @@
+"""The optimizer's step inside the backward pass: each gradient is used and freed as soon as it is there.
+
+    for each parameter, from the last layer to the first:  g is complete  ->  step(p, g),  g is freed
+
+Saves: all gradients but those of one layer: 4 bytes a parameter in float32, 2 in bfloat16; foreach's temporaries, too
+Costs: a step's kernels for each parameter instead of for all together; no accumulation and no clipping by norm
+Source: Lv et al. (2023), https://arxiv.org/abs/2306.09782; torch's hooks: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+
+The numbers are those of the same optimizer without it, bit by bit, and so are the checkpoints: a run may go on with or
+without it. What is compiled gives its gradients together: compile blocks, not the network. A gradient that comes from
+both ends of a network, as of tied embeddings, stays until the backward pass has been at both.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_efficient.declaration import Phase, Report
+from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.mechanisms.trials.memory import format_bytes
+from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
+from lit_efficient.technique import Technique
+
+
+class OptimizerInBackward(Technique):
+    """Step each parameter of the optimizer that the module returns, whatever its class, in the backward pass.
+
+    Clipping by value is done gradient by gradient. ``on_after_backward`` and ``on_before_optimizer_step`` find no
+    gradients: who reads one there is refused in the first step. After an exception inside a backward pass some
+    parameters have stepped and some have not: go on from a checkpoint.
+
+    Raises:
+        ConflictError: With accumulation, clipping by norm or of the module's own, a gradient scaler (16-mixed), manual
+            optimization, and strategies that keep all gradients (DDP) or join parameters (FSDP1, DeepSpeed).
+        ConfigurationError: For an optimizer that treats its parameters together, as LBFGS does; for what reads
+            gradients later; where a step has several backward passes.
+    """
+
+    phase = Phase.STEP
+    conflicts: ClassVar[dict[str, str]] = {
+        "GradientAccumulationScheduler": "accumulated gradients stay until the last batch: use larger batches instead",
+        "MaxBatchSize(keep_effective_batch=True)": "it accumulates, and then gradients stay until the last batch: use "
+        "keep_effective_batch=False",
+        "NonFiniteGuard(action='skip')": "half of a step is done when a gradient turns out not to be finite: use "
+        "action='raise'",
+        "Compile(modules='network')": "the whole network's gradients come together, and none is freed early: use "
+        "modules='blocks'",
+    }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (4, "all gradients but one layer's; without accumulation and clipping by norm")
+    }
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse what needs gradients later."""
+        refused = "; leave OptimizerInBackward out, or "
+        if not module.automatic_optimization:
+            raise ConflictError(
+                f"OptimizerInBackward: {type(module).__name__} optimizes manually and steps after the backward pass"
+                f"{refused}call step_in_backward(optimizer) yourself, and optimizer.step(closure)"
+            )
+        self._check_accumulation(trainer)
+        norm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) != "value"
+        if trainer.gradient_clip_val and norm:
+            raise ConflictError(
+                "OptimizerInBackward: gradient_clip_val clips by the norm of all gradients, which are never there "
+                f"together{refused}use gradient_clip_algorithm='value', or an optimizer that clips updates (Adafactor)"
+            )
+        if getattr(module.configure_gradient_clipping, "__qualname__", "") != _CLIPPING:
+            raise ConflictError(
+                f"OptimizerInBackward: {type(module).__name__}.configure_gradient_clipping finds no gradients"
+                f"{refused}use Trainer(gradient_clip_val=..., gradient_clip_algorithm='value')"
+            )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ConflictError(
+                "OptimizerInBackward: a gradient scaler decides about the whole step when all gradients are there"
+                f"{refused}use precision='bf16-mixed', which needs no scaler"
+            )
+        traits = traits_of(trainer.strategy)
+        if traits.replicates or traits.flattens:
+            kept = "steps other tensors than the module's parameters" if traits.flattens else "keeps all gradients in"
+            kept += "" if traits.flattens else " its buckets until they are averaged, so that none could be freed early"
+            raise ConflictError(f"OptimizerInBackward: {traits.name} {kept}{refused}use ModelParallelStrategy (FSDP2)")
+
+    def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
+        """Let ``optimizer`` step in the backward pass."""
+        step_in_backward(optimizer)
+        own = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        total = sum(p.nbytes for p in own)
+        layers = [sum(p.nbytes for p in {*part.parameters(recurse=False)} & own) for part in module.modules()]
+        return Report(
+            f"{type(optimizer).__name__} steps in the backward pass: of {format_bytes(total)} of gradients there are "
+            f"{format_bytes(max(layers))} at most at a time, the largest layer's",
+            parameters=sum(p.numel() for p in own),
+            bytes_saved=total - max(layers),
+            details={"gradient_bytes": total, "largest_layer_bytes": max(layers)},
+        )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stand between the backward pass and all that comes after it."""
+        wrap_method(pl_module, "backward", _backward)
+        for optimizer in _steps_of(trainer):
+            optimizer.in_backward.clip_value = trainer.gradient_clip_val or None
+        if trainer.gradient_clip_val:
+            wrap_method(pl_module, "configure_gradient_clipping", _clipped_already)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._check_accumulation(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for optimizer in _steps_of(trainer):
+            if 0 < len(optimizer.in_backward.stepped) == optimizer.in_backward.late:
+                raise ConfigurationError(
+                    f"OptimizerInBackward: {type(pl_module).__name__} runs the backward pass before optimizer.step, so "
+                    "that all gradients are there at once: let its optimizer_step call "
+                    "optimizer.step(closure=optimizer_closure)"
+                )
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        unwrap_method(pl_module, "backward", _backward)
+        unwrap_method(pl_module, "configure_gradient_clipping", _clipped_already)
+        super().teardown(trainer, pl_module, stage)
+
+    def _check_accumulation(self, trainer: Any) -> None:
+        if trainer.accumulate_grad_batches != 1:
+            raise ConflictError(
+                f"OptimizerInBackward: with accumulate_grad_batches={trainer.accumulate_grad_batches} all gradients "
+                "stay until the last batch of a step: use accumulate_grad_batches=1 and a larger batch, for which "
+                "their memory makes room, or leave OptimizerInBackward out"
+            )
+
+
+_CLIPPING = "LightningModule.configure_gradient_clipping"
+
+
+def _steps_of(trainer: Any) -> list[InBackward]:
+    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, InBackward)]
+
+
+def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """The module's backward pass; from its end nobody may look for the gradients."""
+    inner_method(self, "backward", _backward)(loss, *args, **kwargs)
+    names = {p: name for name, p in self.named_parameters()}
+    for optimizer in _steps_of(self.trainer) if not accumulates(self.trainer) else ():
+        optimizer.in_backward.refuse_reads(names)
+
+
+def _clipped_already(self: Any, *_: Any, **__: Any) -> None:
+    """Each gradient was, before its parameter's step."""
