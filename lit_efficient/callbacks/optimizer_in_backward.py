@@ -87,7 +87,7 @@ class OptimizerInBackward(Technique):
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Let ``optimizer`` step in the backward pass."""
-        step_in_backward(optimizer)
+        step_in_backward(optimizer, who="OptimizerInBackward")
         own = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         total = sum(p.nbytes for p in own)
         layers = [sum(p.nbytes for p in {*part.parameters(recurse=False)} & own) for part in module.modules()]
