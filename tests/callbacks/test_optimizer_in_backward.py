@@ -357,7 +357,6 @@ class Reads(Toy):
         (Reads, [], {}, r"reads the gradient of 'net.stem.weight' after the backward pass"),
         (Toy, [], {"accumulate_grad_batches": 2}, "with accumulate_grad_batches=2 all gradients stay"),
         (Toy, [], {"gradient_clip_val": 1.0}, "clips by the norm .*gradient_clip_algorithm='value'"),
-        (Toy, [], {"strategy": "ddp"}, "DDPStrategy keeps all gradients in its buckets.*FSDP2"),
         (Toy, [L.callbacks.GradientAccumulationScheduler({1: 2})], {}, "GradientAccumulationScheduler: accumulated"),
         (Toy, [MaxBatchSize()], {}, r"MaxBatchSize\(keep_effective_batch=True\): it accumulates"),
         (Toy, [NonFiniteGuard("skip")], {}, r"NonFiniteGuard\(action='skip'\): half of a step"),
@@ -369,6 +368,11 @@ def test_what_needs_gradients_later_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises((ConfigurationError, ConflictError), match=reason):
         fitted(*callbacks, early=True, toy=toy, **arguments)
+
+
+def test_ddp_is_refused() -> None:
+    with pytest.raises(ConflictError, match=r"DDPStrategy keeps all gradients in its buckets.*FSDP2"):
+        OptimizerInBackward().check(trainer(strategy="ddp"), Toy())  # to begin the fit would begin a process group
 
 
 def test_a_gradient_scaler_is_refused() -> None:
