@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -37,6 +38,8 @@ from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
 from lit_efficient.testing import Run
 from tests.contract.row import Row
+from tests.processes import run_ranks
+from tests.ranks import in_backward
 from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 
@@ -368,6 +371,11 @@ def test_what_needs_gradients_later_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises((ConfigurationError, ConflictError), match=reason):
         fitted(*callbacks, early=True, toy=toy, **arguments)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_the_shards_of_two_processes_are_stepped_alike(tmp_path: Path) -> None:
+    run_ranks(in_backward.shards_are_stepped_alike, tmp_path)
 
 
 def test_ddp_is_refused() -> None:
