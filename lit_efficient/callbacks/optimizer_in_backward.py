@@ -21,6 +21,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
 from lit_efficient.technique import Technique
@@ -87,10 +88,10 @@ class OptimizerInBackward(Technique):
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Let ``optimizer`` step in the backward pass."""
-        step_in_backward(optimizer)
+        step_in_backward(optimizer, who="OptimizerInBackward")
         own = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        total = sum(p.nbytes for p in own)
-        layers = [sum(p.nbytes for p in {*part.parameters(recurse=False)} & own) for part in module.modules()]
+        total = sum(local(p).nbytes for p in own)
+        layers = [sum(local(p).nbytes for p in {*part.parameters(recurse=False)} & own) for part in module.modules()]
         return Report(
             f"{type(optimizer).__name__} steps in the backward pass: of {format_bytes(total)} of gradients there are "
             f"{format_bytes(max(layers))} at most at a time, the largest layer's",

@@ -8,22 +8,18 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from sys import _getframe
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.optimizers.later_reads import LaterReads
 from lit_efficient.optimizers.stepping import change_class, loss_of, unhooked
 from lit_efficient.surgery import is_sharded
 
-_WHO = "OptimizerInBackward"
-_READ: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # what reading ``p.grad`` calls
 _SAMPLE = 4  # the longest side of the tensors that an optimizer is tried on
 
 
@@ -44,6 +40,7 @@ class BackwardSteps:
     Args:
         optimizer: The one that steps.
         step: Its step, without hooks and closure.
+        who: Name for errors.
 
     Attributes:
         watchers: Called with each parameter when its gradient is complete, before it is stepped; what must see
@@ -52,8 +49,8 @@ class BackwardSteps:
         stepped: Parameters that were stepped in the backward pass under way, or the last one.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        self.optimizer, self._step = optimizer, step
+    def __init__(self, optimizer: Optimizer, step: Callable[[], Any], who: str) -> None:
+        self.optimizer, self._step, self.who = optimizer, step, who
         self.watchers: list[Callable[[Tensor], None]] = []
         self.clip_value: float | None = None
         self.stepped: set[Tensor] = set()
@@ -61,7 +58,7 @@ class BackwardSteps:
         self._groups: dict[Tensor, int] = {}
         self._written: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()  # each device has a thread of its own in a backward pass
-        self._reads: LaterReads | None = None
+        self._reads = LaterReads(who, "it has stepped it and freed the gradient")
         self._running = False
 
     def run(self, closure: Callable[[], Any]) -> Any:
@@ -72,7 +69,7 @@ class BackwardSteps:
         handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._groups if p.requires_grad]
         try:
             loss = loss_of(closure)
-            self._allow_reads()
+            self._reads.stop()
             late = [p for p in self._groups if p.grad is not None]
             for p in late:
                 self._take(p)
@@ -80,12 +77,12 @@ class BackwardSteps:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise ConfigurationError(
-                f"{_WHO}: the backward pass needs a weight again that it has stepped: a layer uses it twice, once "
-                f"without a gradient for it (detached). Leave {_WHO} out. ({error})"
+                f"{self.who}: the backward pass needs a weight again that it has stepped: a layer uses it twice, once "
+                f"without a gradient for it (detached). Leave {self.who} out. ({error})"
             ) from error
         finally:
             self._running = False
-            self._allow_reads()
+            self._reads.stop()
             for handle in handles:
                 handle.remove()
         self.late = len(late)
@@ -95,14 +92,8 @@ class BackwardSteps:
 
     def refuse_reads(self, names: Mapping[Tensor, str]) -> None:
         """From now to the step's end reading a gradient that is gone is an error; ``names`` are for its text."""
-        if self._reads is None and self._running:
-            self._reads = LaterReads(self.stepped, names)
-            self._reads.__enter__()
-
-    def _allow_reads(self) -> None:
-        reads, self._reads = self._reads, None
-        if reads is not None:
-            reads.__exit__(None, None, None)
+        if self._running:
+            self._reads.start(self.stepped, names)
 
     @torch.no_grad()
     def _take(self, p: Tensor) -> None:
@@ -110,9 +101,9 @@ class BackwardSteps:
         with self._lock:
             if p in self.stepped:
                 raise ConfigurationError(
-                    f"{_WHO}: a parameter of the shape {list(p.shape)} got its gradient in two parts, and the first "
-                    "one was stepped already: several backward passes in a step, or a layer that is used twice under "
-                    f"checkpointing with use_reentrant=True. Run one backward pass, or leave {_WHO} out"
+                    f"{self.who}: a parameter of the shape {list(p.shape)} got its gradient in two parts, and the "
+                    "first one was stepped already: several backward passes in a step, or a layer that is used twice "
+                    f"under checkpointing with use_reentrant=True. Run one backward pass, or leave {self.who} out"
                 )
             self.stepped.add(p)
             for watch in self.watchers:
@@ -122,7 +113,7 @@ class BackwardSteps:
             number = self._groups[p]
             written = step_alone(self.optimizer, self._step, number, p)
             if self._written.setdefault(number, written) != written:
-                raise _not_alone(self.optimizer)
+                raise _not_alone(self.optimizer, self.who)
             p.grad = None
             if not is_sharded(p):
                 increment_version(p)  # fused kernels write past it: what the backward pass still needs is found by it
@@ -148,13 +139,14 @@ def step_alone(optimizer: Optimizer, step: Callable[[], Any], number: int, p: Te
     return {key: value for key, value in alone.items() if key != "params" and value is not group.get(key, optimizer)}
 
 
-def step_in_backward(optimizer: Optimizer) -> None:
+def step_in_backward(optimizer: Optimizer, who: str = "step_in_backward") -> None:
     """Change ``optimizer``'s class, in place, to one whose ``step(closure)`` steps in the closure's backward pass.
 
     ``zero_grad`` belongs into the closure, before ``backward``. Without a closure a step is as ever.
 
     Args:
         optimizer: Any optimizer whose step treats each parameter on its own; it is tried on small tensors.
+        who: Name for errors.
 
     Raises:
         ConfigurationError: If the step of one parameter depends on others, or cannot be made without a closure.
@@ -163,9 +155,9 @@ def step_in_backward(optimizer: Optimizer) -> None:
         optimizer.in_backward.watchers.clear()
         return
     kind: Any = type(optimizer)
-    _try(optimizer, unhooked(kind))
+    _try(optimizer, unhooked(kind), who)
     change_class(optimizer, _in_backward(kind))
-    optimizer.in_backward = BackwardSteps(optimizer, functools.partial(unhooked(kind), optimizer))  # type: ignore[attr-defined]
+    optimizer.in_backward = BackwardSteps(optimizer, functools.partial(unhooked(kind), optimizer), who)  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -182,37 +174,14 @@ def _in_backward(base: type[Optimizer]) -> type[Optimizer]:
     return type(base.__name__, (base, InBackward), {"step": hooked, "__module__": base.__module__})
 
 
-class LaterReads(TorchFunctionMode):
-    """Refuses to read gradients that are gone: whoever asks would take them for none, and change nothing.
-
-    Args:
-        gone: Parameters without them.
-        names: Of parameters, for the error.
-    """
-
-    def __init__(self, gone: Collection[Tensor], names: Mapping[Tensor, str]) -> None:
-        super().__init__()
-        self.gone, self.names = gone, names
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == _READ and args[0] in self.gone:
-            code = _getframe(1).f_code
-            raise ConfigurationError(
-                f"{_WHO}: {code.co_qualname} ({Path(code.co_filename).name}, line {code.co_firstlineno}) reads the "
-                f"gradient of {self.names.get(args[0], 'a parameter')!r} after the backward pass, which has stepped it "
-                "and freed the gradient. Leave one of the two out, or read it in a hook of the parameter: register_hook"
-            )
-        return function(*args, **(kwargs or {}))
-
-
-def _not_alone(optimizer: Optimizer) -> ConfigurationError:
+def _not_alone(optimizer: Optimizer, who: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{_WHO}: the step of {type(optimizer).__name__} treats its parameters together (a norm or a state of all), "
-        f"and in the backward pass they come one by one: use another optimizer, or leave {_WHO} out"
+        f"{who}: the step of {type(optimizer).__name__} treats its parameters together (a norm or a state of all), "
+        f"and in the backward pass they come one by one: use another optimizer, or leave {who} out"
     )
 
 
-def _try(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+def _try(optimizer: Optimizer, step: Callable[..., Any], who: str) -> None:
     """Let two copies of an optimizer step small tensors, all together and one by one: they must agree."""
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     outcomes = []
@@ -224,12 +193,12 @@ def _try(optimizer: Optimizer, step: Callable[..., Any]) -> None:
                 outcomes.append(_stepped(twin, functools.partial(step, twin), together))
             except Exception as error:
                 raise ConfigurationError(
-                    f"{_WHO}: {type(optimizer).__name__} cannot step parameters one by one: {error}"
+                    f"{who}: {type(optimizer).__name__} cannot step parameters one by one: {error}"
                 ) from error
     for one, other in zip(*outcomes, strict=True):
         tolerance = 8 * torch.finfo(one.dtype).eps  # some round by chance
         if not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
-            raise _not_alone(optimizer)
+            raise _not_alone(optimizer, who)
 
 
 def _twin(optimizer: Any) -> Any:
@@ -240,13 +209,12 @@ def _twin(optimizer: Any) -> Any:
         {key: value.copy() if isinstance(value, dict | list | set) else value for key, value in own.items()}
     )
     twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "params": [*map(_small, group["params"][:1] + group["params"][1:][-1:])]}
-        for group in optimizer.param_groups
-    ]
-    for group in twin.param_groups:
-        group.update({"lr": 0.1} if "lr" in group else {})
-    if callable(getattr(twin, "train", None)):  # what averages its weights wants to be told
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        steppable = [p for p in group["params"] if p.is_floating_point()]  # a quantised base is in codes
+        small = {"params": [_small(p) for p in steppable[:1] + steppable[1:][-1:]]}
+        twin.param_groups.append({**group, **small, **({"lr": 0.1} if "lr" in group else {})})
+    if callable(getattr(twin, "train", None)):  # schedule-free ones step in that mode alone
         twin.train()
     return twin
 

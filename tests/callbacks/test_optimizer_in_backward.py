@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -37,6 +38,8 @@ from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
 from lit_efficient.testing import Run
 from tests.contract.row import Row
+from tests.processes import run_ranks
+from tests.ranks import in_backward
 from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 
@@ -190,9 +193,7 @@ def test_a_weight_that_is_needed_after_its_step_is_an_error(kind: Any) -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = kind([p, nn.Parameter(torch.ones(3))])
     step_in_backward(optimizer)
-    with pytest.raises(
-        ConfigurationError, match=r"needs a weight again that it has stepped.*Leave OptimizerInBackward"
-    ):
+    with pytest.raises(ConfigurationError, match=r"needs a weight again that it has stepped.*Leave step_in_backward"):
         optimizer.step(lambda: loss_that_needs_a_stepped_weight(p).backward())
     assert not p._post_accumulate_grad_hooks
 
@@ -359,7 +360,6 @@ class Reads(Toy):
         (Reads, [], {}, r"reads the gradient of 'net.stem.weight' after the backward pass"),
         (Toy, [], {"accumulate_grad_batches": 2}, "with accumulate_grad_batches=2 all gradients stay"),
         (Toy, [], {"gradient_clip_val": 1.0}, "clips by the norm .*gradient_clip_algorithm='value'"),
-        (Toy, [], {"strategy": "ddp"}, "DDPStrategy keeps all gradients in its buckets.*FSDP2"),
         (Toy, [L.callbacks.GradientAccumulationScheduler({1: 2})], {}, "GradientAccumulationScheduler: accumulated"),
         (Toy, [MaxBatchSize()], {}, r"MaxBatchSize\(keep_effective_batch=True\): it accumulates"),
         (Toy, [NonFiniteGuard("skip")], {}, r"NonFiniteGuard\(action='skip'\): half of a step"),
@@ -371,6 +371,16 @@ def test_what_needs_gradients_later_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises((ConfigurationError, ConflictError), match=reason):
         fitted(*callbacks, early=True, toy=toy, **arguments)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_the_shards_of_two_processes_are_stepped_alike(tmp_path: Path) -> None:
+    run_ranks(in_backward.shards_are_stepped_alike, tmp_path)
+
+
+def test_ddp_is_refused() -> None:
+    with pytest.raises(ConflictError, match=r"DDPStrategy keeps all gradients in its buckets.*FSDP2"):
+        OptimizerInBackward().check(trainer(strategy="ddp"), Toy())  # to begin the fit would begin a process group
 
 
 def test_a_gradient_scaler_is_refused() -> None:

@@ -1,0 +1,53 @@
+"""Gradients that are not where their readers look: whoever reads one would take it for none, and change nothing."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from sys import _getframe
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lit_efficient.errors import ConfigurationError
+
+_READ: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # what reading ``p.grad`` calls
+
+
+class LaterReads(TorchFunctionMode):
+    """Refuses to read ``p.grad`` of parameters whose gradients are gone, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        who: Name for errors.
+        where: What has become of the gradients, to be read after "the gradient of 'x' after the backward pass, when".
+    """
+
+    def __init__(self, who: str, where: str) -> None:
+        super().__init__()
+        self.who, self.where = who, where
+        self.gone: Collection[Tensor] = ()
+        self.names: Mapping[Tensor, str] = {}
+        self._active = False
+
+    def start(self, gone: Collection[Tensor], names: Mapping[Tensor, str]) -> None:
+        """Refuse to read those of the parameters ``gone``; ``names`` are for the error."""
+        self.gone, self.names = gone, names
+        if not self._active:
+            self._active = True
+            self.__enter__()
+
+    def stop(self) -> None:
+        """Let everybody read again."""
+        if self._active:
+            self._active = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _READ and args[0] in self.gone:
+            code = _getframe(1).f_code
+            raise ConfigurationError(
+                f"{self.who}: {code.co_qualname} ({Path(code.co_filename).name}, line {code.co_firstlineno}) reads the "
+                f"gradient of {self.names.get(args[0], 'a parameter')!r} after the backward pass, when {self.where}. "
+                "Leave one of the two out, or read it in a hook of the parameter (register_hook)"
+            )
+        return function(*args, **(kwargs or {}))
