@@ -48,6 +48,7 @@ PUBLIC: dict[str, str] = {
     "MaxBatchSize": "callbacks.max_batch_size",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "KahanSummation": "callbacks.kahan_summation",
+    "KeepFloat32": "callbacks.keep_float32",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",
     "PrefixTuning": "callbacks.prefix_tuning",

@@ -35,6 +35,7 @@ from lit_efficient.callbacks.low_bit_optimizer import LowBitOptimizer as LowBitO
 from lit_efficient.callbacks.max_batch_size import MaxBatchSize as MaxBatchSize
 from lit_efficient.callbacks.offload_optimizer import OffloadOptimizer as OffloadOptimizer
 from lit_efficient.callbacks.kahan_summation import KahanSummation as KahanSummation
+from lit_efficient.callbacks.keep_float32 import KeepFloat32 as KeepFloat32
 from lit_efficient.callbacks.schedule_free import ScheduleFree as ScheduleFree
 from lit_efficient.callbacks.power_ema import PowerEMA as PowerEMA
 from lit_efficient.callbacks.prefix_tuning import PrefixTuning as PrefixTuning

@@ -37,7 +37,7 @@ class Technique(Declaration, Callback, StandaloneCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Log what all techniques touched, on the first technique's turn."""
         if techniques_of(trainer)[0] is self:
-            application.warn_of_lost_updates(trainer.optimizers)
+            application.warn_of_rounding(trainer, pl_module)
             application.log_reports(trainer, application.reports_of(pl_module, techniques_of(trainer)))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
