@@ -51,6 +51,7 @@ PUBLIC: dict[str, str] = {
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "KahanSummation": "callbacks.kahan_summation",
     "OptimizerInBackward": "callbacks.optimizer_in_backward",
+    "KeepFloat32": "callbacks.keep_float32",
     "ScheduleFree": "callbacks.schedule_free",
     "PeftAdapter": "callbacks.peft_adapter",
     "PowerEMA": "callbacks.power_ema",

@@ -38,6 +38,7 @@ from lit_efficient.callbacks.max_batch_size import MaxBatchSize as MaxBatchSize
 from lit_efficient.callbacks.offload_optimizer import OffloadOptimizer as OffloadOptimizer
 from lit_efficient.callbacks.kahan_summation import KahanSummation as KahanSummation
 from lit_efficient.callbacks.optimizer_in_backward import OptimizerInBackward as OptimizerInBackward
+from lit_efficient.callbacks.keep_float32 import KeepFloat32 as KeepFloat32
 from lit_efficient.callbacks.schedule_free import ScheduleFree as ScheduleFree
 from lit_efficient.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lit_efficient.callbacks.power_ema import PowerEMA as PowerEMA

@@ -41,6 +41,7 @@ from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
 
 _ON_LOSS = ("sample_weights", "extra_loss")
+_LOW = (torch.bfloat16, torch.float16)
 _KEEPS = (
     "keeps_small_updates",
     "bf16_stochastic_round",
@@ -592,11 +593,11 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 # Precision -----------------------------------------------------------------------------------------------------------
 
 
-def warn_of_lost_updates(optimizers: Iterable[Optimizer]) -> None:
-    """Say that an optimizer rounds the 16-bit weights that it steps to nearest: at usual rates they hardly move."""
-    for optimizer in optimizers:
+def warn_of_rounding(trainer: Any, module: nn.Module) -> None:
+    """Say what a precision of 16 bits rounds that it should not: steps of the optimizers, and tables of positions."""
+    for optimizer in trainer.optimizers:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        low = sum(p.numel() for p in trained if p.dtype in (torch.bfloat16, torch.float16))
+        low = sum(p.numel() for p in trained if p.dtype in _LOW)
         own = any(group.get("kahan_sum", False) is not False for group in optimizer.param_groups)  # None: where needed
         if low and not own and not any(getattr(optimizer, name, False) for name in _KEEPS):
             rank_zero_warn(
@@ -604,6 +605,17 @@ def warn_of_lost_updates(optimizers: Iterable[Optimizer]) -> None:
                 "is rounded away: they hardly learn. Under precision: bf16-true add the callback StochasticRounding, "
                 "or KahanSummation for 2 bytes a parameter; or use precision: bf16-mixed"
             )
+    tables = [
+        f"{name}.{key}"
+        for name, part in module.named_modules()
+        for key, held in part.named_buffers(recurse=False)
+        if held.dtype in _LOW and held.numel() > 1 and not list(part.parameters()) and not list(part.children())
+    ]
+    if tables:
+        rank_zero_warn(
+            f"{len(tables)} tables beside the parameters are rounded to 16 bits, first {tables[0]!r}: frequencies of "
+            "rotary positions then turn far ones by wrong angles. Add the callback KeepFloat32"
+        )
 
 
 # Reports -------------------------------------------------------------------------------------------------------------

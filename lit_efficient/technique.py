@@ -35,7 +35,7 @@ class AppliesTechniques(Callback, StandaloneCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Log what all techniques touched, on the first technique's turn."""
         if next(c for c in trainer.callbacks if isinstance(c, AppliesTechniques)) is self:
-            application.warn_of_lost_updates(trainer.optimizers)
+            application.warn_of_rounding(trainer, pl_module)
             application.log_reports(trainer, application.reports_of(pl_module, techniques_of(trainer)))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

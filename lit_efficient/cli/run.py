@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
-from lit_efficient.application import check_sharded, warn_of_lost_updates
+from lit_efficient.application import check_sharded, warn_of_rounding
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.declaration import techniques_of
 from lit_efficient.files.atomic_file import replacing
@@ -114,12 +114,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 class CheckSharding(Callback):
-    """Refuse a fit under FSDP2 that shards nothing, and warn of lost updates, with techniques and without."""
+    """Refuse a fit under FSDP2 that shards nothing, and warn of what is rounded, with techniques and without."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         check_sharded(trainer, pl_module)
         if not techniques_of(trainer):  # which say it themselves
-            warn_of_lost_updates(trainer.optimizers)
+            warn_of_rounding(trainer, pl_module)
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -101,6 +101,7 @@ def test_several_optimizers_update_once_a_batch() -> None:
     assert ema._updates == 4
 
 
+@pytest.mark.filterwarnings("ignore:SGD steps .* in 16 bits")
 def test_the_average_of_a_bfloat16_network_moves() -> None:
     class Small(Toy):
         def configure_optimizers(self) -> Any:
