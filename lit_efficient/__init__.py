@@ -29,6 +29,7 @@ PUBLIC: dict[str, str] = {
     "split_groups": "optimizers.rates",
     "thawed": "callbacks.gradual_unfreezing",
     # techniques: slot trainer.callbacks
+    "APOLLO": "callbacks.apollo",
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "ChannelsLast": "callbacks.channels_last",
     "CheckpointAverage": "callbacks.checkpoint_average",
@@ -37,6 +38,7 @@ PUBLIC: dict[str, str] = {
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "FeatureMatching": "callbacks.feature_matching",
+    "GaLore": "callbacks.galore",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
     "AlignmentHead": "mechanisms.alignment",
     "HiddenAlignment": "callbacks.hidden_alignment",
@@ -76,6 +78,8 @@ PUBLIC: dict[str, str] = {
     "distillation_divergence": "losses.distillation",
     "chunked_distillation": "losses.chunked_distillation",
     "suggest_lr": "mechanisms.trials.rate_range",
+    "to_apollo": "optimizers.low_rank",
+    "to_galore": "optimizers.low_rank",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",
