@@ -29,6 +29,7 @@ PUBLIC: dict[str, str] = {
     "split_groups": "optimizers.rates",
     "thawed": "callbacks.gradual_unfreezing",
     # techniques: slot trainer.callbacks
+    "APOLLO": "callbacks.apollo",
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "AttentionBackend": "callbacks.attention_backend",
     "ChannelsLast": "callbacks.channels_last",
@@ -39,6 +40,7 @@ PUBLIC: dict[str, str] = {
     "ExactResume": "callbacks.exact_resume",
     "FastMatmul": "callbacks.fast_matmul",
     "FeatureMatching": "callbacks.feature_matching",
+    "GaLore": "callbacks.galore",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
     "AlignmentHead": "mechanisms.alignment",
     "HiddenAlignment": "callbacks.hidden_alignment",
@@ -87,6 +89,8 @@ PUBLIC: dict[str, str] = {
     "suggest_lr": "mechanisms.trials.rate_range",
     "round_stochastically": "optimizers.float32_step",
     "step_in_float32": "optimizers.float32_step",
+    "to_apollo": "optimizers.low_rank",
+    "to_galore": "optimizers.low_rank",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",

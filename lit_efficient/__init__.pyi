@@ -16,6 +16,7 @@ from lit_efficient.optimizers.rates import discriminative_rates as discriminativ
 from lit_efficient.callbacks.replace_head import replace_head as replace_head
 from lit_efficient.optimizers.rates import split_groups as split_groups
 from lit_efficient.callbacks.gradual_unfreezing import thawed as thawed
+from lit_efficient.callbacks.apollo import APOLLO as APOLLO
 from lit_efficient.callbacks.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
 from lit_efficient.callbacks.attention_backend import AttentionBackend as AttentionBackend
 from lit_efficient.callbacks.channels_last import ChannelsLast as ChannelsLast
@@ -26,6 +27,7 @@ from lit_efficient.callbacks.ema import EMA as EMA
 from lit_efficient.callbacks.exact_resume import ExactResume as ExactResume
 from lit_efficient.callbacks.fast_matmul import FastMatmul as FastMatmul
 from lit_efficient.callbacks.feature_matching import FeatureMatching as FeatureMatching
+from lit_efficient.callbacks.galore import GaLore as GaLore
 from lit_efficient.callbacks.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
 from lit_efficient.mechanisms.alignment import AlignmentHead as AlignmentHead
 from lit_efficient.callbacks.hidden_alignment import HiddenAlignment as HiddenAlignment
@@ -71,6 +73,8 @@ from lit_efficient.losses.chunked_distillation import chunked_distillation as ch
 from lit_efficient.mechanisms.trials.rate_range import suggest_lr as suggest_lr
 from lit_efficient.optimizers.float32_step import round_stochastically as round_stochastically
 from lit_efficient.optimizers.float32_step import step_in_float32 as step_in_float32
+from lit_efficient.optimizers.low_rank import to_apollo as to_apollo
+from lit_efficient.optimizers.low_rank import to_galore as to_galore
 from lit_efficient.optimizers.low_bit import to_low_bit as to_low_bit
 from lit_efficient.tasks.language_modeling import LanguageModeling as LanguageModeling
 from lit_efficient.tasks.distillation import Distillation as Distillation

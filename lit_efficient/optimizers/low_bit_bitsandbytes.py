@@ -7,10 +7,12 @@ every step, so that schedulers which change them go on working. What bitsandbyte
 Import this module inside functions only: bitsandbytes takes seconds.
 """
 
+import functools
 from collections.abc import Callable, Set
 from typing import Any, ClassVar
 
 import torch
+from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 from torch import Tensor
 
@@ -160,6 +162,33 @@ class Adagrad8bit(_Twin, Optimizer1State):
 
     kernel = "adagrad"
     options = ("lr", "lr_decay", "weight_decay", "eps")
+
+
+def adam_8bit(gradient: Tensor, state: dict[str, Any], betas: tuple[float, float], eps: float, step: int) -> Tensor:
+    """Adam's step at a rate of one, without decay, from 8-bit moments that ``state`` keeps.
+
+    Args:
+        gradient: Contiguous, of any shape.
+        state: Filled at the first step: codes and scales.
+        betas: Decay rates of the moments.
+        eps: Term in the denominator.
+        step: The number of this step, from one.
+    """
+    if "state1" not in state:
+        for moment in "12":
+            state[f"state{moment}"] = torch.zeros_like(gradient, dtype=torch.uint8)
+            state[f"absmax{moment}"] = gradient.new_zeros(-(-gradient.numel() // 256), dtype=torch.float32)
+    moved, (signed, unsigned) = torch.zeros_like(gradient), _tables(gradient.device)
+    moments, scales = (state["state1"], state["state2"]), (state["absmax1"], state["absmax2"])
+    settings = (*betas, 0.0, 0.0, eps, step, 1.0)  # the third moment and its mixing, which Adam has not; a rate of one
+    optimizer_update_8bit_blockwise("adam", gradient, moved, *moments, *settings, signed, unsigned, *scales)
+    return moved.neg_()
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The code tables of the first moment and of the second."""
+    return create_dynamic_map(signed=True).to(device), create_dynamic_map(signed=False).to(device)
 
 
 def _unmarked(value: Any) -> Any:

@@ -1,0 +1,237 @@
+"""Turn AdamW into GaLore or APOLLO in place: which of its parameters are projected, and what that saves.
+
+    bytes of state of a matrix [m, n], m <= n:  AdamW 2 m n b;  GaLore (2 r n + m r) b;  APOLLO 2 r n b    (b = 4)
+        rank r = m / 4, m = n:  8 -> 3 bytes a parameter with GaLore, 2 with APOLLO;  8 bits: 1.5 with GaLore
+
+Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024), https://arxiv.org/abs/2412.05270
+"""
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_efficient.declaration import Report, held
+from lit_efficient.errors import ConfigurationError, ConflictError, check_installed, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
+from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Random, Strongest, Subspace, as_matrices
+from lit_efficient.surgery import become, is_sharded
+
+_SMALLEST_LOW = 4096  # moments of fewer elements keep their 32 bits, as in bitsandbytes
+
+
+@dataclass(frozen=True)
+class LowRankStates:
+    """What :func:`to_galore` and :func:`to_apollo` did, in this process.
+
+    Args:
+        projected: Parameters whose moments live in a subspace.
+        matrices: How many were to, of this optimizer; of the others the rank is the full one.
+        total: Elements of all parameters that train.
+        state_bytes: Bytes that all states will take, step counters and single numbers not counted.
+        full_bytes: Bytes that the states of the optimizer as it was would take.
+    """
+
+    projected: tuple[Tensor, ...]
+    matrices: int
+    total: int
+    state_bytes: int
+    full_bytes: int
+
+
+def to_galore(
+    optimizer: Optimizer,
+    matrices: Iterable[Tensor],
+    rank: int = 128,
+    update_every: int = 200,
+    scale: float = 0.25,
+    *,
+    bits: int = 32,
+    exact: bool = False,
+    keep_32bit: Set[Tensor] = frozenset(),
+    trains_later: Set[Tensor] = frozenset(),
+    who: str = "to_galore",
+) -> LowRankStates:
+    """Turn AdamW, which has not stepped yet, into GaLore in place; groups and schedulers stay valid.
+
+    Args:
+        optimizer: AdamW, FusedAdamW, or Adam without coupled decay.
+        matrices: What is projected, of those that the optimizer holds: matrices, stacks [E, m, n], filters.
+        rank: Dimensions of the subspace; a matrix with no longer side is stepped by AdamW as it was.
+        update_every: Steps after which the subspace is chosen anew.
+        scale: Of the update of what is projected.
+        bits: 32, or 8 for moments of at least 4,096 elements (bitsandbytes).
+        exact: Decompose gradients exactly instead of randomised.
+        keep_32bit: Parameters whose moments keep 32 bits.
+        trains_later: Parameters that are frozen for now.
+        who: Name for errors.
+
+    Raises:
+        ConfigurationError: For another optimizer, a setting that has no low-rank form, or a rank above all sides.
+        ConflictError: For sharded parameters (DTensors).
+    """
+    subspace = Strongest(rank, update_every, scale, exact)
+    return _turn(optimizer, who, subspace, matrices, bits, keep_32bit, trains_later)
+
+
+def to_apollo(
+    optimizer: Optimizer,
+    matrices: Iterable[Tensor],
+    rank: int = 256,
+    update_every: int = 200,
+    scale: float = 1.0,
+    *,
+    tensorwise: bool = False,
+    bits: int = 32,
+    keep_32bit: Set[Tensor] = frozenset(),
+    trains_later: Set[Tensor] = frozenset(),
+    who: str = "to_apollo",
+) -> LowRankStates:
+    """Turn AdamW, which has not stepped yet, into APOLLO in place; as :func:`to_galore`, but for ``tensorwise``.
+
+    Args:
+        optimizer: AdamW, FusedAdamW, or Adam without coupled decay.
+        matrices: What is projected, of those that the optimizer holds.
+        rank: Dimensions of the random subspace; one with ``tensorwise`` is APOLLO-Mini.
+        update_every: Steps after which the subspace is drawn anew.
+        scale: Of the update of what is projected.
+        tensorwise: One scale a matrix instead of one a channel.
+        bits: 32, or 8 for moments of at least 4,096 elements (bitsandbytes).
+        keep_32bit: Parameters whose moments keep 32 bits.
+        trains_later: Parameters that are frozen for now.
+        who: Name for errors.
+    """
+    subspace = Random(rank, update_every, scale, tensorwise)
+    return _turn(optimizer, who, subspace, matrices, bits, keep_32bit, trains_later)
+
+
+def _turn(
+    optimizer: Optimizer,
+    who: str,
+    subspace: Subspace,
+    matrices: Iterable[Tensor],
+    bits: int,
+    keep_32bit: Set[Tensor],
+    trains_later: Set[Tensor],
+) -> LowRankStates:
+    rank = subspace.rank
+    _check(optimizer, who)
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or p in trains_later]
+    own = set(stepped)
+    wanted = [p for p in matrices if p in own]
+    longest = max((_sides(p)[0] for p in wanted), default=rank)
+    if rank > longest:
+        raise refusal(who, "rank", f"at most {longest}, the full rank of its largest target", rank)
+    projected = [p for p in wanted if rank < _sides(p)[0]]
+    chosen = set(projected)
+    moments = {p: p.numel() // _sides(p)[0] * rank if p in chosen else p.numel() for p in stepped}
+    low_bit = {p for p in stepped if bits == 8 and p not in keep_32bit and moments[p] >= _SMALLEST_LOW}
+    if bits == 8:
+        check_installed(who, "bitsandbytes")
+        if not low_bit:
+            raise refusal(who, "bits", f"32 where no moments have {_SMALLEST_LOW:,} elements: so few are small", bits)
+    if projected or low_bit:
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        become(optimizer, LowRankAdamW, matrices=projected, subspace=subspace, low_bit=low_bit, fused=fused)
+    state_bytes = 0
+    for p in stepped:
+        count = moments[p]
+        state_bytes += 2 * (count + 4 * -(-count // 256)) if p in low_bit else 2 * count * p.element_size()
+        if p in chosen:
+            short, long = _sides(p)
+            state_bytes += p.numel() // (short * long) * subspace.basis_elements(short) * p.element_size()
+    full_bytes = sum(2 * p.numel() * p.element_size() for p in stepped)
+    total = sum(p.numel() for p in stepped)
+    return LowRankStates(tuple(projected), len(wanted), total, state_bytes, full_bytes)
+
+
+def check_whole(trainer: Any, who: str) -> None:
+    """Refuse a strategy whose optimizer steps other tensors than the module's parameters."""
+    traits = traits_of(trainer.strategy)
+    if traits.shards:
+        raise ConflictError(
+            f"{who} projects the gradients of whole matrices, and with {traits.name} no process has one: use "
+            "strategy='ddp', or LowBitOptimizer instead"
+        )
+
+
+def rewrite(
+    optimizer: Optimizer,
+    module: nn.Module,
+    targets: str | list[str],
+    rank: int,
+    turn: Callable[..., LowRankStates],
+    who: str,
+) -> Report:
+    """Turn the optimizer of a module by :func:`to_galore` or :func:`to_apollo`, with its settings in ``turn``.
+
+    Args:
+        optimizer: One of the module's; that holds no target stays as it is.
+        module: Any module.
+        targets: ``all-linear`` (experts' stacks, too), or patterns.
+        rank: As in ``turn``, for the report.
+        turn: Called with the optimizer, the matrices, and by ``keep_32bit``, ``trains_later`` and ``who``.
+        who: Name of the technique, for errors.
+
+    Raises:
+        ConfigurationError: If there are no such layers, or none of them trains.
+    """
+    experts = find_experts(module, WITH_EXPERTS if targets == ALL_LINEAR else targets, who=who)
+    names = [f"{name}.weight" for name, _ in find_targets(module, targets, who=who)]
+    names += [f"{name}.{key}".lstrip(".") for name, _, keys in experts for key in keys]
+    later = {module.get_parameter(name) for name in held(module)}
+    found = {module.get_parameter(name): name for name in names}
+    trained: dict[Tensor, str] = {p: name for p, name in found.items() if p.requires_grad or p in later}
+    if not trained:
+        raise ConfigurationError(
+            f"{who}: none of the {len(found)} matrices that targets={targets!r} names trains: let them train, name "
+            f"others, or leave {who} out: it saves nothing where weights are frozen"
+        )
+    kind = type(optimizer).__name__
+    if not any(p in trained for group in optimizer.param_groups for p in group["params"]):
+        return Report(f"{kind}: holds none of the targets and stays as it is")
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    tables = {p for part in module.modules() if isinstance(part, kinds) for p in part.parameters(recurse=False)}
+    done = turn(optimizer, list(trained), keep_32bit=tables, trains_later=later, who=who)
+    each, full, whole = done.state_bytes / done.total, done.full_bytes / done.total, done.matrices - len(done.projected)
+    aside = f", {whole} of full rank stepped as before" if whole else ""
+    saved = done.full_bytes - done.state_bytes
+    return Report(
+        f"{kind}: {len(done.projected)} of {done.matrices} matrices in {rank} dimensions{aside}; {each:.2f} instead of "
+        f"{full:.2f} bytes of state a parameter, {saved / 2**20:.1f} MiB saved",
+        modules=tuple(trained[p].rpartition(".")[0] for p in done.projected),
+        parameters=sum(p.numel() for p in done.projected),
+        bytes_saved=saved,
+        details={"state_bytes": done.state_bytes, "state_bytes_per_parameter": round(each, 4), "rank": rank},
+    )
+
+
+def _sides(p: Tensor) -> tuple[int, int]:
+    """Shorter and longer side of a matrix, or of each in a stack."""
+    m, n = as_matrices(p).shape[-2:]
+    return min(m, n), max(m, n)
+
+
+def _check(optimizer: Optimizer, who: str) -> None:
+    kind = type(optimizer)
+    coupled = kind is torch.optim.Adam and any(
+        group["weight_decay"] and not group["decoupled_weight_decay"] for group in optimizer.param_groups
+    )
+    if coupled:
+        raise ConfigurationError(f"{who}: Adam(weight_decay=...) adds decay to the gradient: use AdamW, as the paper")
+    is_adamw = vars(kind).get("low_bit_twin", ("", 0))[0] == "AdamW" or kind in (torch.optim.AdamW, torch.optim.Adam)
+    if not is_adamw:
+        raise ConfigurationError(f"{who}: {kind.__name__} has no low-rank form; allowed: AdamW, FusedAdamW, Adam")
+    for group in optimizer.param_groups:
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise ConfigurationError(f"{who}: {kind.__name__}({flag}=True) has no low-rank form; leave it out")
+        if any(map(is_sharded, group["params"])):
+            raise ConflictError(
+                f"{who} sees whole gradients in a subspace, and these parameters are sharded (DTensors): use "
+                "strategy='ddp', or LowBitOptimizer instead"
+            )

@@ -1,0 +1,252 @@
+"""AdamW whose moments are those of gradients seen in a small subspace: what GaLore and APOLLO share, and each of them.
+
+    low = gradient in the subspace;    step = Adam(low);    p <- p - lr * weight_decay * p - lr * scale * update
+    GaLore: update = step, taken back out of the subspace;    APOLLO: update = gradient * |step| / |low|, by channel
+
+Each parameter is stepped on its own: a step over some of them is the same as within a step over all.
+
+Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024), https://arxiv.org/abs/2412.05270
+"""
+
+import math
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adam import adam
+
+from lit_efficient.errors import DivergedError
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.optimizers.stepping import loss_of, with_gradient
+from lit_efficient.optimizers.subspaces import (
+    gradient_scales,
+    into_subspace,
+    is_wide,
+    out_of_subspace,
+    random_directions,
+    strongest_directions,
+)
+
+_GROWTH = 1.01  # of an update's norm from step to step, at most: the limiter of Fira and APOLLO
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """In which subspace gradients are seen, and what becomes of Adam's step there. One of the two classes below.
+
+    Args:
+        rank: Its dimensions.
+        update_every: Steps after which it is chosen anew.
+        scale: Of the update.
+    """
+
+    rank: int
+    update_every: int
+    scale: float
+
+    def update_of(
+        self, gradient: Tensor, number: int, taken: int, state: dict[str, Any], adam: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """The update of a matrix [..., m, n] before rate and scale; ``None`` for none.
+
+        Args:
+            gradient: [..., m, n].
+            number: Of the matrix, for its draws.
+            taken: Steps that it has taken before this one.
+            state: Of the matrix: tensors.
+            adam: Gives Adam's step for what it is given, and keeps its moments.
+        """
+        raise NotImplementedError
+
+    def basis_elements(self, short: int) -> int:
+        """How many numbers are kept for the basis of a matrix with such a shorter side."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Strongest(Subspace):
+    """GaLore: the step is taken in the subspace of the gradient's strongest directions, and back out of it.
+
+    Args:
+        exact: Decompose gradients exactly; else randomised.
+    """
+
+    exact: bool = False
+
+    def update_of(
+        self, gradient: Tensor, number: int, taken: int, state: dict[str, Any], adam: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        if "projector" not in state or taken % self.update_every == 0:
+            # A gradient of zeros, as there is before a layer that starts at zero, has no directions: wait for another.
+            largest = float(torch.linalg.vector_norm(gradient, math.inf))
+            if not math.isfinite(largest):
+                raise DivergedError(
+                    f"the gradient of a matrix of the shape {list(gradient.shape)} is not finite and has no "
+                    "strongest directions; NonFiniteGuard stops or skips such a step before any weight has moved"
+                )
+            if largest > 0:
+                draws = None if self.exact else _generator(gradient, number, taken)
+                state["projector"] = strongest_directions(gradient, self.rank, draws)
+        if "projector" not in state:
+            return None
+        basis = state["projector"]
+        return out_of_subspace(adam(into_subspace(gradient, basis)), basis, is_wide(gradient))
+
+    def basis_elements(self, short: int) -> int:
+        return short * self.rank
+
+
+@dataclass(frozen=True)
+class Random(Subspace):
+    """APOLLO: Adam's step in a random subspace says by how much each channel of the gradient is scaled.
+
+    Args:
+        tensorwise: One scale for all of a matrix instead of one a channel.
+    """
+
+    tensorwise: bool = False
+
+    def update_of(
+        self, gradient: Tensor, number: int, taken: int, state: dict[str, Any], adam: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        draws = _generator(gradient, number, taken // self.update_every)
+        low = into_subspace(gradient, random_directions(gradient, self.rank, draws))
+        update = gradient * gradient_scales(low, adam(low), is_wide(gradient), self.tensorwise)
+        norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+        before = state.get("norm", torch.zeros_like(norm))
+        state["norm"] = torch.where(before > 0, torch.minimum(norm, _GROWTH * before), norm)
+        return update.mul_(torch.where(norm > 0, state["norm"] / norm, 1.0))
+
+    def basis_elements(self, short: int) -> int:
+        return 0  # drawn again in each step
+
+
+class LowRankAdamW(Optimizer):
+    """AdamW that sees the gradients of some matrices in a subspace.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Term in the denominator.
+        weight_decay: Decoupled weight decay.
+        matrices: The parameters that are projected: matrices, experts' stacks, or filters of convolutions.
+        subspace: In which their gradients are seen.
+        low_bit: The parameters whose moments have 8 bits.
+        fused: Step all others by torch's fused kernel.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        matrices: Sequence[Tensor],
+        subspace: Subspace,
+        low_bit: Set[Tensor] = frozenset(),
+        fused: bool = False,
+    ) -> None:
+        self.numbers = {p: number for number, p in enumerate(matrices)}
+        self.subspace, self.low_bit, self.fused = subspace, low_bit, fused
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            parameters = with_gradient(group)
+            self._step_together(group, [p for p in parameters if p not in self.numbers and p not in self.low_bit])
+            for p in parameters:
+                if p in self.numbers or p in self.low_bit:
+                    self._step_alone(group, p)
+        return loss
+
+    def _step_alone(self, group: dict[str, Any], p: Any) -> None:
+        state, lr = self.state[p], float(group["lr"])
+        taken = int(state.setdefault("step", torch.tensor(0.0)))
+        state["step"] += 1
+
+        def adam(gradient: Tensor) -> Tensor:
+            return self._adam_step(group, state, gradient.contiguous(), p in self.low_bit)
+
+        scale = 1.0
+        if p in self.numbers:
+            update = self.subspace.update_of(as_matrices(p.grad), self.numbers[p], taken, state, adam)
+            scale = self.subspace.scale
+        else:
+            update = adam(p.grad)
+        p.mul_(1 - lr * group["weight_decay"])
+        if update is not None:
+            p.add_(update.view(p.shape), alpha=-lr * scale)
+
+    def _adam_step(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor, low_bit: bool) -> Tensor:
+        """Adam's step for a gradient, at a rate of one."""
+        (beta1, beta2), eps, steps = group["betas"], group["eps"], int(state["step"])
+        if low_bit:
+            from lit_efficient.optimizers.low_bit_bitsandbytes import adam_8bit
+
+            return adam_8bit(gradient, state, (beta1, beta2), eps, steps)
+        if "exp_avg" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
+        return state["exp_avg"].div(root).div_(1 - beta1**steps)
+
+    def _step_together(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                steps = torch.zeros((), device=p.device if self.fused else "cpu", dtype=torch.float32)
+                self.state[p] |= {"step": steps, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        states = [self.state[p] for p in parameters]
+        if parameters:
+            adam(
+                parameters,
+                [p.grad for p in parameters],  # type: ignore[misc]
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=self.fused or None,
+                has_complex=any(map(torch.is_complex, parameters)),
+                decoupled_weight_decay=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave; torch would give all of it the parameters' type."""
+        super().load_state_dict(state_dict)
+        ids = (i for group in state_dict["param_groups"] for i in group["params"])
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for i, p in zip(ids, parameters, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                here = p.device if key != "step" or (self.fused and p not in self.numbers) else value.device
+                if value.dtype != self.state[p][key].dtype or here != self.state[p][key].device:
+                    self.state[p][key] = value.to(here, copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With what torch leaves out of copies: all that is neither a group, a state nor a hook."""
+        return super().__getstate__() | {name: vars(self)[name] for name in ("numbers", "subspace", "low_bit", "fused")}
+
+
+def _generator(like: Tensor, *parts: int) -> torch.Generator:
+    """Draws that no others of the run depend on, the same in all processes, now and after a resume."""
+    return torch.Generator(like.device).manual_seed(mix_seed(*parts))
+
+
+def as_matrices(p: Tensor) -> Tensor:
+    """A matrix itself, experts' stack [E, m, n] itself, and filters of a convolution as a row for each output."""
+    return p if p.ndim < 4 else p.flatten(1)

@@ -1,0 +1,314 @@
+"""GaLore and APOLLO as optimizers: the papers' loops, bytes, full rank, parameters one by one, resume, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_efficient import ConfigurationError, FusedAdamW, Lion, to_apollo, to_galore
+from lit_efficient.errors import DivergedError
+from lit_efficient.optimizers.low_bit import measure_state_bytes
+from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW
+from tests.support import assert_equal
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (40, 12), (3, 10, 20)]
+LR, BETAS, EPS, DECAY = 0.02, (0.8, 0.95), 1e-8, 0.1
+
+
+def gradients(shapes: list[tuple[int, ...]], steps: int, seed: int = 0) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(steps)]
+
+
+def parameters(shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(5)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in [*shapes, (7,)]]
+
+
+def adamw(ps: list[nn.Parameter], kind: Any = torch.optim.AdamW) -> Any:
+    return kind(ps, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+
+
+def steps(ps: list[nn.Parameter], optimizer: torch.optim.Optimizer, given: list[list[Tensor]]) -> None:
+    for of_step in given:
+        for p, gradient in zip(ps, of_step, strict=False):
+            p.grad = gradient.to(p.dtype)
+        ps[-1].grad = torch.full_like(ps[-1], 0.5)
+        optimizer.step()
+
+
+# The papers' algorithms
+
+
+def galore(w: Tensor, given: list[Tensor], rank: int, update_every: int, scale: float) -> Tensor:
+    """GaLore as its Algorithms 1 and 2 say, one matrix, with AdamW's decay; the loop of the paper, in float64."""
+    w, m, v, basis = w.double(), 0.0, 0.0, None
+    for t, g in enumerate(given):
+        if t % update_every == 0:
+            left, _, right = torch.linalg.svd(g, full_matrices=False)  # as it is: a direction's sign is the library's
+            basis = (left[:, :rank] if g.shape[0] < g.shape[1] else right[:rank].T).double()
+        low = basis.T @ g.double() if g.shape[0] < g.shape[1] else g.double() @ basis
+        m, v = BETAS[0] * m + (1 - BETAS[0]) * low, BETAS[1] * v + (1 - BETAS[1]) * low * low
+        n = m / (1 - BETAS[0] ** (t + 1)) / ((v / (1 - BETAS[1] ** (t + 1))).sqrt() + EPS)
+        n = basis @ n if g.shape[0] < g.shape[1] else n @ basis.T
+        w = w - LR * (scale * n + DECAY * w)
+    return w
+
+
+@pytest.mark.parametrize("update_every", [1, 3, 7, 200])
+def test_galore_is_the_paper_s_loop_for_tall_wide_square_and_stacked_matrices(update_every: int) -> None:
+    ps, given = parameters(), gradients(SHAPES, 20)
+    start = [p.detach().clone() for p in ps]
+    done = to_galore(optimizer := adamw(ps), ps[:-1], 4, update_every, 0.25, exact=True)
+    assert len(done.projected) == done.matrices == 5
+    steps(ps, optimizer, given)
+    for i, p in enumerate(ps[:-2]):
+        expected = galore(start[i], [of_step[i] for of_step in given], 4, update_every, 0.25)
+        torch.testing.assert_close(p.detach(), expected.float(), atol=1e-5, rtol=1e-5)
+    for e in range(3):  # of a stack each matrix by itself
+        expected = galore(start[4][e], [of_step[4][e] for of_step in given], 4, update_every, 0.25)
+        torch.testing.assert_close(ps[4][e].detach(), expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def apollo(w: Tensor, given: list[Tensor], bases: list[Tensor], scale: float, tensorwise: bool) -> Tensor:
+    """APOLLO as its Algorithm 1 says, with the limit of growth, for bases P^T that are given."""
+    w, m, v, before = w.double(), 0.0, 0.0, 0.0
+    turned = w.shape[0] >= w.shape[1]
+    for t in range(len(given)):
+        g = given[t].double().T if turned else given[t].double()  # rows are the shorter side
+        r = bases[t].double().T @ g
+        m, v = BETAS[0] * m + (1 - BETAS[0]) * r, BETAS[1] * v + (1 - BETAS[1]) * r * r
+        n = m / (1 - BETAS[0] ** (t + 1)) / ((v / (1 - BETAS[1] ** (t + 1))).sqrt() + EPS)
+        s = n.norm() / r.norm() if tensorwise else n.norm(dim=0) / r.norm(dim=0)
+        update = g * s
+        if before and update.norm() > 1.01 * before:
+            update = update / update.norm() * 1.01 * before
+        before = update.norm()
+        w = w - LR * (scale * (update.T if turned else update) + DECAY * w)
+    return w
+
+
+@pytest.mark.parametrize(("rank", "tensorwise"), [(4, False), (1, True)])
+def test_apollo_is_the_paper_s_loop(rank: int, tensorwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lit_efficient.optimizers.low_rank_adamw as module
+
+    drawn: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def kept(gradient: Tensor, *args: Any) -> Tensor:
+        drawn.setdefault(tuple(gradient.shape), []).append(real(gradient, *args))
+        return drawn[tuple(gradient.shape)][-1]
+
+    real = module.random_directions
+    monkeypatch.setattr(module, "random_directions", kept)
+    shapes = SHAPES[:4]
+    ps, given = parameters(shapes), gradients(shapes, 12)
+    start = [p.detach().clone() for p in ps]
+    to_apollo(optimizer := adamw(ps), ps[:-1], rank, 5, 2.0, tensorwise=tensorwise)
+    steps(ps, optimizer, given)
+    for i, p in enumerate(ps[:-1]):
+        bases = drawn[tuple(p.shape)]
+        same = [torch.equal(a, b) for a, b in pairwise(bases)]
+        assert same == [(t + 1) % 5 != 0 for t in range(11)]  # drawn anew every five steps
+        expected = apollo(start[i], [of_step[i] for of_step in given], bases, 2.0, tensorwise)
+        torch.testing.assert_close(p.detach(), expected.float(), atol=1e-5, rtol=1e-4)
+
+
+# What it is for
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("turn", [to_galore, to_apollo])
+def test_state_bytes_are_those_of_the_formula(turn: Any, bits: int, dtype: torch.dtype) -> None:
+    shapes = [(512, 96), (96, 512), (2, 96, 300), (64, 64)]
+    ps, rank, size = parameters(shapes, dtype), 16, dtype.itemsize
+    done = turn(optimizer := adamw(ps), ps[:-1], rank, bits=bits)
+    steps(ps, optimizer, gradients(shapes, 1))
+    expected = 2 * 7 * size  # the vector's two moments
+    for m, n, count in ((96, 512, 2), (96, 300, 2), (64, 64, 1)):  # shorter, longer side
+        low = bits == 8 and count * rank * n >= 4096 and not (n == 512 and rank * n < 4096)
+        moments = 2 * rank * n * size if not low else 2 * (rank * n + 4 * math.ceil(rank * n / 256))
+        basis = rank * m * size if turn is to_galore else 0
+        expected += count * (moments + basis)
+    assert done.state_bytes == measure_state_bytes(optimizer) - (0 if turn is to_galore else 2 * 4) == expected
+    assert done.full_bytes == 2 * size * sum(p.numel() for p in ps)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
+@pytest.mark.parametrize("turn", [to_galore, to_apollo])
+def test_at_full_rank_tall_and_wide_matrices_are_stepped_by_adamw_bit_by_bit(turn: Any, kind: Any) -> None:
+    """Its state is AdamW's, too: a rotation into a basis of the whole space would cost one more matrix."""
+    shapes = [(24, 8), (8, 24), (8, 8), (24, 12)]
+    ours, theirs, given = parameters(shapes), parameters(shapes), gradients(shapes, 5)
+    done = turn(optimizer := adamw(ours, kind), ours[:-1], 8)
+    assert (len(done.projected), done.matrices) == (1, 4)
+    steps(ours, optimizer, given)
+    steps(theirs, adamw(theirs, kind), given)
+    whole = [0, 1, 2, 4]
+    assert_equal([ours[i].detach() for i in whole], [theirs[i].detach() for i in whole])
+    assert not torch.equal(ours[3], theirs[3])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_galore_learns_what_lies_in_few_directions_as_adam_does(exact: bool) -> None:
+    """A least-squares problem whose solution has rank two: with rank two GaLore gets there."""
+    generator = torch.Generator().manual_seed(0)
+    solution = torch.randn(30, 2, generator=generator) @ torch.randn(2, 20, generator=generator)
+    p = nn.Parameter(torch.zeros(30, 20))
+    optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
+    to_galore(optimizer, [p], 2, 20, 1.0, exact=exact)
+    for _ in range(200):
+        p.grad = p.detach() - solution
+        optimizer.step()
+    assert (p - solution).norm() < 0.05 * solution.norm()
+
+
+# One by one, and again
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("turn", [to_galore, to_apollo])
+def test_parameters_stepped_one_by_one_are_those_stepped_together(turn: Any, bits: int) -> None:
+    """As gradients come in the backward pass, and in another order in each step."""
+    shapes = [(300, 24), (24, 300), (80, 80)]
+    together, alone, given = parameters(shapes), parameters(shapes), gradients(shapes, 4)
+    for ps in (together, alone):
+        turn(optimizer := adamw(ps), ps[:-1], 16, 2, bits=bits)
+        groups = optimizer.param_groups
+        for t, of_step in enumerate(given):
+            if ps is together:
+                steps(ps, optimizer, [of_step])
+                continue
+            ps[-1].grad = None
+            for i in ((0, 1, 2), (2, 0, 1))[t % 2]:
+                ps[i].grad = of_step[i]
+                optimizer.param_groups = [{**groups[0], "params": [ps[i]]}] if t else groups
+                optimizer.step()
+                ps[i].grad = None
+            optimizer.param_groups = groups
+    assert_equal([p.detach() for p in together[:-1]], [p.detach() for p in alone[:-1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("turn", [to_galore, to_apollo])
+def test_it_resumes_in_the_middle_of_a_period_from_a_safe_load(turn: Any, bits: int, dtype: torch.dtype) -> None:
+    shapes = [(300, 24), (24, 300), (2, 40, 60)]
+    given = gradients(shapes, 7)
+    whole, half, again = (parameters(shapes, dtype) for _ in range(3))
+    turn(optimizer := adamw(whole), whole[:-1], 16, 3, bits=bits)
+    steps(whole, optimizer, given)
+    turn(optimizer := adamw(half), half[:-1], 16, 3, bits=bits)
+    steps(half, optimizer, given[:4])
+    torch.save([[p.detach() for p in half], optimizer.state_dict()], file := io.BytesIO())
+    file.seek(0)
+    kept, state = torch.load(file, weights_only=True)
+    for p, tensor in zip(again, kept, strict=True):
+        p.data.copy_(tensor)
+    turn(resumed := adamw(again), again[:-1], 16, 3, bits=bits)
+    resumed.load_state_dict(state)
+    assert_equal(resumed.state_dict(), state)
+    copied, twin = copy.deepcopy([again, resumed])
+    for ps, one in ((again, resumed), (copied, twin)):
+        steps(ps, one, given[4:])
+        assert_equal([p.detach() for p in ps], [p.detach() for p in whole])
+
+
+def test_the_run_s_own_draws_are_those_without_it() -> None:
+    for turn in (to_galore, to_apollo):
+        ps = parameters()
+        torch.manual_seed(0)
+        turn(optimizer := adamw(ps), ps[:-1], 4, 1)
+        steps(ps, optimizer, gradients(SHAPES, 2))
+        drawn = torch.rand(3)
+        torch.manual_seed(0)
+        assert torch.equal(drawn, torch.rand(3))
+
+
+def test_a_gradient_of_zeros_fixes_no_directions_and_one_that_is_not_finite_is_refused() -> None:
+    """Before a layer that starts at zero, as in a DiT, the first gradients are zero."""
+    (p, _), given = parameters([(12, 30)]), gradients([(12, 30)], 3)
+    to_galore(optimizer := adamw([p]), [p], 4, 200, exact=True)
+    start = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), start * (1 - LR * DECAY))
+    p.grad = given[0][0]
+    optimizer.step()
+    basis = optimizer.state[p]["projector"]
+    torch.testing.assert_close(basis, torch.linalg.svd(given[0][0], full_matrices=False)[0][:, :4])
+    assert float(optimizer.state[p]["step"]) == 2
+    (p, _) = parameters([(12, 30)])
+    to_galore(optimizer := adamw([p]), [p], 4)
+    p.grad = torch.full_like(p, math.nan)
+    before = p.detach().clone()
+    with pytest.raises(DivergedError, match=r"shape \[12, 30\] is not finite"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_an_apollo_update_grows_by_one_percent_at_most_and_starts_anew_after_none() -> None:
+    p = nn.Parameter(torch.zeros(8, 30))
+    to_apollo(optimizer := torch.optim.AdamW([p], lr=1.0, weight_decay=0.0), [p], 4)
+    moved = []
+    for size in (1.0, -1.0, -1.0, 0.0, -1.0):
+        p.grad = torch.full_like(p, size)
+        before = p.detach().clone()
+        optimizer.step()
+        moved.append(float((p.detach() - before).norm()))
+    assert moved[1] < 0.1 * moved[0]  # the moments cancel out, and the next step would be eight times this one
+    assert moved[2] == pytest.approx(1.01 * moved[1], rel=1e-4)
+    assert moved[3] == 0
+    assert moved[4] > 2 * moved[2]
+
+
+def test_filters_of_a_convolution_are_rows_and_keep_their_layout() -> None:
+    p = nn.Parameter(torch.randn(12, 4, 3, 3).to(memory_format=torch.channels_last))
+    flat = nn.Parameter(p.detach().flatten(1))
+    for q in (p, flat):
+        to_galore(optimizer := adamw([q]), [q], 4, exact=True)
+        for gradient in gradients([(12, 4, 3, 3)], 3):
+            q.grad = gradient[0].view(q.shape)
+            optimizer.step()
+    assert p.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(p.detach().flatten(1), flat.detach())
+
+
+def test_the_optimizer_that_is_turned_stays_where_schedulers_point() -> None:
+    ps = parameters()
+    groups = [{"params": ps[:2], "name": "a"}, {"params": ps[2:], "lr": 0.5, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=10)
+    to_galore(optimizer, ps[:-1], 4)
+    assert type(optimizer) is LowRankAdamW
+    assert [group.get("name") for group in optimizer.param_groups] == ["a", None]
+    rates = []
+    for of_step in gradients(SHAPES, 4):
+        steps(ps, optimizer, [of_step])
+        schedule.step()
+        rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0]))
+    assert len(set(rates)) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "rank", "bits", "message"),
+    [
+        (adamw, 17, 32, "to_galore: rank must be at most 16, the full rank of its largest target, got 17"),
+        (adamw, 4, 8, "to_galore: bits must be 32 where no moments have 4,096 elements: so few are small, got 8"),
+        (Lion, 4, 32, "to_galore: Lion has no low-rank form; allowed: AdamW, FusedAdamW, Adam"),
+        (torch.optim.SGD, 4, 32, "to_galore: SGD has no low-rank form"),
+        (lambda ps: torch.optim.AdamW(ps, amsgrad=True), 4, 32, r"AdamW\(amsgrad=True\) has no low-rank form"),
+        (lambda ps: torch.optim.Adam(ps, weight_decay=0.1), 4, 32, "adds decay to the gradient: use AdamW"),
+    ],
+)
+def test_refusals(make: Any, rank: int, bits: int, message: str) -> None:
+    ps = parameters()
+    with pytest.raises(ConfigurationError, match=message):
+        to_galore(make(ps), ps[:-1], rank, bits=bits)
