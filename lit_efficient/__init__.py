@@ -30,6 +30,8 @@ PUBLIC: dict[str, str] = {
     "thawed": "callbacks.gradual_unfreezing",
     # techniques: slot trainer.callbacks
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "ActivationOffload": "callbacks.activation_offload",
+    "BlockSwap": "callbacks.block_swap",
     "ChannelsLast": "callbacks.channels_last",
     "CheckpointAverage": "callbacks.checkpoint_average",
     "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",
