@@ -32,6 +32,8 @@ PUBLIC: dict[str, str] = {
     "APOLLO": "callbacks.apollo",
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "AttentionBackend": "callbacks.attention_backend",
+    "ActivationOffload": "callbacks.activation_offload",
+    "BlockSwap": "callbacks.block_swap",
     "ChannelsLast": "callbacks.channels_last",
     "CheckpointAverage": "callbacks.checkpoint_average",
     "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",

@@ -19,6 +19,8 @@ from lit_efficient.callbacks.gradual_unfreezing import thawed as thawed
 from lit_efficient.callbacks.apollo import APOLLO as APOLLO
 from lit_efficient.callbacks.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
 from lit_efficient.callbacks.attention_backend import AttentionBackend as AttentionBackend
+from lit_efficient.callbacks.activation_offload import ActivationOffload as ActivationOffload
+from lit_efficient.callbacks.block_swap import BlockSwap as BlockSwap
 from lit_efficient.callbacks.channels_last import ChannelsLast as ChannelsLast
 from lit_efficient.callbacks.checkpoint_average import CheckpointAverage as CheckpointAverage
 from lit_efficient.callbacks.chunked_cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -204,6 +205,20 @@ def _of_cpu(real: Any) -> Callable[..., Any]:
     return lambda device_type="cuda": real("cpu" if device_type == "cuda" else device_type)
 
 
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What autograd calls from within an operation, which has switched off all that is asked there."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _Functions() if _get_current_function_mode() is None else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _hooked(real: Any) -> Callable[..., Any]:
+    return lambda self, *hooks: real(self, *map(_asking, hooks))
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -266,6 +281,8 @@ def fake_cuda(float64: bool = True) -> Iterator[None]:
     changes += [partial(mock.patch.object, torch.accelerator, key, value) for key, value in _ACCELERATOR.items()]
     changes += [
         partial(mock.patch.object, torch, "Generator", _Generator),
+        partial(mock.patch.object, saved_tensors_hooks, "__init__", _hooked(saved_tensors_hooks.__init__)),
+        partial(mock.patch.object, torch.Tensor, "register_hook", _hooked(torch.Tensor.register_hook)),
         partial(mock.patch.object, torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         partial(mock.patch.object, torch, "is_autocast_enabled", _of_cpu(torch.is_autocast_enabled)),
         partial(mock.patch.object, torch, "get_autocast_dtype", _of_cpu(torch.get_autocast_dtype)),

@@ -1,0 +1,176 @@
+"""Block swapping: frozen blocks live in CPU memory, and come to the device one ahead of their use.
+
+    forward of block l  |  copy in l + 1;    backward of block l  |  copy in l - 1;    the one that is done is dropped
+
+Saves: the frozen weights of all blocks on the device but those of two
+Costs: the swapped bytes over the bus once forward and once backward; as much CPU memory, rounded up to powers of two
+Source: kohya's blocks_to_swap, https://github.com/kohya-ss/musubi-tuner; https://arxiv.org/abs/2104.07857
+
+What is frozen never changes, so that nothing is copied back. Quantised blocks (``QuantizeBase``, bitsandbytes' with
+their constants) are a quarter of the bytes. Names, checkpoints and gradients are as without it, bit by bit.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lit_efficient.declaration import Phase, Report, held
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.torch_modules import Loads
+from lit_efficient.internals.torch_trees import tree_leaves
+from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.swapping import Swap, frozen_names, swapped_tensors
+from lit_efficient.mechanisms.trials.memory import format_bytes
+from lit_efficient.surgery import mix_in, unmixed
+from lit_efficient.technique import Technique
+
+
+class _Swapped(Loads, nn.Module):
+    """Mix-in of a block. It acts around the call, so that what is compiled, recomputed or hooked lies within."""
+
+    _swap: Swap
+    _swap_number: int
+    _swap_names: tuple[str, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the frame is then run as it is
+            raise ConfigurationError("BlockSwap: a block is compiled as a part of something larger")
+        device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+        if device is None:
+            raise ConfigurationError("BlockSwap: a block was called without tensors, which say where it is to run")
+        self._swap.add(self._swap_number, self, self._swap_names)
+        self._swap.enter(self._swap_number, device)
+        output = super().__call__(*args, **kwargs)
+        self._swap.watch(self._swap_number, device, (args, kwargs), output)
+        return output
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._swap.home()  # what is on the device is filled anew, whoever holds it
+        return super().state_dict(*args, **kwargs)
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        self._swap.home(stale=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Cast with the rest of the network, but do not move."""
+        self._swap.home(stale=True)
+        swapped = {id(tensor) for tensor in swapped_tensors(self, self._swap_names)}
+
+        def stay(tensor: Tensor) -> Tensor:
+            if id(tensor) not in swapped:
+                return fn(tensor)
+            like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            return tensor if like.dtype == tensor.dtype else tensor.to(like.dtype)
+
+        return super()._apply(stay, recurse)
+
+
+class BlockSwap(Technique):
+    """Keep the frozen weights of repeated blocks in CPU memory; at most two blocks' are on the device at any moment.
+
+    What trains stays on the device: adapters, norms that learn, with their gradients and states. Blocks of which
+    nothing is frozen are refused: their gradients and states are several times their weights (FSDP2's
+    ``CPUOffloadPolicy`` moves all of these). Blocks that begin to train in the run stay on the device from then on.
+    Weights that several modules share stay there, too.
+
+    Args:
+        keep: How many of the first blocks stay on the device, at least 0: as many as fit.
+        blocks: ``auto`` finds repeated blocks, in a UNet the residual and attention blocks of each level; otherwise
+            regular expressions for dotted names.
+
+    Raises:
+        ConfigurationError: For a device whose memory is the CPU's, for an argument out of range, without such blocks,
+            and where nothing in them is frozen.
+        ConflictError: For a strategy of several processes, which wants all weights on their devices.
+    """
+
+    phase = Phase.RECOMPUTE
+    training_only = True
+    conflicts: ClassVar[dict[str, str]] = {
+        "Compile(modules='network')": "blocks that are compiled as a part of a whole are not seen: use modules='blocks'"
+    }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (4, "frozen weights of the blocks, for transfers in each step")
+    }
+
+    def __init__(self, keep: int = 0, blocks: str | list[str] = "auto") -> None:
+        super().__init__()
+        check_number("BlockSwap", "keep", keep, least=0, whole=True)
+        self.keep = keep
+        self.blocks = blocks
+
+    def check(self, trainer: Any, module: Any) -> None:
+        device, traits = trainer.strategy.root_device.type, traits_of(trainer.strategy)
+        if traits.shards or traits.replicates:
+            raise ConflictError(
+                f"BlockSwap: {traits.name} wants all weights on the devices when it starts: use one device, or shard "
+                "with FSDP2, whose CPUOffloadPolicy keeps what it shards in CPU memory"
+            )
+        if device in ("cpu", "mps"):
+            raise ConfigurationError(
+                f"BlockSwap: this trainer's device is {device!r}, whose memory is the CPU's: there is nothing to save. "
+                "Use accelerator='gpu', or QuantizeBase, which saves memory on any device"
+            )
+
+    def transform(self, module: nn.Module) -> Report:
+        found = find_blocks(module, self.blocks, who=type(self).__name__, declared=False)
+        if len(found) - self.keep < 3:
+            allowed = f"at most {len(found) - 3}, since two of the {len(found)} blocks are on the device anyway"
+            raise refusal("BlockSwap", "keep", allowed, self.keep)
+        later = {id(module.get_parameter(name)) for name in held(module)}
+        swap, sizes, swapped = Swap(), [], []
+        for number, (name, block) in enumerate(found[self.keep :]):
+            inside = {id(part) for part in block.modules()}
+            outside = (part for part in module.modules() if id(part) not in inside)
+            elsewhere = later.union(id(p) for part in outside for p in part.parameters(recurse=False))
+            names = tuple(frozen_names(block, elsewhere))
+            if not names:
+                continue
+            swapped.append((name, block))
+            tensors = swapped_tensors(block, names)
+            sizes.append(sum(tensor.nbytes for tensor in tensors))
+            for tensor in tensors:
+                tensor.data = tensor.data.to("cpu")
+            mix_in(block, _Swapped, _swap=swap, _swap_number=number, _swap_names=names)
+            swap.add(number, block, names)
+        if not swapped:
+            raise ConfigurationError(
+                f"BlockSwap: nothing is frozen in the {len(found)} blocks of {type(module).__name__}, and what trains "
+                "stays on the device: put LoRA beside it, or freeze weights in __init__, setup or configure_model"
+            )
+        saved = sum(sizes) - sum(sorted(sizes)[-2:])
+        kinds = ", ".join(sorted({unmixed(block).__name__ for _, block in swapped}))
+        return Report(
+            f"{len(swapped)} of {len(found)} blocks ({kinds}) have {format_bytes(sum(sizes))} of frozen weights in CPU "
+            f"memory, {format_bytes(sum(sizes) - saved)} of them at a time on the device",
+            modules=tuple(name for name, _ in swapped),
+            bytes_saved=saved,
+        )
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Warn where casts of the weights are kept, which nobody swaps."""
+        blocks = _swapped(pl_module)
+        wide = any(
+            p.dtype == torch.float32 and not p.requires_grad and p.ndim > 1 for b in blocks for p in b.parameters()
+        )
+        if "mixed" in str(trainer.precision) and wide and not any(getattr(b, "_recomputes", False) for b in blocks):
+            rank_zero_warn(
+                f"BlockSwap: under precision={trainer.precision!r} each layer keeps a copy of its frozen float32 weight"
+                " in 16 bits for the backward pass, on the device: use bf16-true, or ActivationCheckpointing beside it"
+            )
+
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        for block in _swapped(pl_module):
+            block._swap.home()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        self.on_fit_end(trainer, pl_module)
+        super().on_exception(trainer, pl_module, exception)
+
+
+def _swapped(root: nn.Module) -> list[_Swapped]:
+    return [part for part in root.modules() if isinstance(part, _Swapped)]

@@ -1,0 +1,353 @@
+"""BlockSwap: two blocks' frozen weights on the device at any moment; numbers, names and checkpoints of plain runs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lit_efficient
+from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, ConflictError, LoRA, QuantizeBase
+from lit_efficient.application import apply
+from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.side_copies import SideCopies
+from lit_efficient.mechanisms.blocks.swapping import swapped_tensors
+from lit_efficient.testing import Run
+from tests.contract.effects import training
+from tests.contract.row import Row
+from tests.cuda.fake_cuda import fake_cuda, on_cuda
+from tests.cuda.resident import Resident
+from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer
+
+X = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+
+
+class BlockSwap(lit_efficient.BlockSwap):
+    """Swaps on the CPU, too, where it saves nothing, and what trains in the toy's blocks, of which half is frozen."""
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse nothing."""
+
+    def transform(self, module: nn.Module) -> Any:
+        for _, block in find_blocks(module, who="test"):
+            for name, p in block.named_parameters():
+                if name.endswith(("down.weight", "down.bias")):
+                    p.requires_grad_(False)
+        return super().transform(module)
+
+
+def leaves_the_device(run: Run) -> None:
+    """Between two calls of the network, two blocks at most have weights in another memory than their own."""
+    blocks = [part for part in run.module.modules() if hasattr(part, "_swap")]
+    assert len(blocks) == 4
+    there = []
+    hooks = [
+        block.register_forward_hook(lambda block, *_: there.append([b.there for b in block._swap._blocks.values()]))
+        for block in blocks
+    ]
+    with training(run) as x:
+        run.module._sample_loss((x,)).mean().backward()
+    run.module.zero_grad()
+    assert there
+    assert max(map(sum, there)) == 2
+    for hook in hooks:
+        hook.remove()
+    run.module.state_dict()
+    assert not any(block.there for block in blocks[0]._swap._blocks.values())
+
+
+ROW = Row(BlockSwap, leaves_the_device)
+
+
+def adapted(make: Any, *more: Any, **arguments: Any) -> nn.Module:
+    torch.manual_seed(0)
+    net = Net(**arguments)
+    apply(net, [*make(), *more])
+    for name, p in net.named_parameters():
+        if name.endswith("lora_B"):
+            nn.init.ones_(p)
+    return net
+
+
+def trained(net: nn.Module, x: Tensor = X) -> dict[str, Any]:
+    """Gradients of two steps, and what the network says afterwards."""
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    found: dict[str, Any] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        found |= {f"{step} {name}": p.grad for name, p in net.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        return found | {"output": net(x)}
+
+
+SETS = {
+    "LoRA": lambda: [LoRA(rank=2)],
+    "nf4": lambda: [QuantizeBase(), LoRA(rank=2, variant="dora")],
+    "int8": lambda: [QuantizeBase("int8"), LoRA(rank=2)],
+    "int4, recomputed": lambda: [QuantizeBase("int4", group_size=16), LoRA(rank=2), ActivationCheckpointing()],
+    "compiled": lambda: [LoRA(rank=2), Compile(backend="aot_eager")],
+    "offloaded": lambda: [QuantizeBase(), LoRA(rank=2), lit_efficient.ActivationOffload(min_bytes=1)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("name", SETS)
+def test_gradients_weights_and_outputs_are_those_without_it(name: str) -> None:
+    plain, ours = adapted(SETS[name]), adapted(SETS[name], lit_efficient.BlockSwap())
+    assert_equal(trained(plain), trained(ours))
+    assert_equal(dict(plain.state_dict()), dict(ours.state_dict()))
+    assert list(plain.state_dict()) == list(ours.state_dict())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Before there seems to be a GPU: its import asks torch's build."""
+    import_module("bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    ("format", "more"), [(None, []), (None, [ActivationCheckpointing()]), ("nf4", [ActivationCheckpointing()])]
+)
+def test_two_blocks_are_on_the_device_at_any_moment(format: str | None, more: list[Any]) -> None:
+    base = [QuantizeBase(format)] if format else []
+    peaks: dict[tuple[bool, str], int] = {}
+    found = []
+    for swaps in (False, True):
+        with fake_cuda():
+            net = adapted(
+                lambda: [*base, LoRA(rank=1), *more], *[lit_efficient.BlockSwap()] * swaps, width=128, depth=8
+            ).cuda()
+            x = torch.linspace(-1, 1, 128).view(1, 128).cuda()
+            net(x)  # which takes the memory
+            block = sum(t.nbytes for t in swapped_tensors(net.blocks[0], dict(net.blocks[0].named_parameters())))
+            swap = getattr(net.blocks[0], "_swap", None)
+            memories = [known.device for known in swap._blocks.values()] if swap else []
+            rest = sum(p.nbytes for name, p in net.named_parameters() if "blocks" not in name or p.requires_grad)
+            weights_ = [t for b in net.blocks for t in swapped_tensors(b, dict(b.named_parameters()))]
+            with Resident([*net.parameters(), *weights_, *memories]) as resident:
+                loss = net(x).square().sum()
+                peaks[swaps, "forward"] = resident.peak - rest
+                resident.start()
+                loss.backward()
+                peaks[swaps, "backward"] = resident.peak - rest
+                resident.start()
+                with torch.no_grad():
+                    net(x)
+                peaks[swaps, "evaluation"] = resident.peak - rest
+            found.append({name: p.grad.cpu() for name, p in net.named_parameters() if p.grad is not None})
+    assert_equal(*found)
+    for phase in ("forward", "backward", "evaluation"):
+        assert peaks[False, phase] >= 8 * block
+        assert peaks[False, phase] - peaks[True, phase] > 5.9 * block  # what a layer dequantises is in both
+        assert format or peaks[True, phase] < 2.5 * block
+
+
+def test_a_run_on_a_device_leaves_the_blocks_in_cpu_memory(tmp_path: Path) -> None:
+    with fake_cuda():
+        module = Toy("configure_model")
+        run = trainer([LoRA(rank=2, save_base=True), lit_efficient.BlockSwap()], accelerator="gpu")
+        run.fit(module, data(), data())
+        run.save_checkpoint(tmp_path / "swapped.ckpt", weights_only=True)
+        assert on_cuda(module.seen["sample_loss"])
+    (plain := trainer([LoRA(rank=2, save_base=True)])).fit(other := Toy("configure_model"), data(), data())
+    plain.save_checkpoint(tmp_path / "plain.ckpt", weights_only=True)
+    states = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("swapped", "plain")]
+    assert list(states[0]["state_dict"]) == list(states[1]["state_dict"])
+    torch.testing.assert_close(*(state["state_dict"] for state in states))
+    sizes = [(tmp_path / f"{name}.ckpt").stat().st_size for name in ("swapped", "plain")]
+    assert sizes[0] < 1.05 * sizes[1]  # no storage is larger than what it is of
+    assert all(p.device.type == "cpu" for p in other.parameters())
+
+
+@pytest.fixture
+def swapped() -> nn.Module:
+    net = adapted(SETS["LoRA"], lit_efficient.BlockSwap())
+    net(X)
+    return net
+
+
+def test_what_is_written_while_a_block_is_there_or_away_is_kept(swapped: nn.Module) -> None:
+    blocks = swapped.blocks
+    known = blocks[0]._swap._blocks
+    assert [known[i].there for i in range(4)] == [False, False, True, True]
+    reference = adapted(SETS["LoRA"])
+    with torch.no_grad():
+        for net in (swapped, reference):
+            net.blocks[3].up.weight.mul_(2)  # there
+            net.blocks[0].up.weight.mul_(3)  # away
+            net.blocks[2].up.weight.data = net.blocks[2].up.weight.data * 5  # replaced, there
+            net.blocks[1].up.weight.data = net.blocks[1].up.weight.data * 7  # replaced, away
+    for _ in range(2):
+        assert_equal(swapped(X), reference(X))
+    assert_equal(dict(swapped.state_dict()), dict(reference.state_dict()))
+    assert not any(known[i].there for i in range(4))  # as a state is nothing that is filled anew
+    swapped(X)
+    state = {name: tensor * 2 for name, tensor in swapped.state_dict().items()}
+    swapped(X)
+    for net in (swapped, reference):
+        net.load_state_dict(state)
+    assert_equal(swapped(X), reference(X))
+    assert_equal(dict(swapped.state_dict()), state)
+    assert_equal(swapped.double()(X.double()), reference.double()(X.double()))
+    assert blocks[0].up.weight.dtype == torch.float64
+
+
+def test_what_begins_to_train_stays_on_the_device(swapped: nn.Module) -> None:
+    weight = swapped.blocks[1].up.weight
+    with fake_cuda():
+        swapped.cuda()
+        swapped(X.cuda())
+        assert not on_cuda(weight)
+        weight.requires_grad_(True)
+        swapped(X.cuda()).sum().backward()
+        assert on_cuda(weight)
+        assert on_cuda(weight.grad)
+        swapped(X.cuda())
+        swapped.state_dict()
+        assert on_cuda(weight)
+        assert not on_cuda(swapped.blocks[1].down.weight)
+
+
+def test_copies_and_pickles_swap_on_their_own(swapped: nn.Module) -> None:
+    expected = swapped(X).detach()
+    twins = [copy.deepcopy(swapped), copy.deepcopy(swapped)]
+    twins[1].blocks = pickle.loads(pickle.dumps(swapped.blocks))
+    with torch.no_grad():
+        for p in swapped.parameters():
+            p.zero_()
+    for twin in twins:
+        for _ in range(2):
+            assert_equal(twin(X).detach(), expected)
+        assert sum(block.there for block in twin.blocks[0]._swap._blocks.values()) == 2
+        twin(X).sum().backward()
+    assert swapped(X).count_nonzero() == 0
+
+
+def test_a_graph_can_be_used_twice_and_blocks_in_any_order() -> None:
+    nets = [adapted(SETS["LoRA"]), adapted(SETS["LoRA"], lit_efficient.BlockSwap())]
+    found = []
+    for net in nets:
+        a, b = net.blocks[2](net.blocks[0](X)), net.blocks[3](net.blocks[1](X))
+        loss = (net.blocks[0](a) * b).sum() + net.blocks[1](X).sum()
+        wanted = [p for p in net.blocks.parameters() if p.requires_grad]
+        found.append([torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True) for _ in range(2)])
+    assert_equal(*[[[0 if g is None else g for g in grads] for grads in each] for each in found])
+
+
+def test_shared_weights_and_the_first_blocks_stay() -> None:
+    net = Net(depth=6)
+    net.requires_grad_(False)
+    net.blocks[4].up.weight = net.blocks[5].up.weight
+    report = apply(net, [lit_efficient.BlockSwap(keep=1)])["BlockSwap"]
+    assert report.modules == tuple(f"blocks.{i}" for i in range(1, 6))
+    assert "up.weight" not in net.blocks[4]._swap_names
+    assert "up.weight" in net.blocks[3]._swap_names
+    expected = copy.deepcopy(net)(X)
+    assert_equal(net(X), expected)
+
+
+class Peeking(nn.Module):
+    """A block that gives its own weights away, or nothing that can be followed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return {"view": (y, self.layer.weight[:2]), "object": Run(None, y)}[self.how]
+
+
+@pytest.mark.parametrize(("how", "message"), [("view", "a view of its own weights"), ("object", "returns no tensors")])
+def test_what_could_not_be_right_is_refused(how: str, message: str) -> None:
+    net = nn.ModuleList([Peeking(how) for _ in range(3)])
+    apply(net, [lit_efficient.BlockSwap(blocks=[r"\d"])])
+    with pytest.raises(ConfigurationError, match=message):
+        net[0](X.clone().requires_grad_())
+
+
+def test_copies_wait_for_the_computation_and_it_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def wait_stream(self, other: Any) -> None:
+            done.append("copies wait")
+
+        def record_event(self) -> str:
+            done.append("copied")
+            return f"copy {done.count('copied')}"
+
+        def wait_event(self, event: str) -> None:
+            done.append(f"computation waits for {event}")
+
+    def host(self: Any, size: int) -> Tensor:
+        done.append("taken")
+        return torch.empty(size, dtype=torch.uint8)
+
+    net = adapted(SETS["LoRA"], lit_efficient.BlockSwap())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    monkeypatch.setattr(SideCopies, "beside", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(SideCopies, "host", host)
+    swap = net.blocks[0]._swap
+    swap._copies[torch.device("cpu")] = copies = SideCopies(torch.device("cpu"))
+    copies.stream = Stream()
+    net.blocks[0](X)
+    came = ["copies wait", "copied"]
+    assert done == ["taken", *came, "taken", *came, "computation waits for copy 1"]  # not for the next one's
+    done.clear()
+    swap._blocks[1].done = "copy of 1"
+    net.blocks[1](X)
+    assert done == ["taken", *came, "computation waits for copy of 1"]
+    for i in (2, 3, 0):
+        net.blocks[i](X)
+    done.clear()
+    net.blocks[1](X)
+    assert "taken" not in done
+
+
+def test_bad_arguments_and_devices_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="BlockSwap: keep must be a whole number of at least 0, got -1"):
+        lit_efficient.BlockSwap(keep=-1)
+    with pytest.raises(ConfigurationError, match=r"keep must be at most 1, since two of the 4 blocks .* got 2"):
+        apply(Net(), [lit_efficient.BlockSwap(keep=2)])
+    with pytest.raises(ConfigurationError, match=r"nothing is frozen in the 4 blocks of Net.*put LoRA beside it"):
+        apply(Net(), [lit_efficient.BlockSwap()])
+    module = Toy("configure_model")
+    with pytest.raises(ConfigurationError, match=r"device is 'cpu'.*nothing to save.*QuantizeBase"):
+        trainer([lit_efficient.BlockSwap()]).fit(module, data(), data())
+    assert module.net is None
+    with pytest.raises(ConflictError, match=r"DDPStrategy wants all weights on the devices.*FSDP2"):
+        lit_efficient.BlockSwap().check(trainer(strategy="ddp"), module)
+
+
+def test_kept_casts_are_warned_of() -> None:
+    parts = [LoRA(rank=2), BlockSwap()]
+    with pytest.warns(UserWarning, match="keeps a copy of its frozen float32 weight in 16 bits"):
+        trainer(parts, precision="bf16-mixed").fit(Toy(), data(), data())
+    trainer([*parts, ActivationCheckpointing()], precision="bf16-mixed").fit(Toy(), data(), data())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_gradients_are_equal_and_less_memory_is_taken() -> None:
+    found, peaks = [], []
+    for swaps in (False, True):
+        net = adapted(SETS["LoRA"], *[lit_efficient.BlockSwap()] * swaps, width=512, depth=12).cuda()
+        x = torch.linspace(-1, 1, 16 * 512).view(16, 512).cuda()
+        trained(net, x)
+        torch.cuda.reset_peak_memory_stats()
+        found.append({name: tensor.cpu() for name, tensor in trained(net, x).items()})
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert_equal(*found)
+    assert peaks[1] < 0.4 * peaks[0]
+    assert all(block._swap._blocks[i].host.is_pinned() for i, block in enumerate(net.blocks))
