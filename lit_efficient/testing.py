@@ -179,9 +179,10 @@ QUIET: dict[str, Any] = {
 
 def trainer(callbacks: Sequence[Any] = (), *, namespace: Any = L, **arguments: Any) -> Any:
     """A quiet trainer on the CPU, of one epoch unless ``arguments`` say otherwise."""
-    plugins = [part for part in callbacks if isinstance(part, PrecisionTechnique)]
-    others = [part for part in callbacks if not any(part is plugin for plugin in plugins)]
-    return namespace.Trainer(callbacks=others, plugins=plugins or None, **{**QUIET, "max_epochs": 1, **arguments})
+    precisions = [part for part in callbacks if isinstance(part, PrecisionTechnique)]
+    others = [part for part in callbacks if not any(part is precision for precision in precisions)]
+    plugins = [*precisions, *arguments.pop("plugins", ())] or None
+    return namespace.Trainer(callbacks=others, plugins=plugins, **{**QUIET, "max_epochs": 1, **arguments})
 
 
 # A run and what was seen of it ---------------------------------------------------------------------------------------

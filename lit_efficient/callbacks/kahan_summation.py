@@ -37,6 +37,7 @@ class KahanSummation(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "IA3": "what it trains is float32, where no update is lost: leave KahanSummation out",
         "LoRA": "what it trains is float32, where no update is lost: leave KahanSummation out",
+        "PeftAdapter": "what it trains is float32, where no update is lost: leave KahanSummation out",
         "PrefixTuning": "what it trains is float32, where no update is lost: leave KahanSummation out",
         "ScheduleFree": "its average of the weights has no compensation: use precision: bf16-mixed",
         "ScheduleFreeAdamW": "its average of the weights has no compensation: use precision: bf16-mixed",
@@ -61,7 +62,8 @@ class KahanSummation(Technique):
             details={"compensation_bytes": 2 * count},
         )
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Draw what follows from the run's step."""
-        if isinstance(optimizer, Float32Step):
-            optimizer.rounding.step = trainer.global_step
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        """Draw what follows from the run's step, which may be made in the backward pass."""
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, Float32Step):
+                optimizer.rounding.step = trainer.global_step

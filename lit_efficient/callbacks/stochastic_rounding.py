@@ -39,6 +39,7 @@ class StochasticRounding(Technique):
         "KahanSummation": "both keep what rounding would lose: use one of the two",
         "IA3": "what it trains is float32, where no update is lost: leave StochasticRounding out",
         "LoRA": "what it trains is float32, where no update is lost: leave StochasticRounding out",
+        "PeftAdapter": "what it trains is float32, where no update is lost: leave StochasticRounding out",
         "PrefixTuning": "what it trains is float32, where no update is lost: leave StochasticRounding out",
         "ScheduleFree": "its average of the weights is kept in steps of bfloat16: use precision: bf16-mixed",
         "ScheduleFreeAdamW": "its average of the weights is kept in steps of bfloat16: use precision: bf16-mixed",
@@ -59,7 +60,8 @@ class StochasticRounding(Technique):
         count = step_in_float32(optimizer, compensated=False, seed=self.seed, later=later, who="StochasticRounding")
         return Report(f"{kind}: {count:,} bfloat16 parameters are rounded by chance", parameters=count)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Draw what follows from the run's step."""
-        if isinstance(optimizer, Float32Step):
-            optimizer.rounding.step = trainer.global_step
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        """Draw what follows from the run's step, which may be made in the backward pass."""
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, Float32Step):
+                optimizer.rounding.step = trainer.global_step
