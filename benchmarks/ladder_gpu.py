@@ -166,7 +166,7 @@ class Climb:
             made = {"generator": generator, "device": self.device, "dtype": torch.bfloat16}
             image, text = torch.randn(1, length, 64, **made), torch.randn(1, 512, 4096, **made)
             given = {"pooled_projections": torch.randn(1, 768, **made), "timestep": torch.rand(1, **made)}
-            given |= {"guidance": torch.ones(1, **made), "img_ids": torch.zeros(length, 3, device=self.device)}
+            given |= {"guidance": torch.rand(1, **made), "img_ids": torch.zeros(length, 3, device=self.device)}
             given |= {"txt_ids": torch.zeros(512, 3, device=self.device)}
             return self.net(image, encoder_hidden_states=text, return_dict=False, **given)[0].float().square().mean()
         shape = (self.rung.batch, length)

@@ -13,6 +13,7 @@ from lit_efficient.surgery import mix_in as mix_in
 from lit_efficient.mechanisms.adapters.merge import merge_adapters as merge_adapters
 from lit_efficient.mechanisms.blocks.freezing import depth_groups as depth_groups
 from lit_efficient.optimizers.rates import discriminative_rates as discriminative_rates
+from lit_efficient.callbacks.quantization_aware_training import load_int4 as load_int4
 from lit_efficient.callbacks.replace_head import replace_head as replace_head
 from lit_efficient.optimizers.rates import split_groups as split_groups
 from lit_efficient.callbacks.gradual_unfreezing import thawed as thawed
@@ -47,6 +48,7 @@ from lit_efficient.callbacks.schedule_free import ScheduleFree as ScheduleFree
 from lit_efficient.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lit_efficient.callbacks.power_ema import PowerEMA as PowerEMA
 from lit_efficient.callbacks.prefix_tuning import PrefixTuning as PrefixTuning
+from lit_efficient.callbacks.quantization_aware_training import QuantizationAwareTraining as QuantizationAwareTraining
 from lit_efficient.callbacks.quantize_base import QuantizeBase as QuantizeBase
 from lit_efficient.callbacks.replace_head import ReplaceHead as ReplaceHead
 from lit_efficient.callbacks.snr_weighting import SNRWeighting as SNRWeighting

@@ -23,6 +23,7 @@ from lit_efficient.declaration import (
     LossHooks,
     Report,
     check_conflicts,
+    defines,
     held,
     in_order,
     overrides,
@@ -145,6 +146,26 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         techniques.append(rebuild(cls, record["arguments"]))
     apply(module, techniques)
     _check_checkpoint(module, checkpoint)
+
+
+def converters(checkpoint: Mapping[str, Any], format: str = "") -> list[type[Declaration]]:
+    """The techniques behind a checkpoint that convert its weights for an export.
+
+    Args:
+        checkpoint: A Lightning checkpoint.
+        format: One that cannot hold what they make.
+
+    Raises:
+        ConfigurationError: If there is one, and ``format`` is given.
+    """
+    kinds = (technique_of(record) for record in checkpoint.get("lit_efficient", {}).get("transforms", ()))
+    found = [kind for kind in kinds if kind is not None and defines(kind, "convert_export")]
+    if found and format:
+        raise ConfigurationError(
+            f"export: {found[0].__name__} trained weights in a format of its own, which {format} cannot hold, so that "
+            "it would compute something else than was validated: use format safetensors"
+        )
+    return found
 
 
 def technique_of(record: Mapping[str, Any]) -> type[Declaration] | None:

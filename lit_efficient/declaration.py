@@ -166,6 +166,17 @@ class Declaration:
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         """Raise :class:`CheckpointError` if the weights of a checkpoint do not belong to the transformed module."""
 
+    @classmethod
+    def convert_export(cls, state: dict[str, Any], checkpoint: Mapping[str, Any], module: Any = None) -> None:
+        """Put into ``state``, and into ``module`` where there is one, the weights that training only imitated.
+
+        Args:
+            state: Weights by name, as an export will hold them; changed in place.
+            checkpoint: What they were read from, with what :meth:`trim_checkpoint` wrote there.
+            module: The trained module, for a comparison of what it computes then.
+        """
+        raise NotImplementedError
+
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments by name, as primitives."""
         parameters = inspect.signature(type(self)).parameters.values()
@@ -231,8 +242,14 @@ def in_order(techniques: Iterable[Declaration]) -> list[Declaration]:
 
 def overrides(technique: Declaration, method: str) -> bool:
     """Whether the technique's class defines one of the methods of the contract."""
-    base = LossHooks if isinstance(technique, LossHooks) else Declaration
-    return getattr(type(technique), method, None) is not getattr(base, method, None)
+    return defines(type(technique), method)
+
+
+def defines(kind: type[Declaration], method: str) -> bool:
+    """Whether a class of techniques defines one of the methods of the contract."""
+    base = LossHooks if issubclass(kind, LossHooks) else Declaration
+    ours, theirs = (getattr(cls, method, None) for cls in (kind, base))
+    return getattr(ours, "__func__", ours) is not getattr(theirs, "__func__", theirs)  # of classmethods, too
 
 
 def check_conflicts(parts: Sequence[object]) -> None:

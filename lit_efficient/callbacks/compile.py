@@ -11,6 +11,7 @@ twelve blocks that differ in a number it runs four uncompiled, with one line in 
 """
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -21,12 +22,13 @@ from torch import nn
 from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, refusal
-from lit_efficient.internals.torch_compiler import counts, is_compiled, swap_setting
+from lit_efficient.internals.torch_compiler import breaks, counts, is_compiled, refused, swap_setting
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.surgery import match_modules, mix_in, parents, unmixed
 from lit_efficient.technique import Technique
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
+_SHOWN = 8  # places where graphs break that are named
 _VERSIONS = 16  # of one block: training and evaluation, a fixed and a free batch size, dropped and run, ...
 
 
@@ -58,7 +60,8 @@ class Compile(Technique):
     """Compile the network, so that it runs faster from the second step on.
 
     Training steps, hooks and ``log`` stay plain Python. What cannot be traced is a graph break: it runs as it would
-    without, unless ``fullgraph`` forbids it. At the end of a fit a line says how many graphs there were.
+    without, unless ``fullgraph`` forbids it. At the end of a fit lines say how many graphs there were, and in which
+    file and line they break, and why.
 
     Args:
         modules: ``blocks`` compiles each repeated block, quickly, since alike blocks are compiled once; ``network``
@@ -105,6 +108,7 @@ class Compile(Technique):
         self.fullgraph = fullgraph
         self.dynamic = dynamic
         self._counted: tuple[int, int, int] | None = None
+        self._broken: Counter[tuple[str, str]] = Counter()
         self._retains = False
         self._donated_before: bool | None = None
 
@@ -132,20 +136,31 @@ class Compile(Technique):
         names = reports_of(pl_module)["Compile"].modules
         lost = [part for part in map(pl_module.get_submodule, names) if not is_compiled(part)]
         compile_in_place(lost, **self._options())
-        self._counted = counts()
+        self._counted, self._broken = counts(), breaks()
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         self._restore()
         graphs, tried, done = (now - before for now, before in zip(counts(), self._counted or counts(), strict=True))
         rank_zero_info(f"Compile: {graphs} new graphs of {done} functions in this fit")
+        if broken := breaks() - self._broken:
+            lines = [f"  {place}: {reason}" for place, reason in list(broken)[:_SHOWN]]
+            lines += [f"  and {len(broken) - _SHOWN} more"] if len(broken) > _SHOWN else []
+            rank_zero_info(
+                "\n".join([f"Compile: graphs break in {len(broken)} places, each a return to Python:", *lines])
+            )
         if done < tried:
             rank_zero_warn(
                 f"Compile: {tried - done} functions or versions of them were given up and ran uncompiled; "
-                'TORCH_LOGS="recompiles,graph_breaks" says why'
+                'TORCH_LOGS="recompiles,graph_breaks" says more'
             )
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         self._restore()
+        if found := refused(exception):
+            exception.add_note(
+                f"Compile: fullgraph={self.fullgraph} allows no graph break, and {found[0]} has one: {found[1]}. "
+                "fullgraph=False runs it as it is; or change that line"
+            )
         super().on_exception(trainer, pl_module, exception)
 
     def _restore(self) -> None:

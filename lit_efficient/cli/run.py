@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
@@ -19,6 +19,7 @@ import lit_efficient
 from lit_efficient.application import check_sharded, warn_of_rounding
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.declaration import techniques_of
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
 
 # Beginnings of messages that advertise something, or tell what is not there.
@@ -71,6 +72,11 @@ def add_default_parts(
     for plugin in plugins:
         if isinstance(plugin, default_part("checkpoints")):
             plugin.checked = checked
+        if isinstance(plugin, Precision) and (given := trainer_config.get("precision")) is not None:
+            name = type(plugin).__name__
+            raise ConfigurationError(
+                f"trainer.precision: {name} in trainer.plugins takes its place, got {given!r}: set it to null"
+            )
     callbacks = _as_list(trainer_config.get("callbacks"))
     kind = optimizer.rsplit(".", 1)[-1]
     for key in ("signals", "metrics", "divergence", kind) if subcommand == "fit" else ():

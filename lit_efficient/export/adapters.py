@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_efficient.application import arguments_behind
+from lit_efficient.application import arguments_behind, converters
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import (
     batch_for,
@@ -75,6 +75,8 @@ def export_checkpoint(
     weights = wanted_weights("export", weights)
     check_new_folder(Path(output), "export")
     checkpoint, named = read(path), None if base is None else str(base)
+    if format != "safetensors":
+        converters(checkpoint, f"format {format}")
     make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]
     held, write, compare = make(checkpoint, path, weights, named, check)
 
@@ -200,6 +202,8 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         fold(run, keep_int4=True)
         state: dict[str, Tensor] = run.module.state_dict()
         _check_tied(before, state)
+        for kind in converters(checkpoint):
+            kind.convert_export(state, checkpoint, run.module)
         if batch is not None and ours is not None:
             off = difference(ours, outputs_of(run.network, batch), tolerance)
             finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
@@ -217,6 +221,8 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         before = {**frozen, **state}
         state = merge_state({**checkpoint, "state_dict": state}, frozen)
         _check_tied(before, state, (checkpoint.get("lit_efficient", {}).get("adapters") or {}).get("tied", ()))
+        for kind in converters(checkpoint):
+            kind.convert_export(state, checkpoint)
     expected = digests(state) if check else {}
 
     def write(folder: Path) -> None:

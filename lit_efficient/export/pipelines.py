@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.application import arguments_behind
+from lit_efficient.application import arguments_behind, converters
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import check_tensors, digests
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
@@ -65,6 +65,7 @@ def export_pipeline(
     check_choice("export", "lora", lora, ("merged", "diffusers"))
     check_new_folder(Path(output), "export")
     checkpoint = read(Path(path))
+    converters(checkpoint, "format diffusers")
     if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
         raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
     run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])

@@ -1,8 +1,12 @@
 """What torch's compiler has done, and settings that it reads when it compiles. Checked with torch 2.13."""
 
+import re
+from collections import Counter
 from typing import Any
 
 from torch import nn
+
+_SKIPPED = re.compile(r"frame skipped: \S+ \((.+) line (\d+)\)")
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -31,3 +35,36 @@ def runs_eagerly() -> bool:
     from torch._dynamo import eval_frame
 
     return eval_frame._stance.stance in ("force_eager", "eager_on_recompile")
+
+
+def breaks() -> Counter[tuple[str, str]]:
+    """Where graphs have ended so far, ``file:line``, and why: ``torch._dynamo.utils.graph_break_reasons``.
+
+    Of functions that were given up whole, which ``counters["unimplemented"]`` knows, it is where they begin.
+    """
+    from torch._dynamo.utils import counters, graph_break_reasons
+
+    reasons = [(one.user_stack[-1], one.reason) for one in graph_break_reasons if one.user_stack]
+    found = Counter((f"{frame.filename}:{frame.lineno}", _shortly(reason)) for frame, reason in reasons)
+    for text, times in counters["unimplemented"].items():
+        if skipped := _SKIPPED.search(text):
+            found[f"{skipped[1]}:{skipped[2]}", f"{_shortly(text)}; all of the function runs uncompiled"] += times
+    return found
+
+
+def refused(exception: BaseException) -> tuple[str, str] | None:
+    """Where and why a graph had to be whole and could not be: ``torch._dynamo.exc.Unsupported``."""
+    from torch._dynamo.exc import Unsupported
+
+    if not isinstance(exception, Unsupported) or not exception.real_stack:
+        return None
+    frame = exception.real_stack[-1]
+    return f"{frame.filename}:{frame.lineno}", _shortly(str(exception))
+
+
+def _shortly(reason: str) -> str:
+    if reason.startswith("generic_jump"):
+        return "Data-dependent branching"
+    lines = [line.strip() for line in reason.splitlines()]
+    about = next((line for line in lines if line.startswith("Explanation: ")), "")
+    return " ".join(f"{lines[0]}. {about.removeprefix('Explanation: ')}".split())[:160].rstrip(". ")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -275,6 +277,68 @@ def test_what_runs_uncompiled_is_said(caplog: pytest.LogCaptureFixture) -> None:
         fit(Compile(backend="eager"))
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compile: ")]
     assert said == ["Compile: 2 new graphs of 2 functions in this fit"]
+
+
+class Printing(nn.Module):
+    """Breaks its graph in the second line of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        sys.stdout.write("")
+        return x + 1
+
+
+class Looping(Printing):
+    """Is given up whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            if x.sum() > 0:
+                x = self.inner(x)
+        return x
+
+
+class Breaking(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = Printing(), Looping()
+
+
+def test_the_places_where_graphs_break_are_named_with_their_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    begin, forward = inspect.getsourcelines(Printing.forward)[1], inspect.getsourcelines(Looping.forward)[1]
+    chosen = Compile(modules=["stem", "head"], backend="eager")
+    with caplog.at_level("INFO"), pytest.warns(match="1 functions or versions of them were given up"):
+        fit(chosen, module=Toy("configure_model", network=Breaking))
+    (said,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("Compile: graphs break"))
+    first, *places = said.splitlines()
+    assert first == "Compile: graphs break in 2 places, each a return to Python:"
+    assert places[0].startswith(f"  {__file__}:{begin + 2}: ")
+    assert "write" in places[0]
+    assert places[1].startswith(f"  {__file__}:{forward}: Data-dependent branching.")
+    assert places[1].endswith("all of the function runs uncompiled")
+
+
+class Branching(Printing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.sum() > 0 else x
+
+
+class Whole(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Branching()
+
+
+def test_fullgraph_says_which_line_it_refuses() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        fit(Compile(modules=["head"], backend="eager", fullgraph=True), module=Toy("configure_model", network=Whole))
+    line = inspect.getsourcelines(Branching.forward)[1] + 1
+    (note,) = raised.value.__notes__
+    assert f"fullgraph=True allows no graph break, and {__file__}:{line} has one: Data-dependent branching" in note
 
 
 @pytest.mark.parametrize(

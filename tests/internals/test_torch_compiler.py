@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,25 @@ def test_the_compiler_has_both_settings():
         before = swap_setting(name, ours)
         assert swap_setting(name, before) == ours
         assert swap_setting(name, before) == before == default
+
+
+@leans_on("torch", "torch._dynamo.utils.graph_break_reasons and torch._dynamo.exc.Unsupported", "torch_compiler")
+def test_breaks_and_refusals_say_file_line_and_reason():
+    from lit_efficient.internals.torch_compiler import breaks, refused
+
+    def branches(x):
+        return x + 1 if x.sum() > 0 else x
+
+    line = f"{__file__}:{branches.__code__.co_firstlineno + 1}"
+    before = breaks()
+    torch.compile(branches, backend="eager")(torch.ones(3))
+    assert list((breaks() - before).items()) == [((line, "Data-dependent branching"), 1)]
+    with pytest.raises(RuntimeError) as raised:
+        torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(3))
+    place, reason = refused(raised.value)
+    assert place.startswith(f"{__file__}:")
+    assert reason.startswith("Data-dependent branching")
+    assert refused(ValueError()) is None
 
 
 @leans_on("torch", "torch._dynamo.utils.counters", "torch_compiler")

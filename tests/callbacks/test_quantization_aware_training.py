@@ -1,0 +1,209 @@
+"""Quantisation-aware training: torchao's numbers under unchanged names, and an export of what was validated."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from lit_efficient import (
+    GPT,
+    ConfigurationError,
+    ConflictError,
+    GPTConfig,
+    LanguageModeling,
+    LoRA,
+    QuantizationAwareTraining,
+    load_int4,
+    restore,
+)
+from lit_efficient.application import apply
+from lit_efficient.callbacks.quantization_aware_training import _Imitates
+from lit_efficient.export.adapters import _safetensors, export_checkpoint
+from lit_efficient.export.pipelines import export_pipeline
+from lit_efficient.files.checkpoints import read
+from lit_efficient.testing import Run
+from tests.contract.row import Row
+from tests.support import Net, Toy, assert_equal, data, trainer, weights
+
+
+def computes_with_rounded_weights(run: Run) -> None:
+    layers = [part for part in run.module.modules() if isinstance(part, _Imitates)]
+    assert layers
+    for layer in layers:
+        out = _Imitates.forward(layer, torch.eye(layer.in_features))  # 0 and 1 are among the levels of each row
+        weight = (out - (0 if layer.bias is None else layer.bias)).detach().T.unflatten(1, (-1, 8))
+        own = layer.weight.detach().unflatten(1, (-1, 8))
+        scale = own.abs().amax(-1, keepdim=True) / 7.5
+        codes = weight / scale
+        assert (codes - codes.round()).abs().amax() < 1e-3
+        assert codes.round().unique().numel() <= 16
+        assert (weight - own).abs().amax() <= 0.501 * scale.amax()
+        assert not torch.allclose(weight, own, atol=1e-3)
+    assert all(tensor.is_floating_point() for tensor in run.checkpoint["state_dict"].values())
+
+
+ROW = Row(lambda: QuantizationAwareTraining(group_size=8), computes_with_rounded_weights)
+
+CONFIG = GPTConfig(64, dim=64, depth=1, num_heads=2, hidden_dim=96, max_length=32, tie_embeddings=False)
+IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+def backward(network: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = network(IDS)
+    out.float().square().mean().backward()
+    return out.detach(), {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation. TorchAODType")  # its own use of it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_and_gradients_are_torchao_s_bit_for_bit(gpt: GPT, dtype: torch.dtype) -> None:
+    from torchao.quantization.qat.linear import Int8DynActInt4WeightQATQuantizer
+
+    theirs, ours = (copy.deepcopy(gpt).to(dtype) for _ in range(2))
+    report = apply(ours, [QuantizationAwareTraining()])["QuantizationAwareTraining"]
+    theirs = Int8DynActInt4WeightQATQuantizer(groupsize=32, precision=dtype).prepare(theirs)
+    assert list(ours.state_dict()) == list(gpt.state_dict())
+    assert len(report.modules) == 8
+    assert_equal(backward(theirs), backward(ours))
+
+
+def test_outputs_are_those_of_torchao_s_newer_interface(gpt: GPT) -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.qat import QATConfig
+
+    theirs, ours = copy.deepcopy(gpt), copy.deepcopy(gpt)
+    apply(ours, [QuantizationAwareTraining()])
+    base = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+    quantize_(theirs, QATConfig(base, step="prepare"))
+    torch.testing.assert_close(ours(IDS), theirs(IDS))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModeling, Path]:
+    """A language model that has trained for a few steps, and its checkpoint."""
+    torch.manual_seed(0)
+    module = LanguageModeling(CONFIG)
+    batch = [{"input_ids": row, "labels": row} for row in IDS]
+    run = trainer([QuantizationAwareTraining()], max_steps=2, limit_val_batches=0)
+    loader = torch.utils.data.DataLoader(batch, 2)
+    run.fit(module, loader, loader)
+    path = tmp_path_factory.mktemp("qat") / "a.ckpt"
+    run.save_checkpoint(path)
+    return module.eval(), path
+
+
+def test_the_export_holds_codes_and_computes_what_was_validated(
+    trained: tuple[LanguageModeling, Path], tmp_path: Path
+) -> None:
+    module, path = trained
+    _, write, _ = _safetensors(read(path), path, "raw", None, True)  # which compares, but in no fresh process
+    write(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    codes = state["network.blocks.0.mlp.up.weight"]
+    assert codes.dtype == torch.int8
+    assert codes.amin() >= -8
+    assert codes.amax() <= 7
+    assert state["network.blocks.0.mlp.up.scales"].shape == (96, 2)
+    fresh = LanguageModeling(CONFIG)
+    fresh.configure_model()
+    load_int4(fresh, state)
+    with torch.no_grad():
+        validated = module.network(IDS)
+        torch.testing.assert_close(fresh.eval().network(IDS), validated, atol=1e-5, rtol=1e-5)
+        float_ones = GPT(CONFIG)
+        float_ones.load_state_dict(module.network.state_dict())
+        assert not torch.allclose(float_ones(IDS), validated, atol=1e-3)  # what an export of floats would compute
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation. TorchAODType")
+def test_torchao_itself_loads_the_export(gpt: GPT, tmp_path: Path) -> None:
+    from torchao.quantization.qat.linear import Int8DynActInt4WeightQATQuantizer
+
+    run = trainer([QuantizationAwareTraining(group_size=16)])
+    run.fit(module := Toy("configure_model"), data(), data())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    folder = export_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", "safetensors", check=False)
+    quantizer = Int8DynActInt4WeightQATQuantizer(groupsize=16)
+    theirs = quantizer.convert(quantizer.prepare(Toy("init")))
+    theirs.load_state_dict(load_file(folder / "model.safetensors"))
+    x = next(iter(data()))[0]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.net(x), module.eval().net(x), atol=1e-5, rtol=1e-5)
+        again = restore(Toy("init"), tmp_path / "a.ckpt")
+        assert torch.equal(again.net(x), module.net(x))
+    assert_equal(weights(again), weights(module))
+
+
+def test_formats_that_hold_floats_are_refused(trained: tuple[LanguageModeling, Path], tmp_path: Path) -> None:
+    for format in ("merged", "peft"):
+        with pytest.raises(ConfigurationError, match=f"which format {format} cannot hold.*use format safetensors"):
+            export_checkpoint(trained[1], tmp_path / format, format)
+    with pytest.raises(ConfigurationError, match="which format diffusers cannot hold"):
+        export_pipeline(trained[1], tmp_path / "pipeline")
+
+
+def test_tied_and_odd_layers_stay_and_are_named() -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.weight = self.stem.weight
+            self.odd = nn.Linear(20, 4)
+
+    report = apply(Tied(), [QuantizationAwareTraining(group_size=16, skip=("down",))])["QuantizationAwareTraining"]
+    assert {name.rpartition(".")[2] for name in report.modules} == {"up"}
+    assert "4 of 11 linear layers" in report.summary
+    assert "stem, blocks.0.down" in report.summary
+    with pytest.raises(ConfigurationError, match=r"no linear layer whose inputs group_size=48.*\[16, 64\]"):
+        apply(Net(), [QuantizationAwareTraining(group_size=48)])
+    with pytest.raises(ConflictError, match=r"LoRA.*rounded without it"):
+        trainer([QuantizationAwareTraining(8), LoRA(rank=2)]).fit(Toy("init"), data(), data())
+
+
+def test_training_with_the_roundings_beats_rounding_afterwards() -> None:
+    torch.manual_seed(0)
+    x, teacher = torch.randn(256, 16), nn.Linear(16, 8)
+    y = torch.tanh(3 * teacher(x)).detach()
+
+    def error(aware: bool) -> float:
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+        for step in range(250):
+            if step == (150 if aware else 249):
+                apply(network, [QuantizationAwareTraining(group_size=16)])
+                optimizer.param_groups[0]["lr"] = 3e-3 if aware else 0.0
+            optimizer.zero_grad()
+            F.mse_loss(network(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            return F.mse_loss(network(x), y).item()
+
+    assert error(aware=True) < 0.9 * error(aware=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"group_size": 1}, "group_size must be a whole number of at least 2, got 1"),
+        ({"skip": "head"}, "skip must be a list of patterns, got 'head'"),
+        ({"skip": ("(",)}, "is no regular expression"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        QuantizationAwareTraining(**arguments)
