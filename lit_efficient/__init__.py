@@ -34,6 +34,7 @@ PUBLIC: dict[str, str] = {
     "CheckpointAverage": "callbacks.checkpoint_average",
     "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",
     "Compile": "callbacks.compile",
+    "DevicePrefetcher": "callbacks.device_prefetcher",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "FeatureMatching": "callbacks.feature_matching",

@@ -243,6 +243,19 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"])
 
 
+def same_random_states(one: Any, other: Any) -> bool:
+    """Whether two of what :func:`random_states` returns, or parts of them, are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_random_states(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_random_states, one, other))
+    return bool(one == other)
+
+
 @contextmanager
 def other_randomness(states: dict[str, Any]) -> Iterator[None]:
     """Draw from ``states`` inside, and go on outside as if nothing had been drawn."""
