@@ -8,21 +8,18 @@ Costs: one more batch on the device, and one more on the host.
 Source: torch's tutorial on pin_memory and non_blocking, https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html.
 """
 
-import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lit_efficient.declaration import Report
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_fetchers import pass_through, put_states, read_ahead
 from lit_efficient.internals.lightning_loops import arrives_unchanged
 from lit_efficient.mechanisms.host_waits import HostWaits, unwatch, watch
+from lit_efficient.mechanisms.moving import move, tensors_in
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader
 from lit_efficient.mechanisms.rewind import random_states, same_random_states, set_random_states
 from lit_efficient.mechanisms.trials.probes import loaders_in
@@ -176,57 +173,6 @@ class DevicePrefetcher(Technique):
         if what not in self._said:
             self._said.add(what)
             rank_zero_info(f"DevicePrefetcher: {what}")
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """Copy what a batch holds to a device without waiting for it: tensors, and objects with a method ``to``.
-
-    Args:
-        batch: Tensors in any nesting of mappings, sequences, named tuples and dataclasses; of other kinds nothing is
-            changed. Containers keep their types.
-        device: Where to.
-
-    Example:
-        >>> move({"x": [torch.ones(1)], "name": "a"}, torch.device("meta"))
-        {'x': [tensor(..., device='meta', size=(1,))], 'name': 'a'}
-    """
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if hasattr(batch, "to") and not isinstance(batch, type):
-        try:
-            moved = batch.to(device, non_blocking=True)
-        except TypeError:
-            moved = batch.to(device)
-        return batch if moved is None else moved
-    if isinstance(batch, Mapping):
-        items = {key: move(value, device) for key, value in batch.items()}
-        if not hasattr(batch, "__setitem__"):
-            return type(batch)(items)  # type: ignore[call-arg]
-        other: Any = copy.copy(batch)
-        for key, value in items.items():
-            other[key] = value
-        return other
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(item, device) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(move(item, device) for item in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        other = copy.copy(batch)
-        for part in fields(batch):
-            object.__setattr__(other, part.name, move(getattr(batch, part.name), device))
-        return other
-    return batch
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The tensors in a batch, as :func:`move` finds them."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        yield from tensors_in([getattr(batch, part.name) for part in fields(batch)])
-    elif isinstance(batch, Mapping | list | tuple):
-        for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_in(item)
 
 
 def _nothing() -> None:

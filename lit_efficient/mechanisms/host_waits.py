@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_efficient.internals.torch_dispatch import TorchDispatchMode
+from lit_efficient.internals.torch_dispatch import TorchDispatchMode, operator_of
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 
-_READS = {"_local_scalar_dense": "reads a value", "equal": "compares", "nonzero": "counts what is true"}
-_READS |= {"masked_select": "counts what is true", "_unique2": "counts what differs"}
+_READS = {"local_scalar_dense": "reads a value", "equal": "compares", "nonzero": "counts what is true"}
+_READS |= {"masked_select": "counts what is true", "unique2": "counts what differs"}
 _WATCHES = "_lit_efficient_watches"  # of a strategy: makers of the contexts that its passes run in
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", _OURS)
@@ -40,8 +40,8 @@ class HostWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.rpartition("::")[2]
-        may_wait = name in _READS or name in ("_to_copy", "copy_")
+        name = operator_of(func)[1].rpartition("::")[2].lstrip("_")
+        may_wait = name in _READS or name in ("to_copy", "copy_")
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)] if may_wait else []
         if tensors and (what := self._wait(name, tensors, args, kwargs)):
             self.places[f"{place_of(sys._getframe(1))}: {what}"] += 1

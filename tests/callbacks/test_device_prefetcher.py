@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lit_efficient import DevicePrefetcher, ExactResume
-from lit_efficient.callbacks.device_prefetcher import move, tensors_in
 from lit_efficient.mechanisms.host_waits import HostWaits
+from lit_efficient.mechanisms.moving import move, tensors_in
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.cuda.fake_cuda import fake_cuda, on_cuda

@@ -7,7 +7,7 @@ from lit_efficient.testing import Toy, trainer
 from tests.internals.leaning import leans_on
 
 
-@leans_on("lightning", "fit_loop._data_fetcher, _DataFetcher.done and fetched", "lightning_fetchers")
+@leans_on("lightning", "fit_loop._data_fetcher, _combined_loader._state_dicts", "lightning_fetchers")
 def test_a_fetcher_reads_ahead_and_its_loop_does_not_see_it():
     said = []
 
