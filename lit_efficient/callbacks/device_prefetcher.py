@@ -25,6 +25,8 @@ from lit_efficient.mechanisms.rewind import random_states, same_random_states, s
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 
+_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hooks that take a batch on the host
+
 
 class DevicePrefetcher(Technique):
     """Copy each batch to the GPU on a stream of its own, and that of the next training step while this one runs.
@@ -53,6 +55,7 @@ class DevicePrefetcher(Technique):
         self._batches = 0  # that training has read
         self._in_epoch = 0
         self._then: dict[str, Any] | None = None  # states of all generators before a batch was read
+        self._after: dict[str, Any] | None = None  # states of all generators after a batch was read ahead
         self._behind: Any = None  # the loaders' states without a batch that waits, or was never used
         self._begun: Any = None  # the event at which the compute stream came to the latest batch
         self._waits: HostWaits | None = None
@@ -62,7 +65,7 @@ class DevicePrefetcher(Technique):
         super().setup(trainer, pl_module, stage)
         self._device, self._stream = trainer.strategy.root_device, None
         self._reads_ahead, self._batches = (None if self.ahead else False), 0
-        self._behind = self._begun = None
+        self._behind = self._begun = self._after = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
 
@@ -93,9 +96,11 @@ class DevicePrefetcher(Technique):
             return
         states = random_states() if self._seeded else None
         behind = read_ahead(trainer)
-        self._behind = self._behind if behind is None else behind
-        if states is not None:
-            set_random_states(states)  # as if the batch were read when its turn comes
+        if behind is not None:
+            self._behind = behind
+            if states is not None:  # draws are as if the batch were read when its turn comes
+                self._after = random_states()
+                set_random_states(states)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         unwatch(trainer, self._looking)
@@ -120,7 +125,7 @@ class DevicePrefetcher(Technique):
         reading = (_nothing, self._move, self._arrived)
         if training:
             reading = (self._asked, self._read, self._trained_on)
-        if not arrives_unchanged(trainer, before=True):
+        if not arrives_unchanged(trainer, _BEFORE):
             self._say("a hook of the module or its data has a hand in the transfer: its batches are copied as before")
         elif not pass_through(loop, *reading):
             self._say("the module takes the iterator itself: its batches are copied as before")
@@ -154,6 +159,9 @@ class DevicePrefetcher(Technique):
 
     def _trained_on(self, batch: Any) -> Any:
         self._behind = None
+        if self._after is not None:
+            set_random_states(self._after)
+            self._after = None
         return self._arrived(batch)
 
     def _arrived(self, batch: Any) -> Any:

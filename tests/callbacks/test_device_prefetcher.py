@@ -74,6 +74,9 @@ class Drawing(Toy):
         self.batches.append(batch[0].detach().cpu().clone())
         return super().training_step([nn.functional.dropout(batch[0], 0.2)], batch_idx)
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.rand((), device="cpu").item()]
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.drawn.append(torch.rand((), device="cpu").item())
 
