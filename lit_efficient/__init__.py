@@ -39,6 +39,8 @@ PUBLIC: dict[str, str] = {
     "CheckpointAverage": "callbacks.checkpoint_average",
     "ChunkedCrossEntropy": "callbacks.chunked_cross_entropy",
     "Compile": "callbacks.compile",
+    "DataLoaderTuner": "callbacks.data_loader_tuner",
+    "DevicePrefetcher": "callbacks.device_prefetcher",
     "EMA": "callbacks.ema",
     "ExactResume": "callbacks.exact_resume",
     "FastMatmul": "callbacks.fast_matmul",

@@ -26,6 +26,8 @@ from lit_efficient.callbacks.channels_last import ChannelsLast as ChannelsLast
 from lit_efficient.callbacks.checkpoint_average import CheckpointAverage as CheckpointAverage
 from lit_efficient.callbacks.chunked_cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
 from lit_efficient.callbacks.compile import Compile as Compile
+from lit_efficient.callbacks.data_loader_tuner import DataLoaderTuner as DataLoaderTuner
+from lit_efficient.callbacks.device_prefetcher import DevicePrefetcher as DevicePrefetcher
 from lit_efficient.callbacks.ema import EMA as EMA
 from lit_efficient.callbacks.exact_resume import ExactResume as ExactResume
 from lit_efficient.callbacks.fast_matmul import FastMatmul as FastMatmul

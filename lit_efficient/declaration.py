@@ -95,6 +95,7 @@ class Declaration:
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
     leaves_traces: ClassVar[bool] = False  # writes or stops outside of the process: steps that are undone leave it out
     changes_accumulation: ClassVar[bool] = False  # sets trainer.accumulate_grad_batches in the run
+    seeds_batches: ClassVar[bool] = False  # each batch is read with draws of its own, in whatever process
     resumes_with: ClassVar[Mapping[str, str]] = {}  # key of a config that a resumed run does not heed -> why
     needs: ClassVar[tuple[str, ...]] = ()  # arguments that one must choose though they have a default: cards show them
     keeps: ClassVar[str] = ""  # key of checkpoint["lit_efficient"] under which trim_checkpoint describes its parameters

@@ -49,6 +49,7 @@ class ExactResume(Technique):
         ConfigurationError: If the seed is negative.
     """
 
+    seeds_batches = True
     resumes_with: ClassVar[dict[str, str]] = {"seed_everything": "ExactResume goes on with the order and draws before"}
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "safety": (1, "a resumed run gives the bits of one that never stopped")

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import check_number
-from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.flops import FlopMeter, Flops, peak_flops_of
+from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number
 from lit_efficient.mechanisms.run_figures import RunFigures
 
@@ -75,8 +75,7 @@ class ThroughputMeter(RunFigures):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self.count_flops and self.flops is None:
             self._meter = FlopMeter(batch["input_ids"].shape[1] if measure(batch)[0].squares else 0)
-            for name, wrap in _COUNTED.items():
-                wrap_method(trainer.strategy, name, wrap)
+            watch(trainer, self._counting)
         self._before, self._activations = _allocated(trainer), 0
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
@@ -165,9 +164,16 @@ class ThroughputMeter(RunFigures):
 
     def _stop_counting(self, trainer: Any) -> FlopMeter | None:
         meter, self._meter = self._meter, None
-        for name, wrap in _COUNTED.items() if meter is not None else ():
-            unwrap_method(trainer.strategy, name, wrap)
+        unwatch(trainer, self._counting)
         return meter
+
+    def _counting(self) -> ExitStack:
+        """What a pass is counted in; a compiled one would hide its operators."""
+        stack = ExitStack()
+        if self._meter is not None and not self._meter.active:  # manual optimization goes backward within the step
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._meter)
+        return stack
 
     def _say(self, trainer: Any, meter: FlopMeter, unit: str, amount: Amount) -> None:
         assert self.flops is not None
@@ -200,28 +206,3 @@ def _used(device: torch.device) -> int:
     except (AttributeError, NotImplementedError, RuntimeError, ValueError):
         return 0
     return int(total - free)
-
-
-def _training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with _counting(self):
-        return inner_method(self, "training_step", _training_step)(*args, **kwargs)
-
-
-def _backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with _counting(self):
-        return inner_method(self, "backward", _backward)(*args, **kwargs)
-
-
-_COUNTED = {"training_step": _training_step, "backward": _backward}  # of the strategy: optimizers are not counted
-
-
-def _counting(strategy: Any) -> ExitStack:
-    """What a pass is counted in; a compiled one would hide its operators."""
-    stack = ExitStack()
-    callbacks = strategy.lightning_module.trainer.callbacks
-    for callback in callbacks:
-        # Manual optimization goes backward within the step.
-        if isinstance(callback, ThroughputMeter) and callback._meter is not None and not callback._meter.active:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(callback._meter)
-    return stack

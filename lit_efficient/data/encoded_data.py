@@ -56,6 +56,8 @@ class EncodedData(KeyedModule):
         num_workers: Worker processes a loader.
         seed: Seed of the order, and of which rows are held out.
         pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
+        preload: Whether all items are read once, before the first epoch, and kept in memory: it is refused, with both
+            numbers, where they do not fit.
 
     Raises:
         ConfigurationError: For a folder, field or number that cannot be.
@@ -80,6 +82,7 @@ class EncodedData(KeyedModule):
         num_workers: int = 0,
         seed: int = 0,
         pin_memory: bool = True,
+        preload: bool = False,
     ) -> None:
         super().__init__()
         given = {"num_classes": num_classes, "held_out": held_out, "num_workers": num_workers, "seed": seed}
@@ -104,6 +107,7 @@ class EncodedData(KeyedModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
+        self.preload = preload
         self.seed = seed
         self.codec: LatentCodec | None = None
         self.class_names: list[str] = []

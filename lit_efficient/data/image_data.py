@@ -54,6 +54,8 @@ class ImageData(ImageModule):
         seed: Seed of the split, of the order, of the variants and of random crops.
         cache_dir: Where sizes and hashes are kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
         pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
+        preload: Whether all items are read once, before the first epoch, and kept in memory: it is refused, with both
+            numbers, where they do not fit.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ImageData(ImageModule):
         seed: int = 0,
         cache_dir: str | None = None,
         pin_memory: bool = True,
+        preload: bool = False,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, view.variants, pin_memory)
         for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
@@ -89,6 +92,7 @@ class ImageData(ImageModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.cache_dir = cache_dir
+        self.preload = preload
         self._stores: list[StoredImages] = []
         self._judge: ImageJudge | None = None
 

@@ -32,10 +32,12 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     second()
 
 
-def arrives_unchanged(trainer: Any) -> bool:
+_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def arrives_unchanged(trainer: Any, names: tuple[str, ...] = _TRANSFER) -> bool:
     """Whether a batch of training is on the device what it was on the host: no hook has a hand in its transfer."""
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    names = ("transfer_batch_to_device", "on_after_batch_transfer")
     # Lightning's is_overridden knows classes of its own namespace alone.
     hooks = [getattr(getattr(owner, name), "__module__", "") for name in names for owner in owners]
     return all(hook.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)

@@ -13,6 +13,7 @@ __all__ = [
     "backward_runs",
     "is_traceable_wrapper_subclass",
     "no_dispatch_modes",
+    "operator_of",
     "recomputes",
     "saving_hooks",
     "storage_id",
@@ -47,3 +48,10 @@ def recomputes(outer: Any) -> bool:
     hooks = saving_hooks()
     node = type(torch._C._current_autograd_node()).__name__
     return (hooks is not None and hooks != outer) or node == "CheckpointFunctionBackward"
+
+
+def operator_of(func: Any) -> tuple[Any, str]:
+    """What formulas of an operator go by, and its name with its namespace: ``_overloadpacket`` and ``_schema``."""
+    if isinstance(func, HigherOrderOperator):
+        return func, func.name()
+    return func._overloadpacket, func._schema.name

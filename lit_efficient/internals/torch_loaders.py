@@ -15,6 +15,14 @@ def copied(loader: _Loader) -> _Loader:
     return other
 
 
+def set_loading(loader: _Loader, workers: int, prefetch: int | None, pin: bool) -> _Loader:
+    """Let a loader that has not begun read in another way, and return it; ``DataLoader`` itself refuses some."""
+    vars(loader).update(num_workers=workers, prefetch_factor=prefetch, pin_memory=pin)
+    if not workers:
+        vars(loader).update(timeout=0, persistent_workers=False)
+    return loader
+
+
 def fetcher(loader: DataLoader[Any]) -> Any:
     """What a loader without workers reads with: ``fetch(indices)`` is a batch; ``_MapDatasetFetcher``."""
     from torch.utils.data._utils.fetch import _MapDatasetFetcher

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_flop_count
 
 from lit_efficient.internals.torch_dispatch import (
-    HigherOrderOperator,
     TorchDispatchMode,
+    operator_of,
     recomputes,
     saving_hooks,
 )
@@ -126,12 +126,8 @@ class FlopMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            result = func(*args, **kwargs)
-            self._count(func, func.name(), result, args, kwargs)
-            return result
         result = func(*args, **kwargs)
-        self._count(func._overloadpacket, func._schema.name, result, args, kwargs)
+        self._count(*operator_of(func), result, args, kwargs)
         return result
 
     def _count(self, key: Any, name: str, result: Any, args: Any, kwargs: Any) -> None:
@@ -179,7 +175,7 @@ def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | No
         backward = name.endswith("_backward")
         flops = sdpa_flop_count(*(tensor.shape for tensor in args[backward : 3 + backward]))
         return flops * 5 // 2 if backward else flops
-    if name == "_int_mm":
+    if name.endswith("int_mm"):
         return int(mm_flop(args[0].shape, args[1].shape))
     if name in ("linear", "linear_backward"):  # of wrapped and nested tensors, which autograd does not take apart
         backward = name == "linear_backward"

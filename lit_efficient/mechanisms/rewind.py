@@ -9,6 +9,7 @@ a tensor or a list holds the same one afterwards, with the old contents. The mac
 loops' fetchers) is gone around, in either of Lightning's namespaces.
 """
 
+import copy
 import random
 import sys
 import types
@@ -241,6 +242,54 @@ def set_random_states(states: dict[str, Any]) -> None:
             backend.set_rng_state_all(states[name])
     if "mps" in states:
         torch.mps.set_rng_state(states["mps"])
+
+
+def own_generators(*owners: Any, depth: int = 3) -> list[Any]:
+    """Generators of torch, NumPy and Python that objects hold, in attributes and in what these hold."""
+    found: dict[int, Any] = {}
+    for owner in owners:
+        if isinstance(owner, torch.Generator | np.random.Generator | random.Random):
+            found[id(owner)] = owner
+        elif depth and not isinstance(owner, torch.Tensor | np.ndarray | str | bytes | type):
+            parts = owner if isinstance(owner, list | tuple) and len(owner) <= 64 else ()
+            parts = owner.values() if isinstance(owner, dict) and len(owner) <= 64 else parts
+            inside = [*parts, *getattr(owner, "__dict__", {}).values()]
+            found |= {id(one): one for one in own_generators(*inside, depth=depth - 1)}
+    return list(found.values())
+
+
+def generator_states(generators: Iterable[Any]) -> list[Any]:
+    """The states of :func:`own_generators`, in order."""
+    return [
+        one.get_state().clone() if isinstance(one, torch.Generator)
+        else one.getstate() if isinstance(one, random.Random)
+        else copy.deepcopy(one.bit_generator.state)
+        for one in generators
+    ]  # fmt: skip
+
+
+def set_generator_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
+    """Put back what :func:`generator_states` returned."""
+    for one, state in zip(generators, states):
+        if isinstance(one, torch.Generator):
+            one.set_state(state)
+        elif isinstance(one, random.Random):
+            one.setstate(state)
+        else:
+            one.bit_generator.state = state
+
+
+def same_random_states(one: Any, other: Any) -> bool:
+    """Whether two of what :func:`random_states` returns, or parts of them, are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_random_states(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_random_states, one, other))
+    return bool(one == other)
 
 
 @contextmanager

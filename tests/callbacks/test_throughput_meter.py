@@ -151,7 +151,7 @@ def test_sums_are_those_of_torchs_own_counter(network: str) -> None:
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
         }
-        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=48)
+        config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=48)
         net = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # whose products are plain ones
         ids, length = torch.arange(32).view(2, 16), 16
         call = lambda: net(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: E731

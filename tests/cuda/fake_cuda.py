@@ -84,8 +84,6 @@ class _Functions(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if name == "pin_memory":
             return args[0].clone()
-        if name == "record_stream":
-            return None
         if name == "_parse_to":  # what a subclass's own ``to`` reads its arguments with
             return f(*args, **kwargs)
         target = None
@@ -287,6 +285,7 @@ def fake_cuda(float64: bool = True) -> Iterator[None]:
         partial(mock.patch.object, torch, "is_autocast_enabled", _of_cpu(torch.is_autocast_enabled)),
         partial(mock.patch.object, torch, "get_autocast_dtype", _of_cpu(torch.get_autocast_dtype)),
     ]
+    changes.append(partial(mock.patch.object, torch.Tensor, "record_stream", _nothing))  # which takes real ones alone
     changes.append(partial(mock.patch.object, _Side, "has_float64", float64))
     _Side.draws.manual_seed(0)
     get_torch_obj_rule_map()  # the compiler's, once a process: of the real functions

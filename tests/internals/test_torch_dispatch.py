@@ -4,7 +4,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lit_efficient.internals.torch_dispatch import HigherOrderOperator, recomputes
+from lit_efficient.internals.torch_dispatch import HigherOrderOperator, operator_of, recomputes
 from tests.internals.leaning import leans_on
 
 
@@ -104,3 +104,9 @@ def test_what_a_checkpoint_computes_anew_is_told_from_a_backward_pass(reentrant)
 def test_operators_of_a_higher_order_are_told():
     assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
     assert not isinstance(torch.ops.aten.mm.default, HigherOrderOperator)
+
+
+@leans_on("torch", "OpOverload._overloadpacket and _schema", "torch_dispatch")
+def test_an_operator_has_a_packet_and_a_name():
+    assert operator_of(torch.ops.aten.mm.default) == (torch.ops.aten.mm, "aten::mm")
+    assert operator_of(torch.ops.higher_order.cond) == (torch.ops.higher_order.cond, "cond")

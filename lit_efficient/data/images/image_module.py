@@ -12,6 +12,7 @@ from lit_efficient.data.images.image_source import KeyedImages, collate_images
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.preloaded import Preloaded
 
 
 class NoImages:
@@ -29,6 +30,8 @@ class KeyedModule(LightningDataModule):
 
     A subclass has what an :class:`~lit_efficient.data.images.image_source.ImageSource` has, or a ``source`` that does.
     """
+
+    _kept: Preloaded | None = None  # where the source says `preload`
 
     @property
     def source(self) -> Any:
@@ -53,10 +56,16 @@ class KeyedModule(LightningDataModule):
         return self.test_dataloader()
 
     def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
-        source = self.source
+        source, items = self.source, self.items
+        if getattr(source, "preload", False):
+            devices = getattr(self.trainer, "num_devices", 1)
+            if self._kept is None or self._kept.dataset is not items:
+                self._kept = Preloaded(items, type(source).__name__, devices)
+            items = self._kept
+            items.add([(i, variant) for i in index for variant in range(source.variants if training else 1)])
         return module_loader(
             self.trainer,
-            self.items,
+            items,
             index,
             collate_images,
             source.batch_size,
@@ -79,6 +88,8 @@ class ImageModule(KeyedModule):
         variants: Crop and flip variants of each image.
         pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
+
+    preload = False  # whether all items are read once and kept
 
     def __init__(self, batch_size: int, num_workers: int, seed: int, variants: int, pin_memory: bool = True) -> None:
         super().__init__()

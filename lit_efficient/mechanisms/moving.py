@@ -1,0 +1,60 @@
+"""Copying batches to a device without waiting for it, whatever they are nested in."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Copy what a batch holds to a device without waiting for it: tensors, and objects with a method ``to``.
+
+    Args:
+        batch: Tensors in any nesting of mappings, sequences, named tuples and dataclasses; of other kinds nothing is
+            changed. Containers keep their types.
+        device: Where to.
+
+    Example:
+        >>> move({"x": [torch.ones(1)], "name": "a"}, torch.device("meta"))
+        {'x': [tensor(..., device='meta', size=(1,))], 'name': 'a'}
+    """
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if hasattr(batch, "to") and not isinstance(batch, type):
+        try:
+            moved = batch.to(device, non_blocking=True)
+        except TypeError:
+            moved = batch.to(device)
+        return batch if moved is None else moved
+    if isinstance(batch, Mapping):
+        items = {key: move(value, device) for key, value in batch.items()}
+        if not hasattr(batch, "__setitem__"):
+            return type(batch)(items)  # type: ignore[call-arg]
+        other: Any = copy.copy(batch)
+        for key, value in items.items():
+            other[key] = value
+        return other
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(item, device) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(move(item, device) for item in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        other = copy.copy(batch)
+        for part in fields(batch):
+            object.__setattr__(other, part.name, move(getattr(batch, part.name), device))
+        return other
+    return batch
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors in a batch, as :func:`move` finds them."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        yield from tensors_in([getattr(batch, part.name) for part in fields(batch)])
+    elif isinstance(batch, Mapping | list | tuple):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(item)
