@@ -58,6 +58,7 @@ PUBLIC: dict[str, str] = {
     "StochasticDepth": "callbacks.stochastic_depth",
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
+    "EmptyCache": "callbacks.empty_cache",
     "NonFiniteGuard": "callbacks.non_finite_guard",
     "RunMetrics": "callbacks.run_metrics",
     "SampleImages": "callbacks.sample_images",

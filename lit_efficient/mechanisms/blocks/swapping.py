@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
+from lit_efficient.internals.torch_tensors import version as version_of
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place_of
 from lit_efficient.surgery import memory_of
@@ -169,7 +170,7 @@ class _Block:
         self.done, self.there = copies.done(), True
         for tensor, view in zip(self.tensors, self.views, strict=True):
             tensor.data = view
-        self.versions = [tensor._version for tensor in self.tensors]
+        self.versions = [version_of(tensor) for tensor in self.tensors]
 
     def leave(self) -> None:
         """Let the weights be those in CPU memory; what was written to them on the device goes there first."""
@@ -182,7 +183,7 @@ class _Block:
             if tensor.data_ptr() != view.data_ptr():  # somebody has given it other data
                 tensor.data, self.stale = tensor.data.to("cpu"), True
                 continue
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 home.copy_(tensor.detach())
             tensor.data = home
         self.device.untyped_storage().resize_(0)
