@@ -48,14 +48,14 @@ class _Swapped(Loads, Stays, nn.Module):
         return output
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._swap.home()  # what is on the device is filled anew, whoever holds it
+        self._swap.come_to_rest()  # what is on the device is filled anew, whoever holds it
         return super().state_dict(*args, **kwargs)
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        self._swap.home(stale=True)
+        self._swap.come_to_rest(stale=True)
 
     def staying(self) -> list[Tensor]:
-        self._swap.home(stale=True)
+        self._swap.come_to_rest(stale=True)
         return swapped_tensors(self, self._swap_names)
 
 
@@ -155,7 +155,7 @@ class BlockSwap(Technique):
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         for block in _swapped(pl_module):
-            block._swap.home()
+            block._swap.come_to_rest()
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)
