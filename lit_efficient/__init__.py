@@ -71,6 +71,7 @@ PUBLIC: dict[str, str] = {
     "StochasticRounding": "callbacks.stochastic_rounding",
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
+    "EmptyCache": "callbacks.empty_cache",
     "NonFiniteGuard": "callbacks.non_finite_guard",
     "RunMetrics": "callbacks.run_metrics",
     "SampleImages": "callbacks.sample_images",

@@ -57,6 +57,7 @@ from lit_efficient.callbacks.snr_weighting import SNRWeighting as SNRWeighting
 from lit_efficient.callbacks.stochastic_depth import StochasticDepth as StochasticDepth
 from lit_efficient.callbacks.stochastic_rounding import StochasticRounding as StochasticRounding
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation as TokenWeightedAccumulation
+from lit_efficient.callbacks.empty_cache import EmptyCache as EmptyCache
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
 from lit_efficient.callbacks.run_metrics import RunMetrics as RunMetrics
 from lit_efficient.callbacks.sample_images import SampleImages as SampleImages

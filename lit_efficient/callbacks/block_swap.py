@@ -10,7 +10,6 @@ What is frozen never changes, so that nothing is copied back. Quantised blocks (
 their constants) are a quarter of the bytes. Names, checkpoints and gradients are as without it, bit by bit.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.torch_modules import Loads
+from lit_efficient.internals.torch_modules import Loads, Stays
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.swapping import Swap, frozen_names, swapped_tensors
@@ -29,7 +28,7 @@ from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Technique
 
 
-class _Swapped(Loads, nn.Module):
+class _Swapped(Loads, Stays, nn.Module):
     """Mix-in of a block. It acts around the call, so that what is compiled, recomputed or hooked lies within."""
 
     _swap: Swap
@@ -49,24 +48,15 @@ class _Swapped(Loads, nn.Module):
         return output
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._swap.home()  # what is on the device is filled anew, whoever holds it
+        self._swap.come_to_rest()  # what is on the device is filled anew, whoever holds it
         return super().state_dict(*args, **kwargs)
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        self._swap.home(stale=True)
+        self._swap.come_to_rest(stale=True)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Cast with the rest of the network, but do not move."""
-        self._swap.home(stale=True)
-        swapped = {id(tensor) for tensor in swapped_tensors(self, self._swap_names)}
-
-        def stay(tensor: Tensor) -> Tensor:
-            if id(tensor) not in swapped:
-                return fn(tensor)
-            like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            return tensor if like.dtype == tensor.dtype else tensor.to(like.dtype)
-
-        return super()._apply(stay, recurse)
+    def staying(self) -> list[Tensor]:
+        self._swap.come_to_rest(stale=True)
+        return swapped_tensors(self, self._swap_names)
 
 
 class BlockSwap(Technique):
@@ -165,7 +155,7 @@ class BlockSwap(Technique):
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         for block in _swapped(pl_module):
-            block._swap.home()
+            block._swap.come_to_rest()
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)

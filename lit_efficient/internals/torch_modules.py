@@ -4,7 +4,7 @@ torch's public hooks would be attributes of each instance, which copies and pick
 Checked with torch 2.13.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +51,25 @@ class Moves:
         super()._apply(fn, recurse)  # type: ignore[misc]  # of the module
         self.after_move()
         return self
+
+
+class Stays:
+    """Put in front of an ``nn.Module``: some tensors in it are cast with the others, but never moved."""
+
+    def staying(self) -> Iterable[Tensor]:
+        """Those tensors; asked before anything is cast or moved."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        staying = {id(tensor) for tensor in self.staying()}
+
+        def cast(tensor: Tensor) -> Tensor:
+            if id(tensor) not in staying:
+                return fn(tensor)
+            dtype = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).dtype
+            return tensor if dtype == tensor.dtype else tensor.to(dtype)
+
+        return super()._apply(cast, recurse)  # type: ignore[misc]
 
 
 class StaysFloat32:

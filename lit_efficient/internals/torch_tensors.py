@@ -11,6 +11,16 @@ def hooks_after_accumulation(tensor: Tensor) -> Any:
     return tensor._post_accumulate_grad_hooks
 
 
+def version(tensor: Tensor) -> int:
+    """How often a tensor's memory has been written to, through it or its views: ``_version``."""
+    return tensor._version
+
+
+def viewed(tensor: Tensor) -> Tensor | None:
+    """What a tensor is a view of: ``_base``."""
+    return tensor._base
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """float64, or float32 where a device has none, as Metal."""
     try:

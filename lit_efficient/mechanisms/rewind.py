@@ -65,18 +65,26 @@ class Rewind:
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._outside = outside
+        roots, shallow = list(roots), list(shallow)
+        self._restless = _restless([*roots, *shallow])
+        self._rest()
         self._seen: dict[int, object] = {}  # the objects too, so that no id is used twice
         for item in shallow:
             self._undo.append(_undo_mapping(vars(item)))
-        self._walk(list(roots))
+        self._walk(roots)
         self._random = random_states()
 
     def restore(self) -> None:
         """Put everything back. May be called any number of times."""
         with torch.no_grad():
+            self._rest()
             for undo in self._undo:
                 undo()
         set_random_states(self._random)
+
+    def _rest(self) -> None:
+        for item in self._restless:
+            item.come_to_rest()
 
     def _walk(self, stack: list[object]) -> None:
         while stack:
@@ -84,7 +92,7 @@ class Rewind:
             kind = type(item)
             if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in self._seen:
                 continue
-            if self._outside(kind) or _is_machinery(kind):
+            if self._outside(kind) or _is_machinery(kind) or hasattr(kind, "come_to_rest"):
                 continue
             self._seen[id(item)] = item
             undo = _undo_for(item)
@@ -105,6 +113,13 @@ class Rewind:
                 if slots:
                     self._undo.append(_undo_slots(item, slots))
                     stack += slots.values()
+
+
+def _restless(roots: list[object]) -> list[Any]:
+    """What modules hold that moves their weights about: it takes them home first, and has no state of its own then."""
+    parts = [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
+    held = {id(value): value for part in parts for value in vars(part).values()}
+    return [value for value in held.values() if hasattr(type(value), "come_to_rest")]
 
 
 def _is_machinery(kind: type) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from lit_efficient.application import apply
 from lit_efficient.mechanisms.blocks.recomputation import choose_kept
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
 from tests.callbacks.test_stochastic_depth_families import FAMILIES, IDS, Family, _diffusers, built
+from tests.processes import run_ranks
+from tests.ranks import checkpointing
 from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
 
 _LEVELS = {"sample_size": 8, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "norm_num_groups": 8}
@@ -315,3 +318,14 @@ def test_what_matches_nothing_is_refused() -> None:
 def test_settings_that_exclude_another_technique_are_refused(techniques: list[Any], message: str) -> None:
     with pytest.raises(ConflictError, match=message):
         trainer(techniques).fit(Toy(), data(), data())
+
+
+@pytest.mark.turns(4, family="ranks")
+@pytest.mark.parametrize("shards", [False, True])
+def test_on_two_processes_gradients_are_those_without_it_and_of_one_process(shards: bool, tmp_path: Path) -> None:
+    run_ranks(checkpointing.gradients_are_the_plain_ones, tmp_path, shards)
+    one = checkpointing.fit(checkpointing.Watched(checkpointing.Small), [], None)
+    two = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert one.gradients.keys() == two.keys()
+    for name, gradient in one.gradients.items():
+        torch.testing.assert_close(two[name], gradient, rtol=1e-4, atol=1e-6)

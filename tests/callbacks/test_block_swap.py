@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import lit_efficient
-from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, ConflictError, LoRA, QuantizeBase
+from lit_efficient import (
+    ActivationCheckpointing,
+    Compile,
+    ConfigurationError,
+    ConflictError,
+    LoRA,
+    MaxBatchSize,
+    QuantizeBase,
+)
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
@@ -130,10 +138,10 @@ def test_two_blocks_are_on_the_device_at_any_moment(format: str | None, more: li
             net(x)  # which takes the memory
             block = sum(t.nbytes for t in swapped_tensors(net.blocks[0], dict(net.blocks[0].named_parameters())))
             swap = getattr(net.blocks[0], "_swap", None)
-            memories = [known.device for known in swap._blocks.values()] if swap else []
+            memories = [known.memory for known in swap._blocks.values()] if swap else []
             rest = sum(p.nbytes for name, p in net.named_parameters() if "blocks" not in name or p.requires_grad)
             weights_ = [t for b in net.blocks for t in swapped_tensors(b, dict(b.named_parameters()))]
-            with Resident([*net.parameters(), *weights_, *memories]) as resident:
+            with Resident([*net.parameters(), *weights_], memories) as resident:
                 loss = net(x).square().sum()
                 peaks[swaps, "forward"] = resident.peak - rest
                 resident.start()
@@ -166,6 +174,20 @@ def test_a_run_on_a_device_leaves_the_blocks_in_cpu_memory(tmp_path: Path) -> No
     sizes = [(tmp_path / f"{name}.ckpt").stat().st_size for name in ("swapped", "plain")]
     assert sizes[0] < 1.05 * sizes[1]  # no storage is larger than what it is of
     assert all(p.device.type == "cpu" for p in other.parameters())
+
+
+def test_trials_that_are_undone_and_evaluation_that_comes_first_leave_no_trace() -> None:
+    """A record of all memory is taken while some of it is empty, and a validation makes it in inference mode."""
+    ends = []
+    for swaps in (False, True):
+        module = Toy("configure_model")
+        with fake_cuda():
+            parts = [LoRA(rank=2), *[lit_efficient.BlockSwap()] * swaps, MaxBatchSize(max_size=2)]
+            run = trainer(parts, accelerator="gpu", num_sanity_val_steps=2)
+            torch.manual_seed(0)
+            run.fit(module, data(), data())
+            ends.append({name: tensor.cpu() for name, tensor in module.state_dict().items()})
+    assert_equal(*ends)
 
 
 @pytest.fixture

@@ -16,13 +16,15 @@ class Resident(TorchDispatchMode):
 
     Args:
         known: Tensors that exist already.
+        empty: Storages that exist already, though they may be empty.
     """
 
-    def __init__(self, known: Any = ()) -> None:
+    def __init__(self, known: Any = (), empty: Any = ()) -> None:
         super().__init__()
         self.peak = 0
         self.storages: dict[int, weakref.ref[Any]] = {}
         self._add(list(known))
+        self.storages |= {storage._cdata: weakref.ref(storage) for storage in empty}
 
     def now(self) -> int:
         """Bytes on the device at this moment."""

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lit_efficient.internals.torch_modules import Loads, StaysFloat32, forward_hooks, held_beside, hook_owners
+from lit_efficient.internals.torch_modules import Loads, Stays, StaysFloat32, forward_hooks, held_beside, hook_owners
 from tests.internals.leaning import leans_on
 
 
@@ -33,6 +33,23 @@ def test_a_parameter_is_moved_and_not_cast_to_less():
     network.to(torch.float64)
     assert network[0].weight.dtype is torch.float64
     assert network.to("meta")[0].weight.device.type == "meta"
+
+
+class Rooted(Stays, nn.Sequential):
+    def staying(self):
+        return [self[0].weight]
+
+
+@leans_on("torch", "nn.Module._apply", "torch_modules")
+def test_a_parameter_is_cast_and_not_moved():
+    network = nn.Sequential(Rooted(nn.Linear(1, 1)))
+    layer = network[0][0]
+    weight = layer.weight
+    network.to(torch.bfloat16).to("meta")
+    assert layer.weight is weight
+    assert weight.device.type == "cpu"
+    assert weight.dtype is layer.bias.dtype is torch.bfloat16
+    assert layer.bias.device.type == "meta"
 
 
 @leans_on("torch", "nn.Module._forward_hooks and _forward_pre_hooks", "torch_modules")

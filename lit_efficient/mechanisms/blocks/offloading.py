@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, saving_hooks, storage_id
+from lit_efficient.internals.torch_tensors import version as version_of
+from lit_efficient.internals.torch_tensors import viewed
 from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place_of, whole
 
 
@@ -70,11 +72,11 @@ class Offload:
         key = storage_id(storage)
         known, version, saved = self._saved.get(key, (lambda: None, 0, lambda: None))
         found = saved()
-        if found is not None and known() is storage and version == tensor._version:
+        if found is not None and known() is storage and version == version_of(tensor):
             return found
         fresh = _Saved(self.copies(tensor.device), tensor, call)
         self._saved = {key: entry for key, entry in self._saved.items() if entry[2]() is not None}
-        self._saved[key] = (weakref.ref(storage), tensor._version, weakref.ref(fresh))
+        self._saved[key] = (weakref.ref(storage), version_of(tensor), weakref.ref(fresh))
         self.bytes, self.tensors = self.bytes + storage.nbytes(), self.tensors + 1
         return fresh
 
@@ -124,7 +126,7 @@ class _Saved:
     def __init__(self, copies: SideCopies, tensor: Tensor, call: _Call) -> None:
         self.copies, self.call = copies, call
         self.original: Tensor | None = tensor.detach()  # whose version tells whether it has changed since
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.device: Tensor | None = whole(self.original)
         self.host = copies.host(self.device.nbytes)
         copies.begin()
@@ -151,7 +153,7 @@ class _Saved:
         self.device = self.original = None
 
     def check(self) -> None:
-        self.changed |= self.original is not None and self.original._version != self.version
+        self.changed |= self.original is not None and version_of(self.original) != self.version
 
     def used(self) -> Tensor:
         self.check()
@@ -190,7 +192,7 @@ class _Hooks(saved_tensors_hooks):
         return place.view(saved.used())
 
     def _takes(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or isinstance(tensor._base, nn.Parameter):
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or isinstance(viewed(tensor), nn.Parameter):
             return False
         if tensor.device.type == "meta" or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False

@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 def place_of(tensor: Tensor, offset: int | None = None) -> Place:
     """Where a tensor lies in its own memory, or ``offset`` bytes from the start of another one."""
-    start = tensor.storage_offset() * tensor.element_size() if offset is None else offset
+    start = int(tensor.storage_offset()) * tensor.element_size() if offset is None else offset
     return Place(tensor.dtype, tensor.shape, tensor.stride(), start)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
+from lit_efficient.internals.torch_tensors import version as version_of
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place_of
 from lit_efficient.surgery import memory_of
@@ -120,7 +121,7 @@ class Swap:
     def _back(self, number: int, device: torch.device, gradient: Tensor) -> None:
         self.enter(number, device, backward=True)
 
-    def home(self, stale: bool = False) -> None:
+    def come_to_rest(self, stale: bool = False) -> None:
         """Take all blocks to CPU memory, so that their weights may be read and written; ``stale``: or replaced."""
         for block in self._blocks.values():
             block.leave()
@@ -140,58 +141,65 @@ class _Block:
         self.tensors: list[Tensor] = []
         self.places: list[Place] = []
         self.homes: list[Tensor] = []
-        self.views: list[Tensor] = []
+        self.pointers: list[int] = []  # to the tensors' memory on the device
         self.versions: list[int] = []
         self.host: Tensor | None = None
-        self.device: Tensor | None = None
+        self.memory: torch.UntypedStorage | None = (
+            None  # on the device; no tensor, which could be read while it is empty
+        )
+        self.device: torch.device | None = None
         self.done: Any = None
 
     def memory_id(self) -> int | None:
         """Of the storage on the device."""
-        return None if self.device is None else storage_id(self.device.untyped_storage())
+        return None if self.memory is None else storage_id(self.memory)
 
     def bring(self, copies: SideCopies) -> None:
         """Start to copy the weights to the device, unless they are there or on the way."""
-        if self.there and (self.device is None or self.device.device != copies.device or self._changed(self.views)):
+        if self.there and (self.device != copies.device or self._changed(self.pointers)):
             self.leave()
         if self.there:
             return
-        if self.stale or self._changed(self.homes):
+        if self.stale or self._changed([home.data_ptr() for home in self.homes]):
             self._take(copies)
         assert self.host is not None
         copies.begin()
-        with torch.no_grad(), copies.beside():
-            if self.device is None or self.device.device != copies.device:
-                self.device = torch.empty_like(self.host, device=copies.device)
-                self.views = [place.view(self.device) for place in self.places]
-            self.device.untyped_storage().resize_(self.host.nbytes)
-            self.device.copy_(self.host, non_blocking=True)
-        self.done, self.there = copies.done(), True
-        for tensor, view in zip(self.tensors, self.views, strict=True):
-            tensor.data = view
-        self.versions = [tensor._version for tensor in self.tensors]
+        with torch.inference_mode(False), torch.no_grad(), copies.beside():
+            if self.memory is None or self.device != copies.device:
+                self.memory = torch.empty_like(self.host, device=copies.device).untyped_storage()
+                self.device = copies.device
+            self.memory.resize_(self.host.nbytes)
+            there = torch.empty(0, dtype=torch.uint8, device=copies.device).set_(self.memory)
+            there.copy_(self.host, non_blocking=True)
+            self.done, self.there = copies.done(), True
+            for tensor, place in zip(self.tensors, self.places, strict=True):
+                tensor.data = place.view(there)
+        self.pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self.versions = [version_of(tensor) for tensor in self.tensors]
 
     def leave(self) -> None:
         """Let the weights be those in CPU memory; what was written to them on the device goes there first."""
         if not self.there:
             return
-        assert self.device is not None
+        assert self.memory is not None
         self.there = False
-        every = zip(self.tensors, self.views, self.homes, self.versions, strict=True)
-        for tensor, view, home, version in every:
-            if tensor.data_ptr() != view.data_ptr():  # somebody has given it other data
+        every = zip(self.tensors, self.pointers, self.homes, self.versions, strict=True)
+        for tensor, pointer, home, version in every:
+            if tensor.data_ptr() != pointer:  # somebody has given it other data
                 tensor.data, self.stale = tensor.data.to("cpu"), True
                 continue
-            if tensor._version != version:
-                home.copy_(tensor.detach())
+            if version_of(tensor) != version:
+                with torch.inference_mode(False), torch.no_grad():
+                    home.copy_(tensor.data)
             tensor.data = home
-        self.device.untyped_storage().resize_(0)
+        self.memory.resize_(0)
 
-    def _changed(self, where: list[Tensor]) -> bool:
+    def _changed(self, pointers: list[int]) -> bool:
         """Whether tensors have been given other data since, or have begun to train."""
-        pairs = zip(self.tensors, where, strict=True)
-        return any(tensor.requires_grad or tensor.data_ptr() != view.data_ptr() for tensor, view in pairs)
+        pairs = zip(self.tensors, pointers, strict=True)
+        return any(tensor.requires_grad or tensor.data_ptr() != pointer for tensor, pointer in pairs)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _take(self, copies: SideCopies) -> None:
         """Move all that is swapped into one pinned memory, each tensor with a storage of its own, as files want it."""
@@ -208,7 +216,7 @@ class _Block:
             if key not in starts:
                 starts[key], size = size, size + -(-tensor.nbytes // _ALIGNED) * _ALIGNED
             self.places.append(place_of(tensor, starts[key]))
-        self.host, self.device, self.homes = copies.host(size), None, []
+        self.host, self.memory, self.homes = copies.host(size), None, []
         storages: dict[int, Tensor] = {}
         for tensor, place in zip(self.tensors, self.places, strict=True):
             part = self.host.numpy()[place.offset : place.offset + tensor.nbytes]
