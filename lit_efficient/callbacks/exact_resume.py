@@ -31,6 +31,7 @@ from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_meth
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
+from lit_efficient.optimizers.host_states import gradients_of
 from lit_efficient.technique import Technique
 
 
@@ -164,8 +165,9 @@ class ExactResume(Technique):
         if trainer.world_size > 1:
             self._say("a checkpoint inside an accumulation window: each process's gradients so far are not in it")
             return
-        named = pl_module.named_parameters()
-        state["gradients"] = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+        away = {p: gradient for optimizer in trainer.optimizers for p, gradient in gradients_of(optimizer).items()}
+        named = [(name, away.get(p, p.grad)) for name, p in pl_module.named_parameters()]
+        state["gradients"] = {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)

@@ -22,6 +22,7 @@ from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.mechanisms.metering import count_real, gradient_norm, peak_memory
+from lit_efficient.optimizers.host_states import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
 
 
@@ -65,11 +66,8 @@ class RunMetrics(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         if not _logs(trainer) or traits_of(trainer.strategy).flattens:
             return
-        if isinstance(optimizer, InBackward):
-            norm = gradient_norm(self._noted or ())
-        else:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            norm = gradient_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+        freed = isinstance(optimizer, InBackward)
+        norm = gradient_norm((self._noted or ()) if freed else gradients_of(optimizer).values())
         if norm is None:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
