@@ -104,12 +104,14 @@ class OffloadOptimizer(Technique):
             wrap_method(trainer.precision_plugin, "main_params", _main_params)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._allow_reads(trainer)
         unwrap_method(pl_module, "backward", _backward)
         unwrap_method(trainer.precision_plugin, "main_params", _main_params)
         super().teardown(trainer, pl_module, stage)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Say once how much memory the states take: only the first step makes them."""
+        self._allow_reads(trainer)
         stores = list(self._stores(trainer))
         if not self._said and all(store.held for store in stores):
             self._said = True
@@ -120,6 +122,10 @@ class OffloadOptimizer(Technique):
                 f"{f'and {gradients / 2**20:.1f} MiB of gradients ' if self.gradients else ''}"
                 f"in {held / 2**20:.1f} MiB of pinned CPU memory"
             )
+
+    def _allow_reads(self, trainer: Any) -> None:
+        for store in self._stores(trainer):
+            store.allow_reads()
 
     def _stores(self, trainer: Any) -> Iterator[HostStates]:
         yield from (o.host_states for o in trainer.optimizers if isinstance(o, Streamed))

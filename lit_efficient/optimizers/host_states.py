@@ -100,6 +100,11 @@ class HostStates:
         if fresh:  # made by the step, as in the first one: its memory is not this stream's to free
             self.finish()
 
+    def allow_reads(self) -> None:
+        """Let everybody look for gradients on the device again."""
+        if self.gradients is not None:
+            self.gradients.reads.stop()
+
     def finish(self) -> None:
         """Wait for the copies: what is in CPU memory may be read from now on."""
         if self.stream is not None:
@@ -201,10 +206,11 @@ def _streamed(base: type[Optimizer]) -> type[Optimizer]:
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
-        loss = loss_of(closure)
         groups, store = self.param_groups, self.host_states
-        if store.gradients is not None:
-            store.gradients.reads.stop()
+        try:
+            loss = loss_of(closure)
+        finally:
+            store.allow_reads()
         has = with_gradient if store.gradients is None else store.gradients.of_group
         stepped = [(group, piece) for group in groups for piece in pieces(has(group), store.piece_bytes)]
         store.begin()
