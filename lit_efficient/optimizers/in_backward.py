@@ -225,7 +225,8 @@ def _twin(optimizer: Any) -> Any:
 
 
 def _small(p: Tensor) -> Tensor:
-    like = torch.empty([min(side, _SAMPLE) for side in p.shape], dtype=p.dtype, device=p.device)
+    device = torch.device("cpu") if p.is_meta else p.device  # what is only planned has no values to compare
+    like = torch.empty([min(side, _SAMPLE) for side in p.shape], dtype=p.dtype, device=device)
     return torch.nn.Parameter(like.copy_(torch.arange(like.numel()).cos().view(like.shape)))
 
 
