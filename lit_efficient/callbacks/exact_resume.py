@@ -28,6 +28,7 @@ from lit_efficient.internals.lightning_data import restore_loader_states
 from lit_efficient.internals.lightning_loops import accumulates, end_batch, end_epoch, settle
 from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
@@ -165,8 +166,9 @@ class ExactResume(Technique):
         if trainer.world_size > 1:
             self._say("a checkpoint inside an accumulation window: each process's gradients so far are not in it")
             return
-        named = pl_module.named_parameters()
-        state["gradients"] = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+        away = {p: gradient for optimizer in trainer.optimizers for p, gradient in gradients_of(optimizer).items()}
+        named = [(name, away.get(p, p.grad)) for name, p in pl_module.named_parameters()]
+        state["gradients"] = {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)

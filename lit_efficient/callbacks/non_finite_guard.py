@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import DivergedError, check_choice, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.surgery import is_sharded
 
@@ -79,11 +80,10 @@ class NonFiniteGuard(Callback):
         Raises:
             DivergedError: If one is not finite and the action is ``raise``, or too many in a row were left out.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         freed = isinstance(optimizer, InBackward)
         gradients, self._largest = self._largest, {}
         if not freed:
-            gradients = {p: p.grad for p in parameters if p.grad is not None}
+            gradients = gradients_of(optimizer)
         finite = all_finite(gradients.values())
         if freed or traits_of(trainer.strategy).flattens:  # each process sees its own part
             finite = trainer.strategy.reduce_boolean_decision(finite)
@@ -102,8 +102,7 @@ class NonFiniteGuard(Callback):
         if self._consecutive > self.max_consecutive:
             raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} steps left out in a row")
         rank_zero_warn(f"NonFiniteGuard: {where}; the step is left out")
-        for parameter in parameters:
-            parameter.grad = None
+        optimizer.zero_grad()
 
     def _hold_back(self, parameter: Tensor) -> None:
         """Before the step of one parameter: note whether its gradient is finite, without waiting; let none in."""

@@ -48,6 +48,7 @@ class OptimizerInBackward(Technique):
         "keep_effective_batch=False",
         "NonFiniteGuard(action='skip')": "half of a step is done when a gradient turns out not to be finite: use "
         "action='raise'",
+        "OffloadOptimizer(gradients=True)": "there are no gradients to keep anywhere: use gradients=False",
         "Compile(modules='network')": "the whole network's gradients come together, and none is freed early: use "
         "modules='blocks'",
     }

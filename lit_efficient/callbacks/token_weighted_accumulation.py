@@ -26,6 +26,7 @@ from lit_efficient.internals.torch_foreach import foreach_mul_
 from lit_efficient.internals.torch_tensors import hooks_after_accumulation
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import shifts_labels
+from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.technique import Technique
 
 _COUNTER = "num_tokens"  # a method of the module that `auto` asks first
@@ -201,7 +202,7 @@ class TokenWeightedAccumulation(Technique):
             self._agreed = total / (trainer.world_size * number) or 1.0
         factor = combined_factor(trainer.world_size, trainer.accumulate_grad_batches, self._reference, total)
         if factor != 1:
-            scale_gradients((p for o in trainer.optimizers for g in o.param_groups for p in g["params"]), factor)
+            scale_gradients((g for o in trainer.optimizers for g in gradients_of(o).values()), factor)
 
     def _count(self, module: Any, batch: Any) -> int:
         if self.count == "auto" and callable(getattr(module, _COUNTER, None)):
@@ -232,11 +233,11 @@ class TokenWeightedAccumulation(Technique):
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients in place, shards too; each once."""
-    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
-    if gradients:
-        foreach_mul_(list(gradients.values()), factor)
+    each = {id(gradient): gradient for gradient in gradients}
+    if each:
+        foreach_mul_(list(each.values()), factor)
 
 
 def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:

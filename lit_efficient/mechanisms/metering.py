@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
 from lit_efficient.internals.torch_foreach import foreach_norm
@@ -98,6 +99,14 @@ def _samples(batch: Any) -> int:
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return next((count for count in map(_samples, batch) if count), 0)
     return 0
+
+
+def gradients_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """The gradient of each parameter that has one, in CPU memory where its optimizer has brought it there."""
+    gradients = getattr(getattr(optimizer, "host_states", None), "gradients", None)
+    away = {} if gradients is None else gradients.arrived()
+    own = {p: away.get(p, p).grad for group in optimizer.param_groups for p in group["params"]}
+    return {p: gradient for p, gradient in own.items() if gradient is not None}
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor | None:

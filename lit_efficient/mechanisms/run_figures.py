@@ -14,7 +14,7 @@ from lit_efficient.internals.lightning_loops import accumulates, logged_step, wa
 from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
-from lit_efficient.mechanisms.metering import Amount, gradient_norm, measure, peak_memory
+from lit_efficient.mechanisms.metering import Amount, gradient_norm, gradients_of, measure, peak_memory
 
 
 class RunFigures(Callback):
@@ -51,11 +51,8 @@ class RunFigures(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         if not self._logs(trainer) or traits_of(trainer.strategy).flattens:
             return
-        if hasattr(optimizer, "in_backward"):
-            norm = gradient_norm(self._noted or ())
-        else:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            norm = gradient_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+        freed = hasattr(optimizer, "in_backward")
+        norm = gradient_norm((self._noted or ()) if freed else gradients_of(optimizer).values())
         if norm is None:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -1,7 +1,7 @@
 """States of an optimizer in CPU memory: fetched, stepped and put back a piece at a time, copied beside the steps."""
 
 import functools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.optimizers.host_gradients import HostGradients
 from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient
 
 _ALIGNED = 64  # bytes
@@ -28,6 +29,7 @@ class HostStates:
 
     def __init__(self, optimizer: Optimizer, piece_bytes: int) -> None:
         self.optimizer, self.piece_bytes = optimizer, piece_bytes
+        self.gradients: HostGradients | None = None
         self._hosts: dict[tuple[Tensor, str], Tensor] = {}
         self._fetched: dict[tuple[Tensor, str], Tensor] = {}
         self._chunks: list[list[Any]] = []  # bytes, and how many of each are taken
@@ -69,6 +71,8 @@ class HostStates:
                 if value is self._hosts.get((p, key)) or value.device != p.device:
                     moved = value.to(p.device, non_blocking=True, copy=True)
                     self.optimizer.state[p][key] = self._fetched[p, key] = moved
+            if self.gradients is not None:
+                self.gradients.fetch(piece)
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self, fetched: Any) -> None:
@@ -88,11 +92,18 @@ class HostStates:
                 if value is host:
                     continue
                 if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):
-                    host = self._hosts[p, key] = self._take(value, new)
+                    host = self._hosts[p, key] = self.take(value, new)
                 fresh |= self._fetched.pop((p, key), None) is not value
                 self.optimizer.state[p][key] = host.copy_(value, non_blocking=True)
+        if self.gradients is not None:
+            self.gradients.release(piece)
         if fresh:  # made by the step, as in the first one: its memory is not this stream's to free
             self.finish()
+
+    def allow_reads(self) -> None:
+        """Let everybody look for gradients on the device again."""
+        if self.gradients is not None:
+            self.gradients.reads.stop()
 
     def finish(self) -> None:
         """Wait for the copies: what is in CPU memory may be read from now on."""
@@ -110,8 +121,8 @@ class HostStates:
             if isinstance(value, Tensor) and key != "step"
         ]
 
-    def _take(self, value: Tensor, new: int) -> Tensor:
-        """CPU memory for a state, of the first chunk with room, else of one as large as the ``new`` bytes of its piece.
+    def take(self, value: Tensor, new: int) -> Tensor:
+        """CPU memory for one, of the first chunk with room, else of one as large as the ``new`` bytes of its piece.
 
         Chunks are powers of two, to which torch would round the pinned memory of each state. Each state has a storage
         of its own within: a checkpoint writes whole storages, and none that is read as two types.
@@ -140,17 +151,28 @@ class Streamed(Optimizer):
 
     host_states: HostStates
 
+    @property
+    def gradients_taken(self) -> Collection[Tensor]:
+        """Parameters whose gradients are in CPU memory."""
+        return {} if self.host_states.gradients is None else self.host_states.gradients.arrived()
 
-def stream_states(optimizer: Optimizer, piece_bytes: int) -> None:
+
+def stream_states(optimizer: Optimizer, piece_bytes: int, gradients: bool = False, who: str = "stream_states") -> None:
     """Change ``optimizer``'s class, in place, to one that keeps its states in CPU memory between steps.
 
     Args:
         optimizer: Any optimizer whose step treats each parameter on its own.
         piece_bytes: Bytes of the parameters that are stepped at a time.
+        gradients: Let a step take gradients from CPU memory, too: those of backward passes inside
+            ``optimizer.host_states.gradients.leaving()``.
+        who: Name for errors.
     """
     kind: Any = type(optimizer)
     change_class(optimizer, streamed(kind))
     optimizer.host_states = HostStates(optimizer, piece_bytes)  # type: ignore[attr-defined]  # of `Streamed`
+    if gradients:
+        store: HostStates = optimizer.host_states  # type: ignore[attr-defined]
+        store.gradients = HostGradients(store, who)
 
 
 def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "offloading the states") -> None:
@@ -177,9 +199,13 @@ def streamed(base: type[Optimizer]) -> type[Optimizer]:
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
-        loss = loss_of(closure)
         groups, store = self.param_groups, self.host_states
-        stepped = [(group, piece) for group in groups for piece in pieces(with_gradient(group), store.piece_bytes)]
+        try:
+            loss = loss_of(closure)
+        finally:
+            store.allow_reads()
+        has = with_gradient if store.gradients is None else store.gradients.of_group
+        stepped = [(group, piece) for group in groups for piece in pieces(has(group), store.piece_bytes)]
         store.begin()
         fetched = store.fetch(stepped[0][1]) if stepped else None
         try:
@@ -197,4 +223,11 @@ def streamed(base: type[Optimizer]) -> type[Optimizer]:
 
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
-    return type(base.__name__, (base, Streamed), {"step": hooked, "__module__": base.__module__})
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        base.zero_grad(self, set_to_none)
+        if self.host_states.gradients is not None:
+            self.host_states.gradients.clear(set_to_none)
+
+    own = {"step": hooked, "zero_grad": zero_grad, "__module__": base.__module__}
+    return type(base.__name__, (base, Streamed), own)

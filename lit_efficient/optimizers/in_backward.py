@@ -171,7 +171,8 @@ def _in_backward(base: type[Optimizer]) -> type[Optimizer]:
 
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
-    return type(base.__name__, (base, InBackward), {"step": hooked, "__module__": base.__module__})
+    own = {"step": hooked, "gradients_taken": InBackward.gradients_taken, "__module__": base.__module__}
+    return type(base.__name__, (base, InBackward), own)
 
 
 def _not_alone(optimizer: Optimizer, who: str) -> ConfigurationError:
@@ -212,16 +213,28 @@ def _twin(optimizer: Any) -> Any:
     twin.param_groups = []
     for group in optimizer.param_groups:
         steppable = [p for p in group["params"] if p.is_floating_point()]  # a quantised base is in codes
-        small = {"params": [_small(p) for p in steppable[:1] + steppable[1:][-1:]]}
-        twin.param_groups.append({**group, **small, **({"lr": 0.1} if "lr" in group else {})})
+        chosen = {p: _small(p) for p in steppable[:1] + steppable[1:][-1:]}
+        rate = {"lr": 0.1} if "lr" in group else {}
+        twin.param_groups.append({**group, "params": [*chosen.values()], **rate})
+        for p, small in chosen.items():
+            if optimizer.state.get(p):  # some make it before the first step
+                twin.state[small] = {key: _cut(value, p) for key, value in optimizer.state[p].items()}
     if callable(getattr(twin, "train", None)):  # schedule-free ones step in that mode alone
         twin.train()
     return twin
 
 
 def _small(p: Tensor) -> Tensor:
-    like = torch.empty([min(side, _SAMPLE) for side in p.shape], dtype=p.dtype, device=p.device)
+    device = torch.device("cpu") if p.is_meta else p.device  # what is only planned has no values to compare
+    like = torch.empty([min(side, _SAMPLE) for side in p.shape], dtype=p.dtype, device=device)
     return torch.nn.Parameter(like.copy_(torch.arange(like.numel()).cos().view(like.shape)))
+
+
+def _cut(value: Any, p: Tensor) -> Any:
+    """A state of a parameter for the small tensor in its place."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value[tuple(slice(_SAMPLE) for _ in p.shape)] if value.shape == p.shape else value).clone()
 
 
 def _stepped(twin: Any, step: Callable[[], Any], together: bool) -> list[Tensor]:

@@ -7,14 +7,27 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lit_efficient import ConfigurationError, MuonAdamW, OffloadOptimizer
+import lit_efficient
+from lit_efficient import (
+    ConfigurationError,
+    ConflictError,
+    ExactResume,
+    MuonAdamW,
+    NonFiniteGuard,
+    OffloadOptimizer,
+    RunMetrics,
+    TokenWeightedAccumulation,
+)
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.optimizers import host_states
-from lit_efficient.optimizers.host_states import Streamed, stream_states
+from lit_efficient.optimizers.host_states import Streamed, gradients_of, stream_states
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 OPTIMIZERS: list[tuple[type, dict[str, Any]]] = [
@@ -209,6 +222,38 @@ def test_steps_and_copies_wait_for_each_other_and_the_memory_is_pinned(monkeypat
     assert done == ["copies wait", "step waits", "step", "copies wait", "cpu waits"]
 
 
+def test_a_gradient_is_copied_when_it_is_complete_and_the_cpu_reads_it_when_it_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def wait_stream(self, other: Any) -> None:
+            done.append("copies wait")
+
+        def synchronize(self) -> None:
+            done.append("cpu waits")
+
+    monkeypatch.setattr(host_states, "pinned", lambda size, pin: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    monkeypatch.setattr(host_states.HostStates, "beside", lambda self: nullcontext())
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: done.append("gradient is kept until then")
+    )
+    p = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    stream_states(optimizer, piece_bytes=2**20, gradients=True)
+    optimizer.host_states.stream = Stream()
+    with optimizer.host_states.gradients.leaving():
+        (p * p).sum().backward()
+    assert done == ["copies wait", "gradient is kept until then", "cpu waits"]
+    done.clear()
+    assert torch.equal(gradients_of(optimizer)[p], torch.full((4,), 2.0))
+    assert done == ["cpu waits"]
+
+
 @pytest.mark.parametrize("pin", [True, False])
 def test_memory_is_pinned_where_a_device_copies(pin: bool) -> None:
     asked = []
@@ -241,6 +286,26 @@ def test_restored_states_go_where_the_others_were() -> None:
 
 
 @pytest.mark.gpu
+def test_gradients_come_and_go_on_a_gpu() -> None:
+    results = []
+    for away in (False, True):
+        module = network("cuda")
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        if away:
+            stream_states(optimizer, piece_bytes=2**10, gradients=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for number in range(2):
+                with optimizer.host_states.gradients.leaving() if away else nullcontext():
+                    module(torch.full((8, 64), 1.0 + number, device="cuda")).square().mean().backward()
+            assert not away or all(p.grad is None for p in module.parameters())
+            optimizer.step()
+        results.append(weights(module))
+    assert_equal(*results)
+    assert all(gradient.is_pinned() for gradient in gradients_of(optimizer).values())
+
+
+@pytest.mark.gpu
 def test_no_state_stays_on_the_device() -> None:
     (plain, reference, schedule), (ours, optimizer, our_schedule) = both(torch.optim.AdamW, {}, "cuda")
     train(plain, reference, schedule)
@@ -254,3 +319,146 @@ def test_no_state_stays_on_the_device() -> None:
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == requests
     train(plain, reference, schedule)
     assert_equal(weights(plain), weights(ours))
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+class Anywhere(OffloadOptimizer):
+    """On the CPU, too, where gradients leave ``p.grad`` for other memory as they leave a GPU."""
+
+    def check(self, trainer: Any, module: Any) -> None:
+        """Refuse nothing."""
+
+
+class Looks(L.Callback):
+    """Counts the bytes of gradients that are left where they were made, and notes their sum after clipping."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.left.append(sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None))
+
+
+class Norms(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.norms += [metrics["grad_norm"]] if "grad_norm" in metrics else []
+
+
+def fitted(*callbacks: Any, toy: Any = Toy, away: bool = False, **arguments: Any) -> tuple[Any, Any, Any]:
+    module, looks, logger = toy("configure_model"), Looks(), Norms()
+    torch.manual_seed(0)
+    offload = [Anywhere(piece_mb=1, gradients=True)] if away else []
+    arguments = {"max_epochs": 1, "logger": logger, "log_every_n_steps": 1, **arguments}
+    run = trainer([*offload, NonFiniteGuard(), RunMetrics(), *callbacks, looks], **arguments)
+    run.fit(module, data(), data())
+    return run, looks, logger.norms
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "arguments"),
+    [
+        (list, {}),
+        (list, {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}),
+        (list, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+        (lambda: [TokenWeightedAccumulation("self.odd")], {"accumulate_grad_batches": 2}),
+        (lambda: [lit_efficient.LoRA(rank=2)], {}),
+    ],
+    ids=["plain", "norm of accumulated ones", "value", "weighted by tokens", "LoRA"],
+)
+def test_gradients_in_cpu_memory_give_the_same_weights(callbacks: Any, arguments: dict[str, Any]) -> None:
+    class Odd(Toy):
+        def odd(self, batch: Any) -> int:
+            return int((batch[0] > 0).sum())
+
+    (plain, kept, norms), (ours, looks, our_norms) = (
+        fitted(*callbacks(), toy=Odd, away=away, **arguments) for away in (False, True)
+    )
+    assert_equal(weights(plain.lightning_module), weights(ours.lightning_module))
+    assert_equal(plain.optimizers[0].state_dict(), ours.optimizers[0].state_dict())
+    assert min(kept.left) > 0
+    assert {*looks.left} == {0}
+    assert norms
+    assert our_norms == norms
+
+
+def test_no_gradient_is_on_the_device_after_the_backward_pass_and_one_at_a_time_in_it() -> None:
+    """Storages that autograd makes are counted for as long as they live; the ones in CPU memory are others."""
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    stream_states(optimizer, piece_bytes=1, gradients=True)
+    gradients, meter = optimizer.host_states.gradients, AllocationMeter()
+    for p in module.parameters():
+        p.register_hook(meter.add)
+    for _ in range(2):  # accumulated
+        with gradients.leaving():
+            module(torch.ones(2, 64)).square().mean().backward()
+        assert meter.live == 0
+    assert meter.peak <= max(sum(p.nbytes for p in part.parameters(recurse=False)) for part in module)
+    assert gradients.bytes_held == sum(p.nbytes for p in module.parameters())
+    assert optimizer.host_states.held < 1.3 * gradients.bytes_held
+    assert {*gradients_of(optimizer)} == {*module.parameters()}
+    stands = sum(stand.untyped_storage().nbytes() for stand in gradients.arrived().values())
+    assert stands == 4 * len([*module.parameters()])  # a number each
+    optimizer.step()
+    assert all(p.grad is None for p in module.parameters())
+    optimizer.zero_grad()
+    assert not gradients_of(optimizer)
+
+
+def test_a_window_that_is_open_is_in_the_checkpoint(tmp_path: Path) -> None:
+    def run(epochs: int, path: Path | None = None, saves: bool = False) -> Any:
+        class Save(L.Callback):
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
+                if saves and batch_idx == 0:
+                    trainer.save_checkpoint(tmp_path / "open.ckpt")
+
+        module = Toy("configure_model")
+        fit = trainer([Anywhere(gradients=True), ExactResume(0), Save()], max_epochs=1, accumulate_grad_batches=2)
+        fit.fit(module, data(), data(), ckpt_path=path)
+        return module
+
+    whole = run(1, saves=True)
+    assert_equal(weights(whole), weights(run(1, tmp_path / "open.ckpt")))
+
+
+class Clips(Toy):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def test_who_reads_the_gradients_elsewhere_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"OffloadOptimizer: .* reads the gradient of 'net\..* CPU memory"):
+        fitted(toy=Clips, away=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "reason"),
+    [
+        ({"strategy": "ddp"}, {}, "as DDPStrategy averages or joins them there: use gradients=False"),
+        ({}, {"optimizers": 2}, "as Toy optimizes manually: use gradients=False"),
+    ],
+)
+def test_gradients_that_must_stay_are_refused(arguments: Any, module: Any, reason: str) -> None:
+    with pytest.raises(ConflictError, match=reason):
+        OffloadOptimizer(gradients=True).check(trainer(**arguments), Toy(**module))
+
+
+def test_a_step_that_is_left_out_drops_gradients_in_cpu_memory() -> None:
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    stream_states(optimizer, piece_bytes=1, gradients=True)
+    with optimizer.host_states.gradients.leaving():
+        module(torch.full((2, 64), float("nan"))).sum().backward()
+    before, run = weights(module), trainer()
+    with pytest.warns(UserWarning, match="the step is left out"):
+        NonFiniteGuard("skip").on_before_optimizer_step(run, module, optimizer)
+    optimizer.step()
+    assert_equal(before, weights(module))

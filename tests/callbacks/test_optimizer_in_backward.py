@@ -130,7 +130,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GroupedAdafactor": (GroupedAdafactor, {"decay_norm_and_bias": False}),
     "Lion": (Lion, {}),
     "MuonAdamW": (MuonAdamW, {}),
-    "RMSprop": (torch.optim.RMSprop, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),  # whose states are there before the first step
     "NAdam": (torch.optim.NAdam, {}),
     "bitsandbytes": (bnb, {}),
 }
@@ -157,6 +157,25 @@ def test_weights_and_states_equal_the_plain_optimizers_bit_for_bit(name: str, ch
     again = type(reference)(optimizer.param_groups)
     again.load_state_dict(reference.state_dict())  # a run may go on without it, and with it
     optimizer.load_state_dict(reference.state_dict())
+
+
+def test_it_is_one_optimizer_a_parameter_as_torchs_tutorial_has_it() -> None:
+    network, ours = Tied(), Tied()
+    ours.load_state_dict(network.state_dict())
+    each = {p: torch.optim.AdamW([p], lr=1e-2, foreach=False) for p in network.parameters()}
+
+    def hook(p: Tensor) -> None:
+        each[p].step()
+        each[p].zero_grad()
+
+    for p in network.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    step_in_backward(optimizer)
+    for step in range(3):
+        network(torch.arange(12).roll(step)).backward()
+        optimizer.step(lambda step=step: ours(torch.arange(12).roll(step)).backward())
+    assert_equal(weights(network), weights(ours))
 
 
 def test_live_gradients_are_those_of_one_layer_at_every_moment() -> None:
