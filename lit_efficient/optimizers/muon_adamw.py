@@ -122,13 +122,13 @@ class MuonAdamW(Optimizer):
         defaults |= {key: value for key, value in later.items() if value is not None and value is not False}
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
         super().__init__([part for group in groups for part in _split(group, max_aspect_ratio)], defaults)
+        self._unseen = [p for group in self.param_groups if group["muon"] for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient."""
         loss = loss_of(closure)
-        if not self.state:  # neither a later step nor a resumed run
-            self._look_at_the_start()
+        self._look_at_the_start()
         for group in self.param_groups:
             parameters = with_gradient(group)
             if parameters:
@@ -136,9 +136,11 @@ class MuonAdamW(Optimizer):
         return loss
 
     def _look_at_the_start(self) -> None:
-        """Warn where Muon begins on weights that another optimizer trained, as their singular values say."""
-        taken = [p for group in self.param_groups if group["muon"] for p in group["params"] if p.requires_grad]
-        ratio = upper_outlier_ratio([_matrices(p)[0] for p in taken if not is_sharded(p)])
+        """Warn, once, where Muon begins on weights that another optimizer trained, as their singular values say."""
+        unseen, self._unseen = vars(self).get("_unseen", []), []  # not even there in a copy
+        if not unseen or any("momentum_buffer" in state for state in self.state.values()):  # a resumed run
+            return
+        ratio = upper_outlier_ratio([_matrices(p)[0] for p in unseen if p.requires_grad and not is_sharded(p)])
         if ratio > _TRAINED:
             rank_zero_warn(
                 "MuonAdamW starts from weights that were trained before, and not by Muon: a quarter of their largest "

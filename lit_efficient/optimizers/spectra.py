@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 _ROUNDS = 30  # of power iteration
+_LEAST = 16  # rows and columns; of fewer the largest value stands out by chance
 
 
 def outlier_ratio(matrix: Tensor) -> float:
@@ -28,6 +29,7 @@ def outlier_ratio(matrix: Tensor) -> float:
 
 
 def upper_outlier_ratio(matrices: Sequence[Tensor], most: int = 16) -> float:
-    """What a quarter of at most so many matrices, evenly taken from all, exceed; 0 for none."""
+    """What a quarter of at most so many matrices, evenly taken from all but tiny ones, exceed; 0 for none."""
+    matrices = [matrix for matrix in matrices if min(matrix.shape) >= _LEAST]
     taken = matrices[:: max(1, len(matrices) // most)][:most]
     return sorted(map(outlier_ratio, taken))[len(taken) * 3 // 4] if taken else 0.0

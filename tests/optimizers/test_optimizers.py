@@ -328,6 +328,11 @@ def test_muon_warns_where_adam_has_trained_and_neither_on_fresh_weights_nor_on_i
     with pytest.warns(UserWarning, match=r"trained before, and not by Muon: .* 2502\.16982"):
         optimizer.step()
     optimizer.step()  # says it once
+    alone = MuonAdamW(groups := muon_groups(module), lr=1e-3)  # as in the backward pass, where others come first
+    last = groups[1]["params"][-1]
+    alone.param_groups = [{**alone.param_groups[1], "params": [last]}]
+    with pytest.warns(UserWarning, match="trained before"):
+        alone.step()
     state = optimizer.state_dict()
     resumed = MuonAdamW(muon_groups(module), lr=1e-3)
     resumed.load_state_dict(state)
