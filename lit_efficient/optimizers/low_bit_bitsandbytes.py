@@ -178,10 +178,11 @@ def adam_8bit(gradient: Tensor, state: dict[str, Any], betas: tuple[float, float
         for moment in "12":
             state[f"state{moment}"] = torch.zeros_like(gradient, dtype=torch.uint8)
             state[f"absmax{moment}"] = gradient.new_zeros(-(-gradient.numel() // 256), dtype=torch.float32)
-    moved, (signed, unsigned) = torch.zeros_like(gradient), _tables(gradient.device)
-    moments, scales = (state["state1"], state["state2"]), (state["absmax1"], state["absmax2"])
-    settings = (*betas, 0.0, 0.0, eps, step, 1.0)  # the third moment and its mixing, which Adam has not; a rate of one
-    optimizer_update_8bit_blockwise("adam", gradient, moved, *moments, *settings, signed, unsigned, *scales)
+    moved, tables = torch.zeros_like(gradient), _tables(gradient.device)
+    settings = (*betas, 0.0, 0.0, eps, step, 1.0)  # two zeros for AdEMAMix's third moment; a rate of one
+    states = (state["state1"], state["state2"]), (state["absmax1"], state["absmax2"])
+    arguments: list[Any] = [gradient, moved, *states[0], *settings, *tables, *states[1]]
+    optimizer_update_8bit_blockwise("adam", *arguments)
     return moved.neg_()
 
 

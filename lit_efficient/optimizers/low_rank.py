@@ -29,15 +29,13 @@ class LowRankStates:
     """What :func:`to_galore` and :func:`to_apollo` did, in this process.
 
     Args:
-        projected: Parameters whose moments live in a subspace.
-        matrices: How many were to, of this optimizer; of the others the rank is the full one.
+        projected: Parameters whose moments live in a subspace, those that are frozen for now among them.
         total: Elements of all parameters that train.
         state_bytes: Bytes that all states will take, step counters and single numbers not counted.
         full_bytes: Bytes that the states of the optimizer as it was would take.
     """
 
     projected: tuple[Tensor, ...]
-    matrices: int
     total: int
     state_bytes: int
     full_bytes: int
@@ -120,16 +118,16 @@ def _turn(
 ) -> LowRankStates:
     rank = subspace.rank
     _check(optimizer, who)
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or p in trains_later]
-    own = set(stepped)
-    wanted = [p for p in matrices if p in own]
+    every = _held_by(optimizer)
+    stepped = [p for p in every if p.requires_grad or p in trains_later]
+    wanted = [p for p in matrices if p in every]  # those that are thawed by hand later, too
     longest = max((_sides(p)[0] for p in wanted), default=rank)
     if rank > longest:
         raise refusal(who, "rank", f"at most {longest}, the full rank of its largest target", rank)
     projected = [p for p in wanted if rank < _sides(p)[0]]
     chosen = set(projected)
-    moments = {p: p.numel() // _sides(p)[0] * rank if p in chosen else p.numel() for p in stepped}
-    low_bit = {p for p in stepped if bits == 8 and p not in keep_32bit and moments[p] >= _SMALLEST_LOW}
+    moments = {p: p.numel() // _sides(p)[0] * rank if p in chosen else p.numel() for p in every}
+    low_bit = {p for p in every if bits == 8 and p not in keep_32bit and moments[p] >= _SMALLEST_LOW}
     if bits == 8:
         check_installed(who, "bitsandbytes")
         if not low_bit:
@@ -146,7 +144,7 @@ def _turn(
             state_bytes += p.numel() // (short * long) * subspace.basis_elements(short) * p.element_size()
     full_bytes = sum(2 * p.numel() * p.element_size() for p in stepped)
     total = sum(p.numel() for p in stepped)
-    return LowRankStates(tuple(projected), len(wanted), total, state_bytes, full_bytes)
+    return LowRankStates(tuple(projected), total, state_bytes, full_bytes)
 
 
 def check_whole(trainer: Any, who: str) -> None:
@@ -192,22 +190,29 @@ def rewrite(
             f"others, or leave {who} out: it saves nothing where weights are frozen"
         )
     kind = type(optimizer).__name__
-    if not any(p in trained for group in optimizer.param_groups for p in group["params"]):
+    if not any(p in trained for p in _held_by(optimizer)):
         return Report(f"{kind}: holds none of the targets and stays as it is")
     kinds = (nn.Embedding, nn.EmbeddingBag)
     tables = {p for part in module.modules() if isinstance(part, kinds) for p in part.parameters(recurse=False)}
-    done = turn(optimizer, list(trained), keep_32bit=tables, trains_later=later, who=who)
-    each, full, whole = done.state_bytes / done.total, done.full_bytes / done.total, done.matrices - len(done.projected)
-    aside = f", {whole} of full rank stepped as before" if whole else ""
+    done = turn(optimizer, list(found), keep_32bit=tables, trains_later=later, who=who)
+    each, full = done.state_bytes / done.total, done.full_bytes / done.total
+    projected = [p for p in done.projected if p in trained]
+    count = sum(p in trained for p in _held_by(optimizer))
+    aside = f", {count - len(projected)} of full rank stepped as before" if count > len(projected) else ""
     saved = done.full_bytes - done.state_bytes
     return Report(
-        f"{kind}: {len(done.projected)} of {done.matrices} matrices in {rank} dimensions{aside}; {each:.2f} instead of "
+        f"{kind}: {len(projected)} of {count} matrices in {rank} dimensions{aside}; {each:.2f} instead of "
         f"{full:.2f} bytes of state a parameter, {saved / 2**20:.1f} MiB saved",
-        modules=tuple(trained[p].rpartition(".")[0] for p in done.projected),
-        parameters=sum(p.numel() for p in done.projected),
+        modules=tuple(trained[p].rpartition(".")[0] for p in projected),
+        parameters=sum(p.numel() for p in projected),
         bytes_saved=saved,
         details={"state_bytes": done.state_bytes, "state_bytes_per_parameter": round(each, 4), "rank": rank},
     )
+
+
+def _held_by(optimizer: Optimizer) -> dict[Tensor, None]:
+    """The parameters of an optimizer, in their order."""
+    return dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _sides(p: Tensor) -> tuple[int, int]:

@@ -4,27 +4,36 @@
     rest:    AdamW
 
 The factor 0.2 sqrt(max(m, n)) gives an update the size of AdamW's, so that AdamW's rate and decay fit both.
+NorMuon divides each row of the orthogonal matrix by the root of its running mean square, and gives the whole its size
+again: no neuron moves much more than others. Cautious decay leaves out what would work against the update.
+
+    cautious:  p <- p - lr * weight_decay * p  only where  update * p >= 0
 
 Saves: 4 of AdamW's 8 bytes a parameter of the hidden matrices; in published runs up to half of the steps
 Costs: five matrix products of a matrix with itself in each step, about 1 % of a large model's step
-Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/; Liu et al. (2025), https://arxiv.org/abs/2502.16982
+Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/; Liu et al. (2025), https://arxiv.org/abs/2502.16982;
+    NorMuon: Li et al. (2025), https://arxiv.org/abs/2510.05491; decay: Chen et al. (2025), https://arxiv.org/abs/2510.12402
 """
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.internals.torch_muon import muon
+from lit_efficient.internals.torch_muon import adjusted_rate, muon, orthogonalised
 from lit_efficient.optimizers.groups import Groups, parameter_groups
+from lit_efficient.optimizers.spectra import upper_outlier_ratio
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
-from lit_efficient.surgery import expert_stacks
+from lit_efficient.surgery import expert_stacks, is_sharded
 
+_TRAINED = 1.2  # ratio of singular values; fresh matrices have 0.5 to 1.1
 _FILTER = 15  # the widest usual filter of a one-dimensional convolution
+_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 _ADJUST = {True: "match_rms_adamw", False: "original"}
 
 
@@ -71,6 +80,11 @@ class MuonAdamW(Optimizer):
             is about 20 times AdamW's.
         max_aspect_ratio: Longest side over shortest above which a matrix is left to AdamW, at least 1.
         decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
+        normuon: Decay rate of the rows' mean squares (NorMuon; 0.95 in the paper), in [0, 1); ``None``: plain Muon.
+        cautious_decay: Decay a weight only where its sign is that of the update, which lowers it anyway.
+
+    The first step warns where the weights of Muon's matrices have been trained by another optimizer, as their singular
+    values say: fine-tuning by Muon what Adam pretrained was found to bring nothing, or harm.
 
     Raises:
         ConfigurationError: For a value out of range, and for a group of Muon's that holds anything but matrices.
@@ -90,6 +104,8 @@ class MuonAdamW(Optimizer):
         match_rms_adamw: bool = True,
         max_aspect_ratio: float = 10.0,
         decay_norm_and_bias: bool = True,
+        normuon: float | None = None,
+        cautious_decay: bool = False,
     ) -> None:
         check_number("MuonAdamW", "lr", lr, least=0)
         check_number("MuonAdamW", "weight_decay", weight_decay, least=0)
@@ -97,27 +113,58 @@ class MuonAdamW(Optimizer):
         for beta in betas:
             check_number("MuonAdamW", "betas", beta, least=0, below=1)
         check_number("MuonAdamW", "ns_steps", ns_steps, least=1, whole=True)
+        check_number("MuonAdamW", "normuon", normuon, least=0, below=1, null=True)
         if not max_aspect_ratio >= 1:  # infinity, too: all matrices are Muon's
             raise refusal("MuonAdamW", "max_aspect_ratio", "at least 1", max_aspect_ratio)
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": tuple(betas), "eps": eps}
         defaults |= {"ns_steps": ns_steps, "match_rms_adamw": match_rms_adamw, "muon": False}
+        later = {"normuon": normuon, "cautious_decay": cautious_decay}  # which groups of older checkpoints do not have
+        defaults |= {key: value for key, value in later.items() if value is not None and value is not False}
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
         super().__init__([part for group in groups for part in _split(group, max_aspect_ratio)], defaults)
+        self._unseen = [p for group in self.param_groups if group["muon"] for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient."""
         loss = loss_of(closure)
+        self._look_at_the_start()
         for group in self.param_groups:
             parameters = with_gradient(group)
             if parameters:
                 (self._muon if group["muon"] else self._adamw)(group, parameters)
         return loss
 
+    def _look_at_the_start(self) -> None:
+        """Warn, once, where Muon begins on weights that another optimizer trained, as their singular values say."""
+        unseen, self._unseen = vars(self).get("_unseen", []), []  # not even there in a copy
+        if not unseen or any("momentum_buffer" in state for state in self.state.values()):  # a resumed run
+            return
+        ratio = upper_outlier_ratio([_matrices(p)[0] for p in unseen if p.requires_grad and not is_sharded(p)])
+        if ratio > _TRAINED:
+            rank_zero_warn(
+                "MuonAdamW starts from weights that were trained before, and not by Muon: a quarter of their largest "
+                f"singular values are over {ratio:.1f} times those of random matrices. On what Adam pretrained, "
+                "Muon was found no better than AdamW (arXiv 2502.16982), or worse and more sensitive to its rate, "
+                "except for adapters (arXiv 2605.10468): compare with AdamW, use a smaller rate, or train a LoRA"
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key in {"normuon", "cautious_decay"} & self.defaults.keys():
+                group.setdefault(key, self.defaults[key])
+
     def _muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            if group.get("normuon") is not None and "mean_square" not in self.state[p]:
+                self.state[p]["mean_square"] = p.new_zeros(*p.shape[:-1], 1)
+        if group.get("normuon") is not None or group.get("cautious_decay"):
+            for p in parameters:
+                self._muon_by_hand(group, p)
+            return
         muon(
             [matrix for p in parameters for matrix in _matrices(p)],
             [matrix for p in parameters for matrix in _matrices(p.grad)],  # type: ignore[arg-type]
@@ -126,12 +173,28 @@ class MuonAdamW(Optimizer):
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             nesterov=True,
-            ns_coefficients=(3.4445, -4.775, 2.0315),
+            ns_coefficients=_NEWTON_SCHULZ,
             ns_steps=group["ns_steps"],
             eps=1e-7,
             adjust_lr_fn=_ADJUST[group["match_rms_adamw"]],
             has_complex=False,
         )
+
+    def _muon_by_hand(self, group: dict[str, Any], p: Any) -> None:
+        """Torch's step, with what it has no argument for."""
+        lr, momentum, state = float(group["lr"]), group["momentum"], self.state[p]
+        squares = _matrices(state.get("mean_square", p))
+        for matrix, gradient, buffer, square in zip(
+            _matrices(p), _matrices(p.grad), _matrices(state["momentum_buffer"]), squares, strict=True
+        ):
+            buffer.lerp_(gradient, 1 - momentum)
+            update = orthogonalised(gradient.lerp(buffer, momentum), _NEWTON_SCHULZ, group["ns_steps"], 1e-7)
+            rate = adjusted_rate(lr, _ADJUST[group["match_rms_adamw"]], matrix.shape)
+            if group.get("normuon") is not None:
+                size = min(matrix.shape) ** 0.5 if group["match_rms_adamw"] else None
+                update = normalise_neurons(update.float(), square, group["normuon"], size)
+            decay(matrix, update, lr * group["weight_decay"], bool(group.get("cautious_decay")))
+            matrix.add_(update, alpha=-rate)
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for p in parameters:
@@ -139,6 +202,10 @@ class MuonAdamW(Optimizer):
                 zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 self.state[p] = {"step": torch.tensor(0.0), **zeros}
         states = [self.state[p] for p in parameters]
+        if group.get("cautious_decay"):
+            for p, state in zip(parameters, states, strict=True):  # the new first moment has the update's sign
+                moment = state["exp_avg"].lerp(p.grad, 1 - group["betas"][0])
+                decay(p, moment, float(group["lr"]) * group["weight_decay"], True)
         adam(
             parameters,
             [p.grad for p in parameters],  # type: ignore[misc]
@@ -151,10 +218,32 @@ class MuonAdamW(Optimizer):
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            weight_decay=0.0 if group.get("cautious_decay") else group["weight_decay"],
             eps=group["eps"],
             maximize=False,
         )
+
+
+def normalise_neurons(update: Tensor, mean_square: Tensor, beta: float, size: float | None = None) -> Tensor:
+    """Divide each row of an orthogonal update by the root of its running mean square, in float32 (NorMuon).
+
+    Args:
+        update: [m, n].
+        mean_square: Of the rows [m, 1]; changed in place.
+        beta: Its decay rate.
+        size: The Frobenius norm of what is returned; ``None``: that of ``update``.
+    """
+    mean_square.lerp_(update.square().mean(-1, keepdim=True).to(mean_square.dtype), 1 - beta)
+    scaled = update / (mean_square.sqrt() + 1e-10)
+    return scaled * ((update.norm() if size is None else size) / scaled.norm().clamp_min(1e-10))
+
+
+def decay(p: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
+    """Lower ``p`` in place by ``amount`` times itself; if cautious, only where the update has its sign, or is zero."""
+    if cautious:
+        p.sub_(torch.where(update * p >= 0, p, 0.0), alpha=amount)
+    else:
+        p.mul_(1 - amount)
 
 
 def _matrices(p: Tensor) -> tuple[Tensor, ...]:

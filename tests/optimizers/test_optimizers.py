@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 import math
 from types import SimpleNamespace
@@ -24,6 +26,9 @@ from lit_efficient import (
     muon_groups,
     parameter_groups,
 )
+from lit_efficient.internals.torch_muon import orthogonalised
+from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.optimizers.spectra import outlier_ratio
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 ALL: list[Any] = [FusedAdamW, GroupedAdafactor, Lion, MuonAdamW, ScheduleFreeAdamW]
@@ -82,7 +87,7 @@ def test_norms_and_biases_decay_unless_told_otherwise(kind: Any) -> None:
         assert moved == ({1, 2} if decay_norm_and_bias else {2})
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", [*ALL, functools.partial(MuonAdamW, normuon=0.95, cautious_decay=True)])
 def test_each_resumes_bit_exactly_from_a_safe_load(kind: Any) -> None:
     whole, half, resumed = network(), network(), network()
     steps(whole, optimizer := ready(kind(whole.parameters(), lr=1e-2)), 2)
@@ -194,6 +199,165 @@ def test_muon_steps_matrices_like_torch_s_muon_and_the_rest_like_adamw() -> None
     }  # a table, 25 times longer than wide
 
 
+def row(group: Any) -> dict[str, Any]:
+    """The settings of a group but its tensors."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def by_the_paper(w: torch.Tensor, given: list[torch.Tensor], lr: float, normuon: float | None, cautious: bool) -> Any:
+    """Muon with Nesterov momentum and its size matched to AdamW's, NorMuon and cautious decay as their papers say."""
+    decay, beta, momentum, squares = 0.1, 0.95, torch.zeros_like(w), torch.zeros(len(w))
+    for g in given:
+        momentum = beta * momentum + (1 - beta) * g
+        o = orthogonalised((1 - beta) * g + beta * momentum, (3.4445, -4.775, 2.0315), 5, 1e-7).float()
+        u = 0.2 * math.sqrt(max(w.shape)) * o
+        if normuon is not None:
+            squares = normuon * squares + (1 - normuon) * (o * o).mean(dim=1)
+            scaled = o / (squares.sqrt()[:, None] + 1e-10)
+            u = 0.2 * math.sqrt(w.numel()) / scaled.norm() * scaled
+        mask = (u * w >= 0) if cautious else torch.ones_like(w)
+        w = w - lr * (u + decay * mask * w)
+    return w
+
+
+@pytest.mark.parametrize(("normuon", "cautious"), [(None, False), (0.95, False), (None, True), (0.9, True)])
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24), (3, 20, 24)])
+def test_normuon_and_cautious_decay_are_the_papers(shape: Any, normuon: float | None, cautious: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(shape, generator=generator))
+    start, given = p.detach().clone(), [torch.randn(shape, generator=generator) for _ in range(6)]
+    group = [{"params": [p], "muon": True}]
+    optimizer = MuonAdamW(group, lr=0.02, weight_decay=0.1, normuon=normuon, cautious_decay=cautious)
+    for gradient in given:
+        p.grad = gradient.clone()
+        optimizer.step()
+        assert torch.equal(p.grad, gradient)
+    stacks = (start[None], [g[None] for g in given], p[None]) if p.ndim == 2 else (start, given, p)
+    for i, matrix in enumerate(stacks[2]):
+        expected = by_the_paper(stacks[0][i], [g[i] for g in stacks[1]], 0.02, normuon, cautious)
+        torch.testing.assert_close(matrix.detach(), expected, atol=2e-3, rtol=1e-3)  # the iteration is in bfloat16
+    if normuon is not None:
+        rows = optimizer.state[p]["mean_square"]
+        assert rows.shape == (*shape[:-1], 1)
+
+
+def test_normuon_moves_all_rows_alike_where_muon_does_not() -> None:
+    moved = {}
+    for normuon in (None, 0.95):
+        p = nn.Parameter(torch.zeros(32, 64))
+        optimizer = MuonAdamW([{"params": [p], "muon": True}], lr=1.0, weight_decay=0.0, normuon=normuon)
+        generator = torch.Generator().manual_seed(0)
+        scales = torch.logspace(0, -2, 32)[:, None]  # some neurons have gradients a hundred times as large
+        p.grad = scales * torch.randn(32, 4, generator=generator) @ torch.randn(4, 64, generator=generator)
+        optimizer.step()
+        moved[normuon] = p.detach().norm(dim=1)
+    assert moved[None].max() > 5 * moved[None].min()
+    torch.testing.assert_close(moved[0.95], torch.full((32,), 0.2 * 8.0))  # 0.2 of each entry, as AdamW moves them
+
+
+def test_cautious_decay_of_adamw_is_the_paper_s() -> None:
+    p = nn.Parameter(torch.tensor([1.0, -2.0, 3.0, -4.0, 0.0]))
+    optimizer = MuonAdamW([p], lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), cautious_decay=True)
+    w, m, v = p.detach().double(), 0.0, 0.0
+    for t, gradient in enumerate(([0.3, 0.3, -0.2, -0.2, 1.0], [-9.0, 0.1, -0.1, 0.0, -1.0]), 1):
+        g = torch.tensor(gradient).double()
+        p.grad = g.float()
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        u = m / (1 - 0.9**t) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+        w = w - 0.1 * (u + 0.5 * torch.where(u * w >= 0, w, 0.0))
+    torch.testing.assert_close(p.detach().double(), w, atol=1e-6, rtol=1e-6)
+
+
+def test_without_either_the_step_by_hand_is_torch_s() -> None:
+    ours, theirs = network(), network()
+    optimizers = [MuonAdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    optimizers[0]._muon = lambda group, ps: [  # type: ignore[method-assign]
+        (
+            optimizers[0].state[p].setdefault("momentum_buffer", torch.zeros_like(p)),
+            optimizers[0]._muon_by_hand(group, p),
+        )
+        for p in ps
+    ]
+    for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+        steps(module, optimizer, 3)
+    assert_equal(weights(ours), weights(theirs))
+
+
+def test_a_gradient_of_zeros_moves_nothing_with_normuon() -> None:
+    p = nn.Parameter(torch.randn(8, 8))
+    before, optimizer = p.detach().clone(), MuonAdamW([{"params": [p], "muon": True}], weight_decay=0.0, normuon=0.95)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_a_checkpoint_of_before_normuon_goes_on_as_plain_muon_and_takes_it_up_where_asked() -> None:
+    whole, again = network(), network()
+    steps(whole, optimizer := MuonAdamW(whole.parameters(), lr=1e-2), 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert not {"normuon", "cautious_decay"} & state["param_groups"][0].keys()
+    again.load_state_dict(whole.state_dict())
+    resumed = MuonAdamW(again.parameters(), lr=1e-2)
+    resumed.load_state_dict(state)
+    assert [row(group) for group in resumed.param_groups] == [row(group) for group in optimizer.param_groups]
+    steps(whole, optimizer, 2, seed=1)
+    steps(again, resumed, 2, seed=1)
+    assert_equal(weights(whole), weights(again))
+    taken_up = MuonAdamW(again.parameters(), lr=1e-2, normuon=0.9, cautious_decay=True)
+    taken_up.load_state_dict(state)
+    assert all(group["normuon"] == 0.9 and group["cautious_decay"] for group in taken_up.param_groups)
+    steps(again, taken_up, 1)
+    assert "mean_square" in taken_up.state[again[1].weight]
+
+
+def test_the_outlier_ratio_is_that_of_the_singular_values_and_one_for_random_entries() -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(300, 100, generator=generator)
+    assert outlier_ratio(matrix) == pytest.approx(1, abs=0.05)
+    matrix += torch.randn(300, 1, generator=generator) @ torch.randn(1, 100, generator=generator)
+    expected = torch.linalg.matrix_norm(matrix - matrix.mean(), 2) / matrix.std(correction=0) / (300**0.5 + 10)
+    assert outlier_ratio(matrix) == pytest.approx(float(expected), rel=1e-3)
+    assert outlier_ratio(torch.ones(8, 4)) == outlier_ratio(torch.zeros(8, 4)) == 0
+
+
+def pretrained(kind: Any, count: int = 40) -> nn.Module:
+    """A small GPT that has learned which token follows which."""
+    torch.manual_seed(0)
+    module = GPT(GPTConfig(64, dim=32, depth=2, num_heads=2, max_length=16))
+    optimizer = kind(muon_groups(module) if kind is MuonAdamW else module.parameters(), lr=3e-3)
+    following = torch.randperm(64)
+    for _ in range(count):
+        tokens = torch.randint(64, (16, 1))
+        for _ in range(8):
+            tokens = torch.cat((tokens, following[tokens[:, -1:]]), 1)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    return module
+
+
+def test_muon_warns_where_adam_has_trained_and_neither_on_fresh_weights_nor_on_its_own() -> None:
+    module = pretrained(torch.optim.AdamW)
+    optimizer = MuonAdamW(muon_groups(module), lr=1e-3)
+    with pytest.warns(UserWarning, match=r"trained before, and not by Muon: .* 2502\.16982"):
+        optimizer.step()
+    optimizer.step()  # says it once
+    alone = MuonAdamW(groups := muon_groups(module), lr=1e-3)  # as in the backward pass, where others come first
+    last = groups[1]["params"][-1]
+    alone.param_groups = [{**alone.param_groups[1], "params": [last]}]
+    with pytest.warns(UserWarning, match="trained before"):
+        alone.step()
+    state = optimizer.state_dict()
+    resumed = MuonAdamW(muon_groups(module), lr=1e-3)
+    resumed.load_state_dict(state)
+    resumed.step()
+    for other in (pretrained(torch.optim.AdamW, 0), pretrained(MuonAdamW)):
+        for p in other.parameters():
+            p.grad = torch.randn_like(p)
+        MuonAdamW(muon_groups(other), lr=1e-3).step()
+
+
 def test_muon_groups_leave_embeddings_ties_and_named_ones_to_adamw() -> None:
     module = network()
     module.tied = nn.Linear(8, 200, bias=False)
@@ -252,6 +416,7 @@ def test_schedule_free_is_the_paper_s_algorithm_with_x_y_and_z_apart() -> None:
         (lambda p: Lion([p], betas=(0.9, 1.0)), "Lion: betas must be at least 0 and below 1"),
         (lambda p: MuonAdamW([p], ns_steps=0), "MuonAdamW: ns_steps must be a whole number of at least 1, got 0"),
         (lambda p: MuonAdamW([p], momentum=1.0), "MuonAdamW: momentum must be at least 0 and below 1, got 1.0"),
+        (lambda p: MuonAdamW([p], normuon=1.0), "MuonAdamW: normuon must be at least 0 and below 1 or null, got 1.0"),
         (lambda p: MuonAdamW([p], weight_decay=-1), "MuonAdamW: weight_decay must be at least 0, got -1"),
         (
             lambda p: ScheduleFreeAdamW([p], betas=(0.0, 0.9)),
