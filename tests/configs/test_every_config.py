@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.optim import Optimizer
 
 import lit_efficient
 from lit_efficient import Technique
 from lit_efficient.__main__ import main
+from lit_efficient.declaration import check_conflicts
 from tests.support_cli import Parts
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +45,7 @@ def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
     callbacks = {type(callback).__name__: callback for callback in parts.trainer.callbacks}
     assert "NonFiniteGuard" in callbacks
     for key in ("callbacks", "callbacks+"):
-        for named in written["trainer"].get(key, ()):
+        for named in written.get("trainer", {}).get(key, ()):
             entry = {"class_path": named} if isinstance(named, str) else named
             callback = callbacks[entry["class_path"].rpartition(".")[2]]
             if isinstance(callback, Technique):
@@ -52,7 +54,7 @@ def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
                     if is_dataclass(given):  # a block of YAML may name some of its fields
                         given = {field: getattr(given, field) for field in value}
                     assert (list(given) if isinstance(given, tuple) else given) == value, name
-    if "logger" in written["trainer"] and isinstance(written["trainer"]["logger"], dict):
+    if "logger" in written.get("trainer", {}) and isinstance(written["trainer"]["logger"], dict):
         assert type(parts.trainer.logger).__name__ == written["trainer"]["logger"]["class_path"].rpartition(".")[2]
     for key, part in (("model", parts.model), ("data", parts.datamodule)):
         if key in written:
@@ -69,6 +71,29 @@ def test_a_misspelt_argument_is_refused(
     said = capsys.readouterr().err
     assert wrong in said
     assert right in said
+
+
+def optimizers() -> list[type[Optimizer]]:
+    public = (getattr(lit_efficient, name) for name in lit_efficient.PUBLIC)
+    return [kind for kind in public if inspect.isclass(kind) and issubclass(kind, Optimizer)]
+
+
+@pytest.mark.turns(5)
+@pytest.mark.parametrize("kind", optimizers(), ids=lambda kind: kind.__name__)
+def test_an_optimizer_has_an_overlay_that_goes_with_every_task(kind: type[Optimizer]) -> None:
+    path = ROOT / "configs" / "techniques" / f"{kind.__module__.rpartition('.')[2]}.yaml"
+    written = yaml.safe_load(path.read_text("utf-8"))
+    arguments = written["optimizer"]["init_args"]
+    assert "# Rate: " in path.read_text("utf-8").replace(". Rate", "# Rate")
+    for task in sorted((ROOT / "configs" / "tasks").glob("*.yaml")):
+        parts = built(task, path)
+        plan = parts.model.__dict__["_lit_efficient_optimizers"]
+        optimizer = plan.check()
+        assert type(optimizer) is kind
+        assert {name: optimizer.param_groups[0].get(name, value) for name, value in arguments.items()} == arguments
+        schedule = "LRScheduler" if plan.scheduler is None else plan.scheduler["class_path"].rpartition(".")[2]
+        assert schedule == written.get("lr_scheduler", {"class_path": "LRScheduler"})["class_path"]
+        check_conflicts([*parts.trainer.callbacks, optimizer])
 
 
 def techniques() -> list[type[Technique]]:
