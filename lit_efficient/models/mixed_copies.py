@@ -3,44 +3,45 @@
     float32 - mixed  =  bytes of 16-bit activations  -  bytes of 16-bit copies of weights
 
 Autocast casts each weight that a product reads, and its gradient needs the copy: 2 bytes a weight, whatever the batch.
+Seen by hooks on the layers, which forbid nothing in a forward: those on saved tensors exclude ``torch.func``.
 """
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lit_efficient.internals.torch_trees import tree_leaves
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class MixedCopies:
-    """Counts what a forward keeps in 16 bits."""
+    """Counts at most what layers with matrices read and give in 16 bits, and at least the copies of their weights."""
 
     def __init__(self) -> None:
         self.weights = 0  # bytes of copies of weights
-        self.activations = 0  # bytes of all else
+        self.activations = 0  # bytes of what goes in and comes out
 
     @contextmanager
     def counting(self, module: nn.Module) -> Iterator[None]:
-        """Count what is kept inside, in which ``module`` computes once; each memory counts once."""
-        kept: dict[int, Tensor] = {}
+        """Count inside, where ``module`` computes; each weight counts once, and each memory that lives."""
+        seen: set[Tensor] = set()
 
-        def keep(tensor: Tensor) -> Tensor:
-            if tensor.dtype in _LOW and type(tensor) is Tensor:
-                kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-            return tensor
+        def count(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            given = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+            if not any(x.dtype in _LOW for x in given):
+                return  # a table of embeddings, or a precision that casts nothing
+            own = {p for p in part.parameters(recurse=False) if p.ndim > 1 and p.dtype is torch.float32} - seen
+            seen.update(own)
+            self.weights += sum(2 * p.numel() for p in own)
+            taken = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.is_floating_point()]
+            self.activations += sum(2 * x.numel() for x in [*taken, *given] if x.is_floating_point())
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with ExitStack() as hooks:
+            for part in module.modules():
+                if any(p.ndim > 1 and p.dtype is torch.float32 for p in part.parameters(recurse=False)):
+                    hooks.callback(part.register_forward_hook(count).remove)
             yield
-        wide = {p for p in module.parameters() if p.dtype is torch.float32 and p.ndim > 1}
-        copies = Counter(tuple(sorted(p.shape)) for p in wide)  # a copy may be kept transposed
-        for tensor in kept.values():
-            shape = tuple(sorted(tensor.shape))
-            copied = copies[shape] > 0
-            copies[shape] -= copied
-            if copied:
-                self.weights += tensor.untyped_storage().nbytes()
-            else:
-                self.activations += tensor.untyped_storage().nbytes()

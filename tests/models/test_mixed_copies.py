@@ -14,18 +14,36 @@ from tests.support import Toy, data, trainer
 
 
 @pytest.mark.parametrize("rows", [3, 500])
-def test_copies_and_activations_are_counted(rows: int) -> None:
-    """Two layers: both weights, of the first one's frozen input no copy; inputs of both, and what GELU saves."""
-    module, copies = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)), MixedCopies()
-    x = torch.randn(rows, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16), copies.counting(module):
+def test_copies_are_those_that_autograd_keeps(rows: int) -> None:
+    """Two layers and a table, which nothing casts: what saved tensors hold in 16 bits, and no more of the weights."""
+    module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+    x, saved, copies = torch.randn(rows, 64, requires_grad=True), {}, MixedCopies()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is torch.bfloat16:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    watching = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+    with torch.autocast("cpu", torch.bfloat16), watching, copies.counting(module):
         module(x)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     assert copies.weights == 2 * (64 * 128 + 128 * 32)
-    assert copies.activations == 2 * rows * (64 + 128 + 128)
+    assert held <= copies.weights + copies.activations <= held + 2 * rows * 32  # nobody needs the last output
     again = MixedCopies()
     with again.counting(module):
         module(x)
     assert (again.weights, again.activations) == (0, 0)  # float32 keeps no copy
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+def test_a_step_may_use_function_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tangent(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.func.grad(lambda x: self.net(x).sum())(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    trainer([EMA()], precision="bf16-mixed", max_steps=1, limit_val_batches=0).fit(Tangent(), data(), data())
 
 
 @pytest.mark.parametrize(
