@@ -21,6 +21,7 @@ import lit_efficient
 from lit_efficient.declaration import (
     Declaration,
     LossHooks,
+    Phase,
     Report,
     check_conflicts,
     defines,
@@ -37,11 +38,14 @@ from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.models.mixed_copies import MixedCopies
 from lit_efficient.models.silent_layers import SilentLayers, unwatch
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
 
 _ON_LOSS = ("sample_weights", "extra_loss")
+_OTHER_KEEPING = (Phase.RECOMPUTE, Phase.COMPILE)  # decide by themselves what is kept for the backward pass
+_WORTH_A_WORD = 2**26  # bytes
 _LOW = (torch.bfloat16, torch.float16)
 _KEEPS = (
     "keeps_small_updates",
@@ -58,6 +62,7 @@ class Session:
     reports: dict[str, Report] = field(default_factory=dict)
     schedulers: list[Any] = field(default_factory=list)  # while optimizers are rewritten, and no longer
     protocol_checked: bool = False
+    counts_copies: bool = False  # in the first step, under mixed precision
     checked: set[int] = field(default_factory=set)  # optimizers all of whose adapters have had a gradient
     silent: dict[int, SilentLayers] = field(default_factory=dict)  # of optimizers some of whose ones have had none
 
@@ -232,9 +237,11 @@ def install(trainer: Any, module: Any) -> None:
     has_own = getattr(module.configure_optimizers, "__qualname__", "") != "LightningModule.configure_optimizers"
     if rewrites or has_own:
         wraps["configure_optimizers"] = _configure_optimizers
-    if any(overrides(technique, method) for technique in techniques for method in _ON_LOSS):
+    counts = str(trainer.precision).endswith("mixed") and module.automatic_optimization
+    counts = counts and not any(technique.phase in _OTHER_KEEPING for technique in techniques)
+    if counts or any(overrides(technique, method) for technique in techniques for method in _ON_LOSS):
         wraps["training_step"] = _training_step_like(module.training_step)
-    module.__dict__["_lit_efficient_session"] = Session(id(trainer), wraps)
+    module.__dict__["_lit_efficient_session"] = Session(id(trainer), wraps, counts_copies=counts)
     for name, function in wraps.items():
         wrap_method(module, name, function)
     if any(overrides(technique, "write_checkpoint") for technique in techniques):
@@ -503,6 +510,11 @@ def _weighed(module: Any, *args: Any) -> Any:
     with ExitStack() as listening:
         for layers in session.silent.values():
             listening.enter_context(layers.listening())
+        if session.counts_copies:
+            session.counts_copies = False
+            copies = MixedCopies()
+            listening.callback(_warn_of_copies, copies, str(module.trainer.precision))
+            listening.enter_context(copies.counting(module))
         return _weighed_loss(module, session, *args)
 
 
@@ -612,6 +624,15 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 # Precision -----------------------------------------------------------------------------------------------------------
+
+
+def _warn_of_copies(copies: MixedCopies, precision: str) -> None:
+    if copies.weights > max(copies.activations, _WORTH_A_WORD):
+        rank_zero_warn(
+            f"precision: {precision} costs memory at this batch size: it keeps {copies.weights / 2**20:.0f} MiB of "
+            f"16-bit copies of weights and spares {copies.activations / 2**20:.0f} MiB of activations. If memory is "
+            "short, take larger batches or 32-true, or bf16-true with KahanSummation"
+        )
 
 
 def warn_of_rounding(trainer: Any, module: nn.Module) -> None:

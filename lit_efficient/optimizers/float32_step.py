@@ -145,6 +145,7 @@ def _float32(base: type[Optimizer]) -> type[Optimizer]:
         loss = loss_of(closure)
         groups = self.param_groups
         named = {name: value for name, value in vars(self).items() if isinstance(value, Set)}  # what it says of some
+        stands: dict[Tensor, Tensor] = {}
         try:
             for group in groups:
                 parameters = with_gradient(group)
@@ -164,6 +165,8 @@ def _float32(base: type[Optimizer]) -> type[Optimizer]:
                         _narrow(self, p, stand)
         finally:
             self.param_groups = groups
+            for stand in stands.values():  # after an error
+                self.state.pop(stand, None)
             for name, value in named.items():
                 setattr(self, name, value)
         return loss

@@ -25,9 +25,10 @@ from lit_efficient import (
     RunMetrics,
     TokenWeightedAccumulation,
 )
+from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.optimizers import host_states
-from lit_efficient.optimizers.host_states import Streamed, gradients_of, stream_states
+from lit_efficient.optimizers.host_states import Streamed, stream_states
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 OPTIMIZERS: list[tuple[type, dict[str, Any]]] = [

@@ -190,7 +190,9 @@ def test_what_would_do_nothing_or_cannot_be_done_is_refused() -> None:
     p.grad = torch.ones_like(p)
     with pytest.raises(ConfigurationError, match="StochasticRounding: the step of Counting writes 'count'"):
         optimizer.step()
-    assert len(optimizer.param_groups[0]["params"]) == 1
+    assert optimizer.param_groups[0]["params"][0] is p
+    assert p not in optimizer.state or list(optimizer.state) == [p]
+    assert torch.equal(p, torch.ones_like(p))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.optim import Optimizer
 
 import lit_efficient
 from lit_efficient import LossHooks, Technique
 from lit_efficient.__main__ import main
-from lit_efficient.declaration import Declaration, techniques_of
+from lit_efficient.declaration import Declaration, check_conflicts, techniques_of
 from tests.support_cli import Parts
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
     assert "NonFiniteGuard" in callbacks
     callbacks |= {type(part).__name__: part for part in techniques_of(parts.trainer)}
     for key in ("callbacks", "callbacks+", "plugins+"):
-        for named in written["trainer"].get(key, ()):
+        for named in written.get("trainer", {}).get(key, ()):
             entry = {"class_path": named} if isinstance(named, str) else named
             callback = callbacks[entry["class_path"].rpartition(".")[2]]
             if isinstance(callback, Declaration):
@@ -54,7 +55,7 @@ def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
                     if is_dataclass(given):  # a block of YAML may name some of its fields
                         given = {field: getattr(given, field) for field in value}
                     assert (list(given) if isinstance(given, tuple) else given) == value, name
-    if "logger" in written["trainer"] and isinstance(written["trainer"]["logger"], dict):
+    if "logger" in written.get("trainer", {}) and isinstance(written["trainer"]["logger"], dict):
         assert type(parts.trainer.logger).__name__ == written["trainer"]["logger"]["class_path"].rpartition(".")[2]
     for key, part in (("model", parts.model), ("data", parts.datamodule)):
         if key in written:
@@ -71,6 +72,29 @@ def test_a_misspelt_argument_is_refused(
     said = capsys.readouterr().err
     assert wrong in said
     assert right in said
+
+
+def optimizers() -> list[type[Optimizer]]:
+    public = (getattr(lit_efficient, name) for name in lit_efficient.PUBLIC)
+    return [kind for kind in public if inspect.isclass(kind) and issubclass(kind, Optimizer)]
+
+
+@pytest.mark.turns(5)
+@pytest.mark.parametrize("kind", optimizers(), ids=lambda kind: kind.__name__)
+def test_an_optimizer_has_an_overlay_that_goes_with_every_task(kind: type[Optimizer]) -> None:
+    path = ROOT / "configs" / "techniques" / f"{kind.__module__.rpartition('.')[2]}.yaml"
+    written = yaml.safe_load(path.read_text("utf-8"))
+    arguments = written["optimizer"]["init_args"]
+    assert "# Rate: " in path.read_text("utf-8").replace(". Rate", "# Rate")
+    for task in sorted((ROOT / "configs" / "tasks").glob("*.yaml")):
+        parts = built(task, path)
+        plan = parts.model.__dict__["_lit_efficient_optimizers"]
+        optimizer = plan.check()
+        assert type(optimizer) is kind
+        assert {name: optimizer.param_groups[0].get(name, value) for name, value in arguments.items()} == arguments
+        schedule = "LRScheduler" if plan.scheduler is None else plan.scheduler["class_path"].rpartition(".")[2]
+        assert schedule == written.get("lr_scheduler", {"class_path": "LRScheduler"})["class_path"]
+        check_conflicts([*parts.trainer.callbacks, optimizer])
 
 
 def techniques() -> list[type[Declaration]]:
