@@ -47,6 +47,7 @@ PUBLIC: dict[str, str] = {
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "MaxBatchSize": "callbacks.max_batch_size",
+    "MemoryEfficientLayers": "callbacks.memory_efficient_layers",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "ScheduleFree": "callbacks.schedule_free",
     "PowerEMA": "callbacks.power_ema",

@@ -34,6 +34,7 @@ from lit_efficient.callbacks.latent_alignment import LatentAlignment as LatentAl
 from lit_efficient.callbacks.lora import LoRA as LoRA
 from lit_efficient.callbacks.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
 from lit_efficient.callbacks.max_batch_size import MaxBatchSize as MaxBatchSize
+from lit_efficient.callbacks.memory_efficient_layers import MemoryEfficientLayers as MemoryEfficientLayers
 from lit_efficient.callbacks.offload_optimizer import OffloadOptimizer as OffloadOptimizer
 from lit_efficient.callbacks.schedule_free import ScheduleFree as ScheduleFree
 from lit_efficient.callbacks.power_ema import PowerEMA as PowerEMA
