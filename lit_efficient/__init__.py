@@ -56,6 +56,7 @@ PUBLIC: dict[str, str] = {
     "ReplaceHead": "callbacks.replace_head",
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
+    "Tiling": "callbacks.tiling",
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
     "NonFiniteGuard": "callbacks.non_finite_guard",

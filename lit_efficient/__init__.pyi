@@ -43,6 +43,7 @@ from lit_efficient.callbacks.quantize_base import QuantizeBase as QuantizeBase
 from lit_efficient.callbacks.replace_head import ReplaceHead as ReplaceHead
 from lit_efficient.callbacks.snr_weighting import SNRWeighting as SNRWeighting
 from lit_efficient.callbacks.stochastic_depth import StochasticDepth as StochasticDepth
+from lit_efficient.callbacks.tiling import Tiling as Tiling
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation as TokenWeightedAccumulation
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
 from lit_efficient.callbacks.run_metrics import RunMetrics as RunMetrics
