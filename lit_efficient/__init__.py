@@ -55,6 +55,7 @@ PUBLIC: dict[str, str] = {
     "LoRA": "callbacks.lora",
     "LowBitOptimizer": "callbacks.low_bit_optimizer",
     "MaxBatchSize": "callbacks.max_batch_size",
+    "MemoryEfficientLayers": "callbacks.memory_efficient_layers",
     "OffloadOptimizer": "callbacks.offload_optimizer",
     "KahanSummation": "callbacks.kahan_summation",
     "OptimizerInBackward": "callbacks.optimizer_in_backward",
@@ -69,6 +70,7 @@ PUBLIC: dict[str, str] = {
     "SNRWeighting": "callbacks.snr_weighting",
     "StochasticDepth": "callbacks.stochastic_depth",
     "StochasticRounding": "callbacks.stochastic_rounding",
+    "Tiling": "callbacks.tiling",
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     # other callbacks
     "EmptyCache": "callbacks.empty_cache",

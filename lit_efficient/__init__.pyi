@@ -42,6 +42,7 @@ from lit_efficient.callbacks.latent_alignment import LatentAlignment as LatentAl
 from lit_efficient.callbacks.lora import LoRA as LoRA
 from lit_efficient.callbacks.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
 from lit_efficient.callbacks.max_batch_size import MaxBatchSize as MaxBatchSize
+from lit_efficient.callbacks.memory_efficient_layers import MemoryEfficientLayers as MemoryEfficientLayers
 from lit_efficient.callbacks.offload_optimizer import OffloadOptimizer as OffloadOptimizer
 from lit_efficient.callbacks.kahan_summation import KahanSummation as KahanSummation
 from lit_efficient.callbacks.optimizer_in_backward import OptimizerInBackward as OptimizerInBackward
@@ -56,6 +57,7 @@ from lit_efficient.callbacks.replace_head import ReplaceHead as ReplaceHead
 from lit_efficient.callbacks.snr_weighting import SNRWeighting as SNRWeighting
 from lit_efficient.callbacks.stochastic_depth import StochasticDepth as StochasticDepth
 from lit_efficient.callbacks.stochastic_rounding import StochasticRounding as StochasticRounding
+from lit_efficient.callbacks.tiling import Tiling as Tiling
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation as TokenWeightedAccumulation
 from lit_efficient.callbacks.empty_cache import EmptyCache as EmptyCache
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard

@@ -33,6 +33,7 @@ LINEAR = {f"linear_{name}": size for name, size in (("num_value_heads", 4), ("nu
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "gemma2": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
     "mamba": {"state_size": 8},

@@ -1,0 +1,105 @@
+"""MemoryEfficientLayers: the same numbers and gradients, bit for bit, from fewer kept bytes, in any network."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lit_efficient
+from lit_efficient import ActivationCheckpointing, ConfigurationError, LoRA
+from lit_efficient.application import apply
+from lit_efficient.callbacks import memory_efficient_layers as layers
+from lit_efficient.mechanisms.trials.memory import SavedTensors
+from lit_efficient.surgery import mix_out
+from lit_efficient.testing import Run
+from tests.contract.row import Row
+from tests.mechanisms.test_documents import network_of
+from tests.support import Net
+
+
+class MemoryEfficientLayers(lit_efficient.MemoryEfficientLayers):
+    """Takes the toy's LayerNorms, too."""
+
+    worth = 1.0
+
+
+def norms_keep_less(run: Run) -> None:
+    changed: list[Any] = [part for part in run.module.modules() if isinstance(part, layers._Norm)]
+    assert changed
+    x = torch.randn(4, len(changed[0].weight), requires_grad=True)
+    fewer = kept(changed[0], x)[0]
+    plain = deepcopy(changed[0])
+    mix_out(plain, layers._Norm)
+    assert fewer < kept(plain, x)[0]
+
+
+ROW = Row(MemoryEfficientLayers, norms_keep_less, MemoryEfficientLayers, changes=False)
+
+
+def kept(network: nn.Module, x: Tensor) -> tuple[int, Tensor, list[Tensor]]:
+    """Bytes for the backward pass, what comes out, and the parameters' gradients."""
+    network.zero_grad()
+    with SavedTensors(network.parameters()) as saved:
+        torch.manual_seed(0)
+        out = network(x)
+        out = out if isinstance(out, Tensor) else out.logits
+    out.square().mean().backward()
+    return saved.bytes, out.detach(), [p.grad for p in network.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "gemma2"])
+def test_gradients_are_the_same_from_two_thirds_of_the_bytes(kind: str) -> None:
+    network = network_of(kind).train()
+    changed = deepcopy(network)
+    report = apply(changed, [lit_efficient.MemoryEfficientLayers()])["MemoryEfficientLayers"]
+    ids = torch.arange(64).view(2, 32)
+    (before, *plain), (after, *found) = kept(network, ids), kept(changed, ids)
+    assert torch.equal(plain[0], found[0])
+    assert all(torch.equal(*pair) for pair in zip(plain[1], found[1], strict=True))
+    assert list(network.state_dict()) == list(changed.state_dict())
+    assert before - after == pytest.approx(64 * report.details["bytes_per_token_saved"], rel=0.15)
+    assert report.summary.startswith(f"{9 if kind == 'gemma2' else 5} norms and 2 gated MLPs")
+
+
+def test_adapters_with_dropout_draw_in_the_same_order() -> None:
+    network = network_of("llama").train()
+    apply(network, [LoRA(dropout=0.5)])
+    for parameter in network.parameters():
+        parameter.data.add_(0.01)  # fresh adapters give zeros
+    changed = deepcopy(network)
+    apply(changed, [lit_efficient.MemoryEfficientLayers()])
+    one, two = (kept(each, torch.arange(8)[None]) for each in (network, changed))
+    assert torch.equal(one[1], two[1])
+    assert all(torch.equal(*pair) for pair in zip(one[2], two[2], strict=True))
+
+
+class Odd(nn.Module):
+    """Three matrices that are no gated MLP, by a term, or by dropout in training alone."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.silu(self.a(x)) * self.b(x) + (0.0 if self.rate else 1e-3)
+        return F.dropout(self.c(inner), self.rate, self.training)
+
+
+def test_what_only_looks_like_one_is_left_alone() -> None:
+    for network in (Odd(0.0), Odd(0.1), Net()):
+        with pytest.raises(ConfigurationError, match="has no norm or gated MLP that keeps more"):
+            apply(network, [lit_efficient.MemoryEfficientLayers()])
+        assert not any(hasattr(type(part), "mixed_from") for part in network.modules())
+    network = network_of("gpt")
+    reports = apply(network, [ActivationCheckpointing(), lit_efficient.MemoryEfficientLayers()])
+    assert reports["MemoryEfficientLayers"].modules == ("norm",)  # all else is computed again as a whole
+    with pytest.raises(ConfigurationError, match="needs the package liger-kernel"):
+        lit_efficient.MemoryEfficientLayers("liger")
+    with pytest.raises(ConfigurationError, match="backend must be one of"):
+        lit_efficient.MemoryEfficientLayers("fused")
