@@ -67,11 +67,12 @@ def peft_config(options: Mapping[str, Any]) -> Any:
 
         if kind in {one.value for one in PEFT_TYPE_TO_CONFIG_MAPPING}:
             raise ConfigurationError(
-                f"PeftAdapter: peft_type {kind} needs peft's own model around the network (it has prompts, state that layers "
-                f"share, or a forward of its own), which a LightningModule is not; those without are {', '.join(known)}"
+                f"PeftAdapter: peft_type {kind} needs peft's own model around the network (it has prompts or a "
+                f"forward of its own), which a LightningModule is not; those without are {', '.join(known)}"
             )
         raise ConfigurationError(
-            f"PeftAdapter: peft has no peft_type {options.get('peft_type')!r}{did_you_mean(kind, known)} ({', '.join(known)})"
+            f"PeftAdapter: peft has no peft_type {options.get('peft_type')!r}{did_you_mean(kind, known)} "
+            f"({', '.join(known)})"
         )
     names = [one.name for one in fields(known[kind])]
     if odd := [name for name in options if name not in names]:
@@ -177,7 +178,9 @@ def inject(
     for name, options in configs.items():
         config = peft_config(options)
         if str(getattr(config, "target_modules", "")).lower() == ALL_LINEAR:
-            config.target_modules = {one for one, _ in find_targets(root, ALL_LINEAR, who="PeftAdapter")}
+            config.target_modules = {
+                one for one, _ in find_targets(root, ALL_LINEAR, who="PeftAdapter: target_modules")
+            }
         with _refusing(f"put {options['peft_type']} on {type(root).__name__}"), own_draws(seed):
             tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=name)
         cast_adapter_dtype(root, name)
@@ -185,8 +188,8 @@ def inject(
     for name, parameter, digest in before:
         if _digest(parameter) != digest:
             raise ConfigurationError(
-                f"PeftAdapter: these options change the frozen weight {name!r} itself, which no other checkpoint of the base "
-                "would fit any more: choose another start of the adapter"
+                f"PeftAdapter: these options change the frozen weight {name!r} itself, which no other checkpoint "
+                "of the base would fit any more: choose another start of the adapter"
             )
     for part in root.modules():
         if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) and not isinstance(part, PeftLayer):
@@ -311,13 +314,13 @@ def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder
     wrong = sorted(own.keys() ^ tensors.keys()) or [key for key in own if own[key].shape != tensors[key].shape]
     if wrong:
         raise ConfigurationError(
-            f"PeftAdapter: {folder} does not fit {type(root).__name__}: {len(wrong)} tensors are missing, unknown or of "
-            f"another shape, first {wrong[0]!r}"
+            f"PeftAdapter: {folder} does not fit {type(root).__name__}: {len(wrong)} tensors are missing, unknown "
+            f"or of another shape, first {wrong[0]!r}"
         )
     if beside := [key for key in _beside(root, own) if not torch.equal(own[key], tensors[key])]:
         raise ConfigurationError(
-            f"PeftAdapter: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no state_dict: a "
-            "checkpoint could not hold it"
+            f"PeftAdapter: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no "
+            "state_dict: a checkpoint could not hold it"
         )
     for key, place in own.items():  # which are the network's own
         place.copy_(tensors[key])
