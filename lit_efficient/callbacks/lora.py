@@ -25,7 +25,7 @@ from lit_efficient.internals.torch_optimizers import HOOKS
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
-from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, kind_of, scale_of
+from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, LowRank, add_low_rank, kind_of, scale_of
 from lit_efficient.mechanisms.adapters.peft_folder import read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.peft_format import placement
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
@@ -56,7 +56,9 @@ class LoRA(Technique):
         dropout: On the adapters' input, at least 0 and below 1.
         variant: ``lora``; ``rslora`` scales by alpha / sqrt(r); ``dora`` learns directions and magnitudes apart;
             ``pissa`` starts from the r largest singular parts of the weight; ``qalora`` sees sums over the groups of
-            ``QuantizeBase(format="int4")``, which it needs, and merges into its zero points exactly.
+            ``QuantizeBase(format="int4")``, which it needs, and merges into its zero points exactly; ``rounded`` needs
+            that, too, and computes with the int4 weight that it merges into: what small updates lose in rounding is
+            trained against, at the cost of a float weight a layer.
         lr_ratio: LoRA+: B learns at so many times the rate, above 0 (16 in the paper); ``None``: at the same rate.
         bias: Which biases train as well: ``none``, ``lora_only`` (those of adapted layers) or ``all``.
         modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
@@ -100,6 +102,8 @@ class LoRA(Technique):
         check_number("LoRA", "dropout", dropout, least=0, below=1)
         check_choice("LoRA", "variant", variant, VARIANTS)
         check_number("LoRA", "lr_ratio", lr_ratio, above=0, null=True)
+        if dropout and variant == "rounded":
+            raise refusal("LoRA", "dropout", "0 for variant rounded, which sums weight and adapter", dropout)
         check_choice("LoRA", "bias", bias, ("none", "lora_only", "all"))
         self.rank = rank
         self.alpha = alpha
@@ -236,11 +240,11 @@ class LoRA(Technique):
                     f"LoRA: variant={self.variant!r} is for matrix products, and {name!r} is an embedding: "
                     "use lora or rslora, or leave it out of targets"
                 )
-            if self.variant == "qalora" and not isinstance(layer, Int4Linear):
+            if self.variant in ON_INT4 and not isinstance(layer, Int4Linear):
                 raise ConfigurationError(
-                    f"LoRA: variant='qalora' merges into the zero points of an int4 weight, and {name!r} is a "
-                    f"{type(layer).__name__} without them: put QuantizeBase(format='int4', group_size=32) beside it, "
-                    "or leave the layer out of targets"
+                    f"LoRA: variant={self.variant!r} merges into the codes or zero points of an int4 weight, and "
+                    f"{name!r} is a {type(layer).__name__} without them: put "
+                    "QuantizeBase(format='int4', group_size=32) beside it, or leave the layer out of targets"
                 )
             limit = min(weight.shape[0], weight[0].numel()) if weight.is_floating_point() else self.rank
             if self.variant == "pissa" and self.rank > limit:

@@ -21,7 +21,6 @@ from lit_efficient.errors import ConfigurationError, check_installed, check_numb
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost
 from lit_efficient.mechanisms.adapters.peft_methods import (
-    WHO,
     config_options,
     inject,
     network_of,
@@ -82,8 +81,8 @@ class PeftAdapter(Technique):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_installed(WHO, "peft")
-        check_number(WHO, "seed", seed, least=0, whole=True)
+        check_installed("PeftAdapter", "peft")
+        check_number("PeftAdapter", "seed", seed, least=0, whole=True)
         named: dict[str, Any] = dict(config) if _holds_several(config) else {"default": config}
         self._folders: dict[str, str] = {}
         self._configs = {name: self._options(name, one) for name, one in named.items()}
@@ -91,13 +90,15 @@ class PeftAdapter(Technique):
         weights = dict.fromkeys(named, 1.0) if active is None else active
         self._weights = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 1.0)
         for name, weight in self._weights.items():
-            check_number(WHO, f"active: {name}", weight)
+            check_number("PeftAdapter", f"active: {name}", weight)
         for argument, names in (("active", self._weights), ("train", train or ())):
             among = self._weights if argument == "train" else named
             if odd := [name for name in names if name not in among]:
-                raise refusal(WHO, argument, f"among {', '.join(among)}", odd[0])
+                raise refusal("PeftAdapter", argument, f"among {', '.join(among)}", odd[0])
         if not self._weights or train == []:
-            raise refusal(WHO, "train" if self._weights else "active", "at least one adapter, or left out", [])
+            raise refusal(
+                "PeftAdapter", "train" if self._weights else "active", "at least one adapter, or left out", []
+            )
         self.active = active
         self.train = train
         self.network = network
@@ -107,14 +108,20 @@ class PeftAdapter(Technique):
     def _options(self, name: str, config: Any) -> dict[str, Any]:
         """The fields of one adapter, those of its folder under those that are given."""
         if not isinstance(config, Mapping) and not hasattr(config, "peft_type"):
-            raise refusal(WHO, "config", "fields of a peft configuration with peft_type, or its object", config)
+            raise refusal(
+                "PeftAdapter", "config", "fields of a peft configuration with peft_type, or its object", config
+            )
         if not name or "." in name:
-            raise refusal(WHO, "the name of an adapter", "without dots", name)
+            raise refusal("PeftAdapter", "the name of an adapter", "without dots", name)
         options = config_options(config)
         folder = options.pop("start_from", None)
         if folder is not None:
             self._folders[name] = str(folder)
             options = read_peft_folder(str(folder))[0] | options
+        if "peft_type" not in options:
+            raise refusal(
+                "PeftAdapter", "config", "fields of a peft configuration with peft_type, or its object", config
+            )
         peft_config(options)
         return options | {"peft_type": str(options["peft_type"]).upper()}
 
@@ -128,7 +135,7 @@ class PeftAdapter(Technique):
             root: Any = module.get_submodule(place)
         except AttributeError as error:
             names = [name for name, _ in module.named_children()]
-            raise refusal(WHO, "network", f"a dotted name in the module, such as {names}", place) from error
+            raise refusal("PeftAdapter", "network", f"a dotted name in the module, such as {names}", place) from error
         self._check(module, root)
         for part in module.modules():
             if is_bitsandbytes(part):  # of transformers' making, perhaps
@@ -148,11 +155,11 @@ class PeftAdapter(Technique):
             isinstance(p, PeftLayer) for p in root.modules()
         ):
             raise ConfigurationError(
-                f"{WHO}: {type(root).__name__} has adapters of peft already; merge them, or start "
+                f"PeftAdapter: {type(root).__name__} has adapters of peft already; merge them, or start "
                 "from the folder that they were saved in"
             )
         if any(parameter.device.type == "meta" for parameter in root.parameters()):
-            raise ConfigurationError(f"{WHO}: weights are on the meta device: give the base its weights first")
+            raise ConfigurationError("PeftAdapter: weights are on the meta device: give the base its weights first")
 
     def _report(self, module: nn.Module, root: Any, trained: list[nn.Parameter]) -> Report:
         layers = outermost(root)

@@ -29,8 +29,8 @@ from lit_efficient.files.checkpoints import read
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
-from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
-from lit_efficient.mechanisms.adapters.low_rank import merged_matrix, scale_of
+from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
+from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_methods import peft_files, write_peft_folder
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
@@ -78,11 +78,11 @@ def export_checkpoint(
     if format != "safetensors":
         converters(checkpoint, f"format {format}")
     make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]
-    held, write, compare = make(checkpoint, path, weights, named, check)
+    held, write, compare, said = make(checkpoint, path, weights, named, check)
 
     def fill(folder: Path) -> None:
         write(folder)
-        finding = compare(folder) if check else "not checked"
+        finding = (compare(folder) if check else "not checked") + said
         (folder / "README.md").write_text(
             f"The {held} weights of {Path(path).name}, exported by lit_efficient as {format}; {finding}.\n"
         )
@@ -92,7 +92,8 @@ def export_checkpoint(
     return write_folder(Path(output), fill, sums=False)  # written before the check reads them
 
 
-Made = tuple[str, Callable[[Path], object], Callable[[Path], str]]  # which weights, what writes them, what checks them
+# Which weights, what writes them, what checks them, and what there is to say of them besides.
+Made = tuple[str, Callable[[Path], object], Callable[[Path], str], str]
 
 
 def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
@@ -107,7 +108,7 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
         )
     tolerance, batch = tolerance_of(run.network), batch_for(run.network) if check else None
     ours = None if batch is None else outputs_of(run.network, batch)
-    model = merged_model(run)
+    model, said = merged_model(run)
     kind = type(model).__name__
     left = [name for name in checkpoint["state_dict"] if run.root and not name.startswith(f"{run.root}.")]
     beside = f"; {len(left)} tensors beside {run.root!r} are left out, first {left[0]!r}" if left else ""
@@ -123,7 +124,7 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
             return f"not checked: no batch is known for {kind}{beside}"
         return check_outputs(folder, "transformers", batch, ours, tolerance, {"class": kind}) + beside
 
-    return run.held, write, compare
+    return run.held, write, compare, said
 
 
 def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
@@ -171,7 +172,7 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
         put = None if same else lambda place: _write_base(run, place)
         return check_outputs(folder, "peft", batch, ours, tolerance, request, put) + beside
 
-    return held, write, compare
+    return held, write, compare, ""
 
 
 def _beside_base(
@@ -192,14 +193,14 @@ def _beside_base(
 
 
 def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
-    finding = ""
+    finding = said = ""
     if "language_modeling" in checkpoint and "prefix" not in checkpoint.get("lit_efficient", {}):
         run = trained(checkpoint, path, weights, base)
         batch = batch_for(run.network) if check else None
         ours = None if batch is None else outputs_of(run.network, batch)
         held, tolerance = run.held, tolerance_of(run.network)
         before: Mapping[str, Tensor] = run.module.state_dict()
-        fold(run, keep_int4=True)
+        said = fold(run, keep_int4=True)
         state: dict[str, Tensor] = run.module.state_dict()
         _check_tied(before, state)
         for kind in converters(checkpoint):
@@ -228,7 +229,7 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
     def write(folder: Path) -> None:
         save_tensors(folder / "model.safetensors", state, format="pt", weights=held)
 
-    return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding
+    return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding, said
 
 
 def _check_tied(
@@ -294,7 +295,7 @@ def merge_state(
     for name, one in how.items():
         if f"{name}.weight" in state and state[f"{name}.weight"].is_floating_point():
             quantize_entry(state, name, one)
-    grouped = arguments.get("variant") == "qalora"
+    grouped = arguments.get("variant") in ON_INT4
     folded = {*kinds, *scaled_names(checkpoint)}
     for name in [key.removesuffix(".weight") for key in state if key.endswith(".weight") and is_code(state[key])]:
         if f"{name}.weight_zero" not in state or not (keep_int4 or name in folded) or (name in folded and not grouped):
@@ -329,6 +330,10 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
     if arguments["variant"] == "qalora":
         delta = scale * (added["lora_B"] @ added["lora_A"])
         state[f"{key}_zero"] = shifted_zeros(state[f"{key}_scale"], state[f"{key}_zero"], delta)
+        return
+    if arguments["variant"] == "rounded":
+        codes, constants = state[key], (state[f"{key}_scale"], state[f"{key}_zero"])
+        state[key] = codes_on_grid(merged_matrix(dequantize_groups(codes, *constants), added, scale), *constants)
         return
     weight = state[key]
     transposed = kind in ("conv1d", "embedding")

@@ -20,6 +20,7 @@ from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.mechanisms.adapters.survival import describe_survival, surviving
 from lit_efficient.mechanisms.restore import weights_of
 from lit_efficient.surgery import own_draws, unmixed
 
@@ -156,8 +157,13 @@ def _hold(model: nn.Module, root: str) -> nn.Module:
     return model
 
 
-def fold(run: Trained, *, keep_int4: bool) -> None:
-    """Fold the adapters in, in place; what was quantised has the number format of the rest."""
+def fold(run: Trained, *, keep_int4: bool) -> str:
+    """Fold the adapters in, in place; what was quantised has the number format of the rest.
+
+    Returns:
+        What of the adapters would survive the base's own rounding, as a clause for people; empty without such a base.
+    """
+    said = describe_survival(surviving(run.module))
     quantized = [name for name, part in run.network.named_modules() if is_quantized(part)]
     dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())
     merge_adapters(run.module)
@@ -166,11 +172,15 @@ def fold(run: Trained, *, keep_int4: bool) -> None:
     for part in map(run.network.get_submodule, quantized):
         if not is_quantized(part):
             part.to(dtype)
+    return said
 
 
-def merged_model(run: Trained) -> Any:
-    """The network as transformers knows it, its adapters folded in and its weights floats; ``run`` is changed."""
-    fold(run, keep_int4=False)
+def merged_model(run: Trained) -> tuple[Any, str]:
+    """The network as transformers knows it, adapters folded in and weights floats, and what :func:`fold` says.
+
+    ``run`` is changed.
+    """
+    said = fold(run, keep_int4=False)
     config = copy.deepcopy(run.network.config)
     ends = run.network.get_input_embeddings(), run.network.get_output_embeddings()
     if None not in ends and ends[0].weight is not ends[1].weight:  # an adapter belonged to one use of a tied weight
@@ -179,7 +189,7 @@ def merged_model(run: Trained) -> Any:
     own = whole_state(run.network)
     model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
     model.generation_config = getattr(run.network, "generation_config", None)
-    return model
+    return model, said
 
 
 def base_state(run: Trained) -> tuple[dict[str, Tensor], Any]:

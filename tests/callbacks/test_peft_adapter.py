@@ -155,3 +155,211 @@ def test_trains_resumes_exports_and_merges_as_peft_does(kind: str, tmp_path: Pat
     merge_adapters(module)
     torch.testing.assert_close(logits(module.network), y, rtol=1e-4, atol=1e-4)
     assert module.state_dict().keys() == Language(decoder("Llama")).state_dict().keys()
+
+
+def test_a_strangers_convolutions_and_a_checkpoint_of_the_base() -> None:
+    def make() -> Any:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4))
+        module = L.LightningModule()
+        module.net = net
+        return module
+
+    module, x = make(), torch.randn(2, 3, 8, 8)
+    y = module.net(x)
+    apply(module, [PeftAdapter({"peft_type": "LOKR", "r": 2, "target_modules": ["0", "2", "4"]})])
+    assert torch.equal(module.net(x), y)
+    other = {name: tensor + 0.1 for name, tensor in make().state_dict().items()}
+    module.load_state_dict(other)  # under its own names
+    base = make()
+    base.load_state_dict(other)
+    assert torch.equal(module.net(x), base.net(x))
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.3 * p.requires_grad)
+    assert torch.equal(twin.net(x), base.net(x))
+    y = module.net(x)
+    assert not torch.allclose(y, base.net(x), atol=1e-2)
+    with disabled(module):
+        assert torch.equal(module.net(x), base.net(x))
+    assert torch.equal(module.net(x), y)
+    merge_adapters(module)
+    torch.testing.assert_close(module.net(x), y, rtol=1e-4, atol=1e-4)
+    assert module.state_dict().keys() == other.keys()
+
+
+def test_what_starts_from_the_weights_starts_again_from_a_base_that_is_loaded() -> None:
+    options = {"peft_type": "OSF", "target_modules": ["up"]}  # factors of the weight itself
+    loaded, built = Toy(), Toy()
+    other = {name: 2 * tensor for name, tensor in Toy().state_dict().items()}
+    apply(loaded, [PeftAdapter(options)])
+    loaded.load_state_dict(other)
+    built.load_state_dict(other)
+    apply(built, [PeftAdapter(options)])
+    assert_equal(dict(built.named_parameters()), dict(loaded.named_parameters()), "started again")
+
+
+def test_adapters_stay_in_float32_beside_a_narrower_base() -> None:
+    module = Toy()
+    apply(module, [PeftAdapter(LOKR)])
+    module.to(torch.bfloat16)
+    assert {p.dtype for p in module.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in module.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+def test_blocks_are_found_as_without_adapters() -> None:
+    for make in (Toy, lambda: Language(decoder("Qwen3"))):
+        plain, adapted = make(), make()
+        apply(adapted, [PeftAdapter({"peft_type": "LOKR", "r": 2, "target_modules": "all-linear"})])
+        names = [[name for name, _ in find_blocks(module, who="a test")] for module in (plain, adapted)]
+        assert names[0] == names[1]
+
+
+def _two(**arguments: Any) -> Toy:
+    module = Toy()
+    torch.manual_seed(5)
+    apply(module, [PeftAdapter({"a": LORA | {"init_lora_weights": False}, "b": LORA | {"r": 4}}, **arguments)])
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if ".lora_B." in name:
+                p.copy_(torch.randn(p.shape) / 4)
+    return module
+
+
+def test_several_are_mixed_switched_and_merged_as_weighted() -> None:
+    x = torch.randn(3, 16)
+    module, linear = _two(), _two().net.blocks[0].up
+    own = linear.base_layer(x)
+    part = {n: linear.scaling[n] * linear.lora_B[n](linear.lora_A[n](x)) for n in ("a", "b")}
+    torch.testing.assert_close(module.net.blocks[0].up(x), own + part["a"] + part["b"])
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    switch_adapters(module, {"a": 0.25, "b": 2})
+    torch.testing.assert_close(module.net.blocks[0].up(x), own + 0.25 * part["a"] + 2 * part["b"])
+    switch_adapters(module, ["b"])
+    torch.testing.assert_close(module.net.blocks[0].up(x), own + part["b"])
+    assert trained == [name for name, p in module.named_parameters() if p.requires_grad]
+    mixed = _two(active={"a": 0.5, "b": 1.0}, train=["b"])
+    assert all(".b." in name for name, p in mixed.named_parameters() if p.requires_grad)
+    y = mixed.net(x)
+    torch.testing.assert_close(merge_adapters(mixed).net(x), y, rtol=1e-5, atol=1e-5)
+
+
+@NOISE
+def test_several_resume_and_each_is_exported_where_peft_looks(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    def adapter() -> PeftAdapter:
+        one = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+        return PeftAdapter(
+            {"default": one, "other": one | {"r": 4}}, active={"default": 1.0, "other": 0.5}, train=["other"]
+        )
+
+    def fit(epochs: int, **arguments: Any) -> tuple[Language, L.Trainer]:
+        module = Language(decoder("Llama"))
+        run = L.Trainer(callbacks=[adapter()], **QUIET, max_epochs=epochs)
+        run.fit(module, **arguments)
+        return module, run
+
+    module, run = fit(2)
+    run.save_checkpoint(tmp_path / "two.ckpt")
+    _, half = fit(1)
+    half.save_checkpoint(tmp_path / "one.ckpt")
+    assert_equal(weights(module), weights(fit(2, ckpt_path=tmp_path / "one.ckpt")[0]), "resumed")
+    restored = restore(Language(decoder("Llama")), tmp_path / "two.ckpt")
+    assert torch.equal(logits(restored.network), logits(module.network))
+    command = [str(tmp_path / "two.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]
+    assert export([*command, "--no-check"]) == 0
+    theirs = PeftModel.from_pretrained(decoder("Llama"), tmp_path / "out")
+    theirs.load_adapter(str(tmp_path / "out" / "other"), "other")
+    switch_adapters(module, ["other"])
+    theirs.set_adapter("other")
+    assert torch.equal(logits(theirs), logits(module.network))
+
+
+@NOISE
+def test_export_merged_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    module, run = _fit(_options("LOKR"), 2)
+    run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    y = logits(module.network)
+    decoder("Llama").save_pretrained(tmp_path / "base")
+    out = ["--format", "merged", "--output", str(tmp_path / "merged"), "--base", str(tmp_path / "base"), "--no-check"]
+    assert export([str(tmp_path / "a.ckpt"), *out]) == 0
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), y, rtol=1e-4, atol=1e-4
+    )
+    out = ["--format", "safetensors", "--output", str(tmp_path / "plain")]
+    assert export([str(tmp_path / "a.ckpt"), *out]) == 2  # the class of the module is not known
+
+
+def test_peft_types_that_misread_quantised_weights_are_refused_and_others_merge_into_floats() -> None:
+    with pytest.raises(ConfigurationError, match=r"peft's LOKR misreads the quantised weight of 'blocks\.0\.up'"):
+        apply(Toy(), [QuantizeBase(), PeftAdapter(LOKR)])
+    module, x = Toy(), torch.randn(3, 16)
+    apply(module, [QuantizeBase(), PeftAdapter({"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["up"]})])
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.3) if p.requires_grad else None
+    y = module.net(x)
+    merge_adapters(module)
+    torch.testing.assert_close(module.net(x), y, rtol=1e-4, atol=1e-4)
+    assert module.state_dict().keys() == Toy().state_dict().keys()
+
+
+def test_bad_configs_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    cases = {
+        r"peft has no peft_type 'lokrr', did you mean 'LOKR'\?": {"peft_type": "lokrr"},
+        r"LOKR has no option 'rank'": {"peft_type": "lokr", "rank": 3},
+        r"peft refuses the options of ADAMSS": {
+            "peft_type": "ADAMSS",
+            "r": 0,
+            "use_asa": True,
+            "asa_target_subspaces": 0,
+        },
+        r"config must be fields of a peft configuration": {"a": LOKR, "b": "folder"},
+        r"with peft_type, or its object, got 'folder'": "folder",
+        r"the name of an adapter must be without dots": {"a.b": LOKR},
+    }
+    for message, config in cases.items():
+        with pytest.raises(ConfigurationError, match=message):
+            PeftAdapter(config)
+    with pytest.raises(ConfigurationError, match=r"train must be among a, got 'b'"):
+        PeftAdapter({"a": LOKR, "b": LOKR}, active=["a"], train=["b"])
+    with pytest.raises(ConfigurationError, match=r"Target modules.*nowhere.*not found"):
+        apply(Toy(), [PeftAdapter({"peft_type": "LOKR", "target_modules": ["nowhere"]})])
+    with pytest.raises(ConfigurationError, match=r"change the frozen weight .* itself"):
+        apply(Toy(), [PeftAdapter(LORA | {"init_lora_weights": "pissa"})])
+    two = {"a": LORA, "b": {"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["stem"]}}
+    with pytest.raises(ConfigurationError, match=r"the weight of b must be 1 for OFT"):
+        apply(Toy(), [PeftAdapter(two, active={"a": 1.0, "b": 0.5})])
+    with pytest.raises(ConfigurationError, match=r"network must be a dotted name in the module, such as \['net'\]"):
+        apply(Toy(), [PeftAdapter(LOKR, network="nett")])
+    once = Toy()
+    apply(once, [PeftAdapter(LOKR)])
+    write_peft_folder(tmp_path, *peft_files(peft_placement(once), once.state_dict())["default"])
+    with pytest.raises(ConfigurationError, match=r"does not fit Net: \d+ tensors are missing, unknown or of another"):
+        apply(Toy(), [PeftAdapter({"start_from": str(tmp_path), "target_modules": ["up"]})])
+
+
+def test_objects_of_peft_are_taken_and_recorded_as_fields() -> None:
+    from peft import LoKrConfig
+
+    given = PeftAdapter(LoKrConfig(r=2, alpha=4, target_modules={"up", "down"}))
+    assert given.arguments()["config"] == {"peft_type": "LOKR", "r": 2, "alpha": 4, "target_modules": ["down", "up"]}
+    assert network_of(Toy()) == "net"
+    assert network_of(Language(decoder("Llama"))) == "network"
+
+
+def test_dpo_asks_the_base_under_disabled_adapters() -> None:
+    from lit_efficient.tasks.reference import Reference
+
+    module = Toy()
+    apply(module, [PeftAdapter(LOKR | {"modules_to_save": ["head"]})])
+    reference, x = Reference(module.net), torch.randn(2, 16)
+    y = module.net(x)
+    assert not reference.tensors
+    trainer([], max_epochs=2).fit(module, data(), data())
+    assert not torch.allclose(module.net(x), y, atol=1e-3)
+    assert torch.equal(reference(module.net, lambda: module.net(x)), y)

@@ -54,6 +54,13 @@ def dequantize_groups(packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return ((codes - zero[..., None]) * scale[..., None]).flatten(1)
 
 
+def codes_on_grid(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Codes [out, in / 2] of the nearest values that given scales and zero points [out, in / g] can hold."""
+    groups = weight.unflatten(1, (scale.shape[1], -1))
+    codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, LEVELS).to(torch.uint8).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
 def shifted_zeros(scale: Tensor, zero: Tensor, delta: Tensor) -> Tensor:
     """The zero points [out, in / g] with which each weight is larger by its group's ``delta`` [out, in / g]."""
     wide = torch.promote_types(zero.dtype, delta.dtype)

@@ -4,10 +4,12 @@
     pissa          y = W x + s (B A - B0 A0) x,              s B0 A0 = the r largest singular parts of W
     dora           y = m (W + s B A) x / ||W + s B A||_row,  m starts as ||W||_row, the norm has no gradient
     qalora         y = W x + s B A P x,                      P sums x over the groups of an int4 weight, A [r, in / g]
+    rounded        y = Q(W + s B A) x,                       Q rounds to the grid of an int4 weight, gradient as without
 
 ``A`` [r, in] and ``B`` [out, r] stand beside ``weight`` as ``lora_A`` and ``lora_B``; ``weight`` keeps name and value,
 so PiSSA subtracts what it took instead of editing the weight. The sum starts as exactly ``W x`` for every variant.
 ``B A P`` is constant over each group of inputs: QA-LoRA merges into the zero points of the weight, which stays in int4.
+``rounded`` trains what is left of the sum when it is an int4 weight again, so that it merges into the codes as it is.
 Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, PiSSA
 https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
 """
@@ -23,10 +25,12 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import padded
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
+from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.surgery import mix_in
 
-VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora")
+VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
+ON_INT4 = ("qalora", "rounded")  # which merge into an int4 weight, and need one
 
 
 def scale_of(variant: str, alpha: float, rank: int) -> float:
@@ -143,6 +147,35 @@ class _LowRankGroups(_LowRankLinear):
         return super()._low_rank(x.unflatten(-1, (-1, self.group_size)).sum(-1, dtype=a.dtype), a, b)
 
 
+class _LowRankRounded(_LowRankLinear):
+    """An int4 layer that computes with the int4 weight that its adapter merges into.
+
+    The idea of L4Q (https://arxiv.org/abs/2402.04902), for a base that is rounded already.
+    """
+
+    weight_scale: Tensor
+    weight_zero: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with the rounded sum; the gradient passes the rounding as if it were not there."""
+        if self.adapter_off:
+            return super(LowRank, self).forward(x)  # type: ignore[misc,no-any-return]
+        delta = self.lora_scale * (self.lora_B @ self.lora_A)
+        with torch.no_grad():
+            rounded = dequantize_groups(rounded_codes(self), self.weight_scale, self.weight_zero)
+        weight = rounded + (delta - delta.detach())
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, weight.to(x.dtype), bias)
+
+
+@torch.no_grad()
+def rounded_codes(layer: Any) -> Tensor:
+    """The int4 codes of the sum of an int4 weight and its adapter."""
+    return codes_on_grid(adapted_matrix(layer), layer.weight_scale, layer.weight_zero)
+
+
 class _LowRankConv2d(LowRank):
     stride: Any
     padding: Any
@@ -246,8 +279,8 @@ def add_low_rank(
         name: Its dotted name: with ``seed`` it decides the draw, alike on all ranks.
         rank: ``r``.
         alpha: Numerator of the scale.
-        variant: ``lora``, ``rslora``, ``dora``, ``pissa`` or ``qalora``; embeddings know the first two, and the last is
-            for int4 layers.
+        variant: ``lora``, ``rslora``, ``dora``, ``pissa``, ``qalora`` or ``rounded``; embeddings know the first two,
+            and the last two are for int4 layers.
         dropout: On the adapter's input.
         seed: Of the draw.
     """
@@ -275,7 +308,7 @@ def add_low_rank(
         module.register_buffer("lora_squared", rows.clone(), persistent=False)
     mix_in(
         module,
-        _LowRankGroups if variant == "qalora" else _MIXINS[kind],
+        {"qalora": _LowRankGroups, "rounded": _LowRankRounded}.get(variant, _MIXINS[kind]),
         lora_variant=variant,
         lora_scale=scale_of(variant, alpha, rank),
         lora_dropout=dropout,

@@ -2,6 +2,7 @@
 
     W <- m (W + s B A) / ||W + s B A||_row    (m and the norm for DoRA only)
     zero <- zero - s B A / scale              (QA-LoRA: the codes of the int4 weight stay as they are)
+    code <- round((W + s B A) / scale + zero) (rounded: scales and zero points stay)
 
 Costs: nothing at inference any more; the adapter can no longer be taken off
 """
@@ -16,7 +17,13 @@ from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
 from lit_efficient.mechanisms.adapters.int4 import shifted_zeros
-from lit_efficient.mechanisms.adapters.low_rank import LowRank, _LowRankConv1D, _LowRankEmbedding, adapted_matrix
+from lit_efficient.mechanisms.adapters.low_rank import (
+    LowRank,
+    _LowRankConv1D,
+    _LowRankEmbedding,
+    adapted_matrix,
+    rounded_codes,
+)
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.peft_methods import merge_peft, networks
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_bitsandbytes, is_quantized, plain_layer
@@ -28,9 +35,10 @@ from lit_efficient.surgery import mix_in, mix_out
 def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Module:
     """Merge every adapter in ``module``, in place, and return it.
 
-    A quantised layer becomes a float one with the dequantised weight; but QA-LoRA's layers, and int4 layers without an
-    adapter, stay in int4 (:func:`dequantize_layers` makes floats of them). A weight that is tied to another layer's is
-    given a copy of its own first: the adapter belongs to one use of it. Frozen parameters stay frozen.
+    A quantised layer becomes a float one with the dequantised weight; but the layers of QA-LoRA and ``rounded``, and
+    int4 layers without an adapter, stay in int4 (:func:`dequantize_layers` makes floats of them). A weight that is tied
+    to another layer's is given a copy of its own first: the adapter belongs to one use of it. Frozen parameters stay
+    frozen.
 
     Args:
         module: What adapters were put on; it may hold none.
@@ -103,6 +111,10 @@ def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
     if part.lora_variant == "qalora":
         delta = part.lora_scale * (part.lora_B @ part.lora_A)
         part.weight_zero.copy_(shifted_zeros(part.weight_scale, part.weight_zero, delta))
+        _strip(part)
+        return
+    if part.lora_variant == "rounded":
+        part.weight.copy_(rounded_codes(part))
         _strip(part)
         return
     matrix = adapted_matrix(part)

@@ -115,6 +115,11 @@ def to_peft(
         where: What :func:`placement` gave.
         arguments: Those of the technique ``LoRA``.
     """
+    if arguments["variant"] == "rounded":
+        raise ConfigurationError(
+            "export: peft adds what it loads, and variant rounded computes with the sum rounded to int4: use format "
+            "safetensors, or merged"
+        )
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, find_targets, is_tied
 from lit_efficient.surgery import memory_of, mix_in, own_draws
 
-WHO = "PeftAdapter"
 _NOTE = "_lit_efficient_peft"
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -67,23 +67,24 @@ def peft_config(options: Mapping[str, Any]) -> Any:
 
         if kind in {one.value for one in PEFT_TYPE_TO_CONFIG_MAPPING}:
             raise ConfigurationError(
-                f"{WHO}: peft_type {kind} needs peft's own model around the network (it has prompts, state that layers "
-                f"share, or a forward of its own), which a LightningModule is not; those without are {', '.join(known)}"
+                f"PeftAdapter: peft_type {kind} needs peft's own model around the network (it has prompts or a "
+                f"forward of its own), which a LightningModule is not; those without are {', '.join(known)}"
             )
         raise ConfigurationError(
-            f"{WHO}: peft has no peft_type {options.get('peft_type')!r}{did_you_mean(kind, known)} ({', '.join(known)})"
+            f"PeftAdapter: peft has no peft_type {options.get('peft_type')!r}{did_you_mean(kind, known)} "
+            f"({', '.join(known)})"
         )
-    fields = known[kind].__dataclass_fields__
-    if odd := [name for name in options if name not in fields]:
-        near = did_you_mean(odd[0], fields)
-        raise ConfigurationError(f"{WHO}: {kind} has no option {odd[0]!r}{near} ({', '.join(fields)})")
+    names = [one.name for one in fields(known[kind])]
+    if odd := [name for name in options if name not in names]:
+        near = did_you_mean(odd[0], names)
+        raise ConfigurationError(f"PeftAdapter: {kind} has no option {odd[0]!r}{near} ({', '.join(names)})")
     rest = {name: value for name, value in options.items() if name not in ("peft_type", "inference_mode")}
     try:
         config = known[kind](**copy.deepcopy(rest), inference_mode=False)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"{WHO}: peft refuses the options of {kind}: {error}") from error
+        raise ConfigurationError(f"PeftAdapter: peft refuses the options of {kind}: {error}") from error
     if getattr(config, "use_asa", False):
-        raise ConfigurationError(f"{WHO}: use_asa of {kind} is a step of peft's own model; leave it out")
+        raise ConfigurationError(f"PeftAdapter: use_asa of {kind} is a step of peft's own model; leave it out")
     return config
 
 
@@ -92,9 +93,11 @@ def config_options(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return {str(key): _primitive(value) for key, value in config.items()}
     given = {name: _primitive(value) for name, value in config.to_dict().items()}
-    fields = type(config).__dataclass_fields__
-    default = {name: one.default for name, one in fields.items()}
-    kept = {name: value for name, value in given.items() if name in fields and value != default[name]}
+    usual: dict[str, Any] = {}
+    for one in fields(config):
+        usual[one.name] = one.default if one.default_factory is MISSING else one.default_factory()
+    usual["peft_version"] = given.get("peft_version")  # of whoever writes it
+    kept = {name: value for name, value in given.items() if name in usual and value != usual[name]}
     return kept | {"peft_type": given["peft_type"]}
 
 
@@ -123,8 +126,8 @@ def read_peft_folder(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{place / _FILES[0]} cannot be read: {error}") from error
     known = methods().get(config.get("peft_type", ""))
-    fields = known.__dataclass_fields__ if known else config
-    kept = {name: one for name, one in config.items() if name in fields and one is not None}
+    names = [one.name for one in fields(known)] if known else [*config]
+    kept = {name: one for name, one in config.items() if name in names and one is not None and name != "peft_version"}
     return kept, load_tensors(place / _FILES[1])
 
 
@@ -175,7 +178,9 @@ def inject(
     for name, options in configs.items():
         config = peft_config(options)
         if str(getattr(config, "target_modules", "")).lower() == ALL_LINEAR:
-            config.target_modules = {one for one, _ in find_targets(root, ALL_LINEAR, who=WHO)}
+            config.target_modules = {
+                one for one, _ in find_targets(root, ALL_LINEAR, who="PeftAdapter: target_modules")
+            }
         with _refusing(f"put {options['peft_type']} on {type(root).__name__}"), own_draws(seed):
             tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=name)
         cast_adapter_dtype(root, name)
@@ -183,8 +188,8 @@ def inject(
     for name, parameter, digest in before:
         if _digest(parameter) != digest:
             raise ConfigurationError(
-                f"{WHO}: these options change the frozen weight {name!r} itself, which no other checkpoint of the base "
-                "would fit any more: choose another start of the adapter"
+                f"PeftAdapter: these options change the frozen weight {name!r} itself, which no other checkpoint "
+                "of the base would fit any more: choose another start of the adapter"
             )
     for part in root.modules():
         if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) and not isinstance(part, PeftLayer):
@@ -202,7 +207,9 @@ def _shared(tuner: nn.Module, root: nn.Module) -> dict[str, str]:
     places = {memory_of(tensor): name for name, tensor in root.state_dict().items()}
     own = {name: tensor for name, tensor in tuner.state_dict().items() if not name.startswith("model.")}
     if lost := [name for name, tensor in own.items() if memory_of(tensor) not in places]:
-        raise ConfigurationError(f"{WHO}: {type(tuner).__name__} of peft keeps {lost[0]!r} outside of the network")
+        raise ConfigurationError(
+            f"PeftAdapter: {type(tuner).__name__} of peft keeps {lost[0]!r} outside of the network"
+        )
     return {f"base_model.{name}": places[memory_of(tensor)] for name, tensor in own.items()}
 
 
@@ -214,7 +221,7 @@ def _refusing(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             yield
     except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError, ImportError) as error:
-        raise ConfigurationError(f"{WHO}: peft cannot {what}: {' '.join(str(error).split())[:400]}") from error
+        raise ConfigurationError(f"PeftAdapter: peft cannot {what}: {' '.join(str(error).split())[:400]}") from error
 
 
 def networks(module: nn.Module) -> list[nn.Module]:
@@ -239,14 +246,16 @@ def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, floa
     roots: list[Any] = networks(module)
     for root in roots:
         if odd := [name for name in weights if name not in root.peft_config]:
-            raise refusal(WHO, "the active adapters", f"among {', '.join(root.peft_config)}", odd[0])
+            raise refusal("PeftAdapter", "the active adapters", f"among {', '.join(root.peft_config)}", odd[0])
         trained = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
         layers = [part for part in root.modules() if isinstance(part, PeftLayer)]
         for name, weight in weights.items():
             scaled = [part for part in layers if name in getattr(part, "scaling", {})]
             if weight != 1 and not (scaled and _scales(scaled[0], name)):
                 kind = root.peft_config[name].peft_type.value
-                raise refusal(WHO, f"the weight of {name}", f"1 for {kind}, whose update is no product", weight)
+                raise refusal(
+                    "PeftAdapter", f"the weight of {name}", f"1 for {kind}, whose update is no product", weight
+                )
             for part in scaled if weight != 1 or root.__dict__[_NOTE]["active"].get(name, 1) != 1 else ():
                 part.set_scale(name, weight)
         with _refusing(f"mix {', '.join(weights)}"):
@@ -305,13 +314,13 @@ def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder
     wrong = sorted(own.keys() ^ tensors.keys()) or [key for key in own if own[key].shape != tensors[key].shape]
     if wrong:
         raise ConfigurationError(
-            f"{WHO}: {folder} does not fit {type(root).__name__}: {len(wrong)} tensors are missing, unknown or of "
-            f"another shape, first {wrong[0]!r}"
+            f"PeftAdapter: {folder} does not fit {type(root).__name__}: {len(wrong)} tensors are missing, unknown "
+            f"or of another shape, first {wrong[0]!r}"
         )
     if beside := [key for key in _beside(root, own) if not torch.equal(own[key], tensors[key])]:
         raise ConfigurationError(
-            f"{WHO}: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no state_dict: a "
-            "checkpoint could not hold it"
+            f"PeftAdapter: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no "
+            "state_dict: a checkpoint could not hold it"
         )
     for key, place in own.items():  # which are the network's own
         place.copy_(tensors[key])
@@ -433,7 +442,7 @@ def _check_rounded(root: Any) -> None:
         if not same:
             kinds = ", ".join(config.peft_type.value for config in root.peft_config.values())
             raise ConfigurationError(
-                f"{WHO}: peft's {kinds} misreads the quantised weight of {name!r} ({type(base).__name__}): use "
+                f"PeftAdapter: peft's {kinds} misreads the quantised weight of {name!r} ({type(base).__name__}): use "
                 "peft_type LORA, or no quantised base"
             )
 

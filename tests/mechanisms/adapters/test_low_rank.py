@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_efficient import ConfigurationError, merge_adapters
-from lit_efficient.mechanisms.adapters.low_rank import VARIANTS, LowRank, add_low_rank, dora_norm
+from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, LowRank, add_low_rank, dora_norm
 from lit_efficient.mechanisms.adapters.targets import find_targets
 
 
@@ -46,7 +46,7 @@ def _adapted(kind: str, variant: str, *, trained: bool = True) -> tuple[nn.Modul
     return layer, x, before
 
 
-FLOAT = [variant for variant in VARIANTS if variant != "qalora"]  # which is for int4: see test_int4.py
+FLOAT = [variant for variant in VARIANTS if variant not in ON_INT4]  # see test_int4.py and test_survival.py
 CASES = [(k, v) for k in LAYERS for v in FLOAT if k != "embedding" or v in ("lora", "rslora")]
 
 
