@@ -63,3 +63,5 @@ class StochasticRounding(Technique):
         """Draw what follows from the run's step."""
         if isinstance(optimizer, Float32Step):
             optimizer.rounding.step = trainer.global_step
+
+    on_before_zero_grad = on_before_optimizer_step  # before the backward pass, where some step already
