@@ -44,7 +44,7 @@ class Phase(IntEnum):
     COMPILE = 70  # traces what all of the above made
     SHARD = 80  # splits parameters that nothing may replace any more
     OPTIMIZER = 90  # sees the parameters as they will be stepped
-    ROUND = 95  # stores what the optimizer's step computes, whatever class it has become
+    ROUND = 93  # stores what the optimizer's step computes, whatever class it has become
     STEP = 97  # moves the finished optimizer's step elsewhere
     LOSS = 100  # acts in every step, on what the module returned
     CONSTRAIN = 105  # says what holds for the weights after each step

@@ -62,8 +62,9 @@ class KahanSummation(Technique):
             details={"compensation_bytes": 2 * count},
         )
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Draw what follows from the run's step, which may be made in the backward pass."""
-        for optimizer in trainer.optimizers:
-            if isinstance(optimizer, Float32Step):
-                optimizer.rounding.step = trainer.global_step
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Draw what follows from the run's step."""
+        if isinstance(optimizer, Float32Step):
+            optimizer.rounding.step = trainer.global_step
+
+    on_before_zero_grad = on_before_optimizer_step  # before the backward pass, where some step already
