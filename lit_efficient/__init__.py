@@ -78,8 +78,6 @@ PUBLIC: dict[str, str] = {
     "distillation_divergence": "losses.distillation",
     "chunked_distillation": "losses.chunked_distillation",
     "suggest_lr": "mechanisms.trials.rate_range",
-    "RandomDirections": "optimizers.low_rank_adamw",
-    "StrongestDirections": "optimizers.low_rank_adamw",
     "to_low_rank": "optimizers.low_rank",
     "to_low_bit": "optimizers.low_bit",
     # slot model

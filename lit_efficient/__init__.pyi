@@ -62,8 +62,6 @@ from lit_efficient.losses.snr import snr_weight as snr_weight
 from lit_efficient.losses.distillation import distillation_divergence as distillation_divergence
 from lit_efficient.losses.chunked_distillation import chunked_distillation as chunked_distillation
 from lit_efficient.mechanisms.trials.rate_range import suggest_lr as suggest_lr
-from lit_efficient.optimizers.low_rank_adamw import RandomDirections as RandomDirections
-from lit_efficient.optimizers.low_rank_adamw import StrongestDirections as StrongestDirections
 from lit_efficient.optimizers.low_rank import to_low_rank as to_low_rank
 from lit_efficient.optimizers.low_bit import to_low_bit as to_low_bit
 from lit_efficient.tasks.language_modeling import LanguageModeling as LanguageModeling

@@ -56,7 +56,7 @@ def to_low_rank(
     Args:
         optimizer: AdamW, FusedAdamW, or Adam without coupled decay.
         matrices: What is projected, of those that the optimizer holds: matrices, stacks [E, m, n], filters.
-        subspace: ``StrongestDirections`` (GaLore) or ``RandomDirections`` (APOLLO).
+        subspace: ``StrongestDirections`` (GaLore) or ``RandomDirections`` (APOLLO) of ``optimizers.low_rank_adamw``.
         bits: 32, or 8 for moments of at least 4,096 elements (bitsandbytes).
         keep_32bit: Parameters whose moments keep 32 bits.
         trains_later: Parameters that are frozen for now.

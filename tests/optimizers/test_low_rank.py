@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_efficient import ConfigurationError, FusedAdamW, Lion, RandomDirections, StrongestDirections, to_low_rank
+from lit_efficient import ConfigurationError, FusedAdamW, Lion, to_low_rank
 from lit_efficient.errors import DivergedError
 from lit_efficient.optimizers.low_bit import measure_state_bytes
-from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW
+from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, RandomDirections, StrongestDirections
 from tests.support import assert_equal
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 12), (3, 10, 20)]
