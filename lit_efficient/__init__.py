@@ -100,6 +100,7 @@ PUBLIC: dict[str, str] = {
     "step_in_float32": "optimizers.float32_step",
     "to_apollo": "optimizers.low_rank",
     "to_galore": "optimizers.low_rank",
+    "to_low_rank": "optimizers.low_rank",
     "to_low_bit": "optimizers.low_bit",
     # slot model
     "LanguageModeling": "tasks.language_modeling",

@@ -84,6 +84,7 @@ from lit_efficient.optimizers.float32_step import round_stochastically as round_
 from lit_efficient.optimizers.float32_step import step_in_float32 as step_in_float32
 from lit_efficient.optimizers.low_rank import to_apollo as to_apollo
 from lit_efficient.optimizers.low_rank import to_galore as to_galore
+from lit_efficient.optimizers.low_rank import to_low_rank as to_low_rank
 from lit_efficient.optimizers.low_bit import to_low_bit as to_low_bit
 from lit_efficient.tasks.language_modeling import LanguageModeling as LanguageModeling
 from lit_efficient.tasks.distillation import Distillation as Distillation

@@ -8,7 +8,6 @@ Costs: one product with the basis a step, which is drawn again in each; a rate o
 Source: Zhu et al. (2024), https://arxiv.org/abs/2412.05270; the limit of growth: Chen et al. (2024), https://arxiv.org/abs/2410.01623
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -17,7 +16,8 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_choice, check_number
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
-from lit_efficient.optimizers.low_rank import check_whole, rewrite, to_apollo
+from lit_efficient.optimizers.low_rank import check_whole, rewrite
+from lit_efficient.optimizers.low_rank_adamw import RandomDirections
 from lit_efficient.technique import Technique
 
 
@@ -88,12 +88,5 @@ class APOLLO(Technique):
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Turn ``optimizer`` into APOLLO in place."""
-        turn = partial(
-            to_apollo,
-            rank=self.rank,
-            update_every=self.update_every,
-            scale=self.scale,
-            tensorwise=self.granularity == "tensor",
-            bits=self.bits,
-        )
-        return rewrite(optimizer, module, self.targets, self.rank, turn, "APOLLO")
+        subspace = RandomDirections(self.rank, self.update_every, self.scale, self.granularity == "tensor")
+        return rewrite(optimizer, module, self.targets, subspace, self.bits, "APOLLO")

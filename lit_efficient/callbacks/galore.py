@@ -8,7 +8,6 @@ Costs: two products with the basis a step, a decomposition every T steps, and a 
 Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -17,7 +16,8 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_choice, check_number
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
-from lit_efficient.optimizers.low_rank import check_whole, rewrite, to_galore
+from lit_efficient.optimizers.low_rank import check_whole, rewrite
+from lit_efficient.optimizers.low_rank_adamw import StrongestDirections
 from lit_efficient.technique import Technique
 
 
@@ -85,12 +85,5 @@ class GaLore(Technique):
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Turn ``optimizer`` into GaLore in place."""
-        turn = partial(
-            to_galore,
-            rank=self.rank,
-            update_every=self.update_every,
-            scale=self.scale,
-            bits=self.bits,
-            exact=self.exact,
-        )
-        return rewrite(optimizer, module, self.targets, self.rank, turn, "GaLore")
+        subspace = StrongestDirections(self.rank, self.update_every, self.scale, self.exact)
+        return rewrite(optimizer, module, self.targets, subspace, self.bits, "GaLore")

@@ -6,7 +6,7 @@
 Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024), https://arxiv.org/abs/2412.05270
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from lit_efficient.declaration import Report, held
 from lit_efficient.errors import ConfigurationError, ConflictError, check_installed, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
-from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Random, Strongest, Subspace, as_matrices
+from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
 
 _SMALLEST_LOW = 4096  # moments of fewer elements keep their 32 bits, as in bitsandbytes
@@ -26,7 +26,7 @@ _SMALLEST_LOW = 4096  # moments of fewer elements keep their 32 bits, as in bits
 
 @dataclass(frozen=True)
 class LowRankStates:
-    """What :func:`to_galore` and :func:`to_apollo` did, in this process.
+    """What :func:`to_low_rank` did, in this process.
 
     Args:
         projected: Parameters whose moments live in a subspace, those that are frozen for now among them.
@@ -41,29 +41,23 @@ class LowRankStates:
     full_bytes: int
 
 
-def to_galore(
+def to_low_rank(
     optimizer: Optimizer,
     matrices: Iterable[Tensor],
-    rank: int = 128,
-    update_every: int = 200,
-    scale: float = 0.25,
-    *,
+    subspace: Subspace,
     bits: int = 32,
-    exact: bool = False,
+    *,
     keep_32bit: Set[Tensor] = frozenset(),
     trains_later: Set[Tensor] = frozenset(),
-    who: str = "to_galore",
+    who: str = "to_low_rank",
 ) -> LowRankStates:
-    """Turn AdamW, which has not stepped yet, into GaLore in place; groups and schedulers stay valid.
+    """Turn AdamW, which has not stepped yet, into its low-rank form in place; groups and schedulers stay valid.
 
     Args:
         optimizer: AdamW, FusedAdamW, or Adam without coupled decay.
         matrices: What is projected, of those that the optimizer holds: matrices, stacks [E, m, n], filters.
-        rank: Dimensions of the subspace; a matrix with no longer side is stepped by AdamW as it was.
-        update_every: Steps after which the subspace is chosen anew.
-        scale: Of the update of what is projected.
+        subspace: ``StrongestDirections`` (GaLore) or ``RandomDirections`` (APOLLO) of ``optimizers.low_rank_adamw``.
         bits: 32, or 8 for moments of at least 4,096 elements (bitsandbytes).
-        exact: Decompose gradients exactly instead of randomised.
         keep_32bit: Parameters whose moments keep 32 bits.
         trains_later: Parameters that are frozen for now.
         who: Name for errors.
@@ -72,50 +66,6 @@ def to_galore(
         ConfigurationError: For another optimizer, a setting that has no low-rank form, or a rank above all sides.
         ConflictError: For sharded parameters (DTensors).
     """
-    subspace = Strongest(rank, update_every, scale, exact)
-    return _turn(optimizer, who, subspace, matrices, bits, keep_32bit, trains_later)
-
-
-def to_apollo(
-    optimizer: Optimizer,
-    matrices: Iterable[Tensor],
-    rank: int = 256,
-    update_every: int = 200,
-    scale: float = 1.0,
-    *,
-    tensorwise: bool = False,
-    bits: int = 32,
-    keep_32bit: Set[Tensor] = frozenset(),
-    trains_later: Set[Tensor] = frozenset(),
-    who: str = "to_apollo",
-) -> LowRankStates:
-    """Turn AdamW, which has not stepped yet, into APOLLO in place; as :func:`to_galore`, but for ``tensorwise``.
-
-    Args:
-        optimizer: AdamW, FusedAdamW, or Adam without coupled decay.
-        matrices: What is projected, of those that the optimizer holds.
-        rank: Dimensions of the random subspace; one with ``tensorwise`` is APOLLO-Mini.
-        update_every: Steps after which the subspace is drawn anew.
-        scale: Of the update of what is projected.
-        tensorwise: One scale a matrix instead of one a channel.
-        bits: 32, or 8 for moments of at least 4,096 elements (bitsandbytes).
-        keep_32bit: Parameters whose moments keep 32 bits.
-        trains_later: Parameters that are frozen for now.
-        who: Name for errors.
-    """
-    subspace = Random(rank, update_every, scale, tensorwise)
-    return _turn(optimizer, who, subspace, matrices, bits, keep_32bit, trains_later)
-
-
-def _turn(
-    optimizer: Optimizer,
-    who: str,
-    subspace: Subspace,
-    matrices: Iterable[Tensor],
-    bits: int,
-    keep_32bit: Set[Tensor],
-    trains_later: Set[Tensor],
-) -> LowRankStates:
     rank = subspace.rank
     _check(optimizer, who)
     every = _held_by(optimizer)
@@ -158,22 +108,9 @@ def check_whole(trainer: Any, who: str) -> None:
 
 
 def rewrite(
-    optimizer: Optimizer,
-    module: nn.Module,
-    targets: str | list[str],
-    rank: int,
-    turn: Callable[..., LowRankStates],
-    who: str,
+    optimizer: Optimizer, module: nn.Module, targets: str | list[str], subspace: Subspace, bits: int, who: str
 ) -> Report:
-    """Turn the optimizer of a module by :func:`to_galore` or :func:`to_apollo`, with its settings in ``turn``.
-
-    Args:
-        optimizer: One of the module's; that holds no target stays as it is.
-        module: Any module.
-        targets: ``all-linear`` (experts' stacks, too), or patterns.
-        rank: As in ``turn``, for the report.
-        turn: Called with the optimizer, the matrices, and by ``keep_32bit``, ``trains_later`` and ``who``.
-        who: Name of the technique, for errors.
+    """Turn the optimizer of a module by :func:`to_low_rank`; one that holds no target stays as it is.
 
     Raises:
         ConfigurationError: If there are no such layers, or none of them trains.
@@ -194,19 +131,19 @@ def rewrite(
         return Report(f"{kind}: holds none of the targets and stays as it is")
     kinds = (nn.Embedding, nn.EmbeddingBag)
     tables = {p for part in module.modules() if isinstance(part, kinds) for p in part.parameters(recurse=False)}
-    done = turn(optimizer, list(found), keep_32bit=tables, trains_later=later, who=who)
+    done = to_low_rank(optimizer, found, subspace, bits, keep_32bit=tables, trains_later=later, who=who)
     each, full = done.state_bytes / done.total, done.full_bytes / done.total
     projected = [p for p in done.projected if p in trained]
     count = sum(p in trained for p in _held_by(optimizer))
     aside = f", {count - len(projected)} of full rank stepped as before" if count > len(projected) else ""
     saved = done.full_bytes - done.state_bytes
     return Report(
-        f"{kind}: {len(projected)} of {count} matrices in {rank} dimensions{aside}; {each:.2f} instead of "
+        f"{kind}: {len(projected)} of {count} matrices in {subspace.rank} dimensions{aside}; {each:.2f} instead of "
         f"{full:.2f} bytes of state a parameter, {saved / 2**20:.1f} MiB saved",
         modules=tuple(trained[p].rpartition(".")[0] for p in projected),
         parameters=sum(p.numel() for p in projected),
         bytes_saved=saved,
-        details={"state_bytes": done.state_bytes, "state_bytes_per_parameter": round(each, 4), "rank": rank},
+        details={"state_bytes": done.state_bytes, "state_bytes_per_parameter": round(each, 4), "rank": subspace.rank},
     )
 
 

@@ -35,13 +35,7 @@ _GROWTH = 1.01  # of an update's norm from step to step, at most: the limiter of
 
 @dataclass(frozen=True)
 class Subspace:
-    """In which subspace gradients are seen, and what becomes of Adam's step there. One of the two classes below.
-
-    Args:
-        rank: Its dimensions.
-        update_every: Steps after which it is chosen anew.
-        scale: Of the update.
-    """
+    """In which subspace gradients are seen, and what becomes of Adam's step there. One of the two classes below."""
 
     rank: int
     update_every: int
@@ -67,10 +61,13 @@ class Subspace:
 
 
 @dataclass(frozen=True)
-class Strongest(Subspace):
+class StrongestDirections(Subspace):
     """GaLore: the step is taken in the subspace of the gradient's strongest directions, and back out of it.
 
     Args:
+        rank: Its dimensions; a matrix whose shorter side has no more is stepped by AdamW as it was.
+        update_every: Steps after which it is chosen anew.
+        scale: Of the update.
         exact: Decompose gradients exactly; else randomised.
     """
 
@@ -100,10 +97,13 @@ class Strongest(Subspace):
 
 
 @dataclass(frozen=True)
-class Random(Subspace):
+class RandomDirections(Subspace):
     """APOLLO: Adam's step in a random subspace says by how much each channel of the gradient is scaled.
 
     Args:
+        rank: Its dimensions; a matrix whose shorter side has no more is stepped by AdamW as it was.
+        update_every: Steps after which it is chosen anew.
+        scale: Of the update.
         tensorwise: One scale for all of a matrix instead of one a channel.
     """
 

@@ -12,14 +12,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_efficient import ConfigurationError, FusedAdamW, Lion, to_apollo, to_galore
+from lit_efficient import ConfigurationError, FusedAdamW, Lion, to_low_rank
 from lit_efficient.errors import DivergedError
 from lit_efficient.optimizers.low_bit import measure_state_bytes
-from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW
+from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, RandomDirections, StrongestDirections
 from tests.support import assert_equal
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 12), (3, 10, 20)]
 LR, BETAS, EPS, DECAY = 0.02, (0.8, 0.95), 1e-8, 0.1
+
+
+def to_galore(
+    optimizer: Any, ps: Any, rank: int, every: int = 200, scale: float = 0.25, *, exact: bool = False, bits: int = 32
+) -> Any:
+    return to_low_rank(optimizer, ps, StrongestDirections(rank, every, scale, exact), bits)
+
+
+def to_apollo(
+    optimizer: Any,
+    ps: Any,
+    rank: int,
+    every: int = 200,
+    scale: float = 1.0,
+    *,
+    tensorwise: bool = False,
+    bits: int = 32,
+) -> Any:
+    return to_low_rank(optimizer, ps, RandomDirections(rank, every, scale, tensorwise), bits)
 
 
 def gradients(shapes: list[tuple[int, ...]], steps: int, seed: int = 0) -> list[list[Tensor]]:
@@ -312,10 +331,10 @@ def test_the_optimizer_that_is_turned_stays_where_schedulers_point() -> None:
 @pytest.mark.parametrize(
     ("make", "rank", "bits", "message"),
     [
-        (adamw, 17, 32, "to_galore: rank must be at most 16, the full rank of its largest target, got 17"),
-        (adamw, 4, 8, "to_galore: bits must be 32 where no moments have 4,096 elements: so few are small, got 8"),
-        (Lion, 4, 32, "to_galore: Lion has no low-rank form; allowed: AdamW, FusedAdamW, Adam"),
-        (torch.optim.SGD, 4, 32, "to_galore: SGD has no low-rank form"),
+        (adamw, 17, 32, "to_low_rank: rank must be at most 16, the full rank of its largest target, got 17"),
+        (adamw, 4, 8, "to_low_rank: bits must be 32 where no moments have 4,096 elements: so few are small, got 8"),
+        (Lion, 4, 32, "to_low_rank: Lion has no low-rank form; allowed: AdamW, FusedAdamW, Adam"),
+        (torch.optim.SGD, 4, 32, "to_low_rank: SGD has no low-rank form"),
         (lambda ps: torch.optim.AdamW(ps, amsgrad=True), 4, 32, r"AdamW\(amsgrad=True\) has no low-rank form"),
         (lambda ps: torch.optim.Adam(ps, weight_decay=0.1), 4, 32, "adds decay to the gradient: use AdamW"),
     ],
