@@ -18,6 +18,7 @@ from lit_efficient.declaration import Report
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_fetchers import pass_through, put_states, read_ahead
 from lit_efficient.internals.lightning_loops import arrives_unchanged
+from lit_efficient.internals.torch_compiler import counts
 from lit_efficient.mechanisms.host_waits import HostWaits, unwatch, watch
 from lit_efficient.mechanisms.moving import move, tensors_in
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader
@@ -35,7 +36,8 @@ class DevicePrefetcher(Technique):
     set draws random numbers in this process, or a hook of the module has a hand in the transfer, it does less, and says
     so. What a callback changes in the data after a step reaches the batch after the next. On a CPU it does nothing.
 
-    In the second step it looks where the host waits for the device, and names file and line.
+    In the second step, unless something is compiled, it looks where the host waits for the device, and names file and
+    line.
 
     Args:
         ahead: whether to read the next training batch while this one is computed; without, batches are only copied on
@@ -89,7 +91,8 @@ class DevicePrefetcher(Technique):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._stream is not None and self._waits is None and self._batches > 1:
             self._waits = HostWaits()
-            watch(trainer, self._looking)
+            if not counts()[2]:  # the compiler gives up on what it meets for the first time while it is watched
+                watch(trainer, self._looking)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if not self._reads_ahead or self._stream is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
@@ -165,6 +166,26 @@ def test_sums_are_those_of_torchs_own_counter(network: str) -> None:
     missing = 3.5 * 4 * 32 * 2 * 2 * 256 if network == "gpt" else 0  # torch has no formula for the CPU's attention
     assert meter.sums.total() == counter.get_total_flops() + missing
     assert meter.sums["row"] == (0 if network == "convolution" else 2 * 256 * ATTENTION)
+
+
+class Elementwise(Model):
+    """Multiplies no matrices in its first ``empty`` steps."""
+
+    empty = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx >= self.empty else self.net.norm.weight.sum()
+
+
+def test_a_step_without_operations_is_tried_again_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(ThroughputMeter, "_counting", lambda self: counted.append(1) or nullcontext())
+    fit(ThroughputMeter(), max_steps=6, loader=rows(24))
+    assert len(counted) == 3 * 2  # forward and backward
+    monkeypatch.undo()
+    fit(meter := ThroughputMeter(), module=Elementwise(), max_steps=6, loader=rows(24))
+    assert meter.flops is not None
+    assert meter.flops.position == 6 * matrices(Model())
 
 
 def test_odd_ones_are_counted_or_named() -> None:

@@ -40,7 +40,7 @@ def made(kind: str, request: pytest.FixtureRequest, **more: Any) -> Any:
     if kind == "latents":
         data: Any = EncodedData(folder, statistics="none", held_out=4, batch_size=4, **more)
     else:
-        view = ImageView(resolution=8, horizontal_flip=True)
+        view = ImageView(resolution=8, horizontal_flip=True, variants=2)
         data = ImageData(train=folder, view=view, val_fraction=0.2, batch_size=4, **more)
     data.prepare_data()
     data.setup("fit")
