@@ -26,6 +26,7 @@ from lit_efficient.mechanisms.rewind import random_states, same_random_states, s
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 
+_STATELESS = ("lightning", "pytorch_lightning")  # whose data modules have no state by themselves
 _BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hooks that take a batch on the host
 
 
@@ -135,7 +136,11 @@ class DevicePrefetcher(Technique):
         elif training:
             loaders = loaders_in(combined_loader(trainer))
             self._seeded, self._in_epoch = all(isinstance(loader, ResumableLoader) for loader in loaders), 0
-            if self._seeded and self.ahead:
+            keeper = getattr(type(trainer.datamodule), "state_dict", None)
+            if not str(getattr(keeper, "__module__", "lightning")).startswith(_STATELESS):
+                self._reads_ahead = False
+                self._say("the data module has a state, which may count what is read: nothing is read ahead")
+            elif self._seeded and self.ahead:
                 self._reads_ahead = True
 
     def _asked(self) -> None:
