@@ -233,6 +233,7 @@ class Positioned(LightningDataModule):
         return {"read": self.rows.read}
 
 
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
 def test_a_data_module_with_a_state_is_not_read_ahead_of() -> None:
     reads, technique = Reads((data := Positioned()).rows), DevicePrefetcher()
     with fake_cuda():
