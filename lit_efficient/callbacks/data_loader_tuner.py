@@ -10,6 +10,7 @@ Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html, as
 
 import copy
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -222,7 +223,7 @@ class DataLoaderTuner(Technique):
         start, device = Loading.of(loader), trainer.strategy.root_device
         workers = [start.num_workers]
         if not iterable and not self._draws(trainer, loader):
-            workers = [n for n in self._numbers(trainer) if n or not loader.timeout]
+            workers = [n for n in self._numbers(trainer, start) if n or not loader.timeout]
         pin = [False, True] if device.type == "cuda" else []
 
         def cost(loading: Loading) -> float:
@@ -235,9 +236,15 @@ class DataLoaderTuner(Technique):
         rank_zero_info("\n".join([f"DataLoaderTuner: {choice} (was: {start})", *lines]))
         return set_loading(copied(loader), *astuple(choice))
 
-    def _numbers(self, trainer: Any) -> list[int]:
+    def _numbers(self, trainer: Any, start: Loading) -> list[int]:
         if self.workers is not None:
             return list(self.workers)
+        if not start.num_workers and multiprocessing.get_start_method() != "fork":
+            rank_zero_info(
+                "DataLoaderTuner: workers would import the main script again, which may not be made for that: none are "
+                "tried. Name their numbers if it is: workers=[0, 2, 4]"
+            )
+            return [0]
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         most = max(1, processors // max(1, trainer.num_devices))
         return [0, *(2**i for i in range(most.bit_length()))]

@@ -18,6 +18,7 @@ from lit_efficient.declaration import Report
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_fetchers import pass_through, put_states, read_ahead
 from lit_efficient.internals.lightning_loops import arrives_unchanged
+from lit_efficient.internals.torch_compiler import counts
 from lit_efficient.mechanisms.host_waits import HostWaits, unwatch, watch
 from lit_efficient.mechanisms.moving import move, tensors_in
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader
@@ -25,6 +26,7 @@ from lit_efficient.mechanisms.rewind import random_states, same_random_states, s
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 
+_STATELESS = ("lightning", "pytorch_lightning")  # whose data modules have no state by themselves
 _BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hooks that take a batch on the host
 
 
@@ -35,7 +37,8 @@ class DevicePrefetcher(Technique):
     set draws random numbers in this process, or a hook of the module has a hand in the transfer, it does less, and says
     so. What a callback changes in the data after a step reaches the batch after the next. On a CPU it does nothing.
 
-    In the second step it looks where the host waits for the device, and names file and line.
+    In the second step, unless something is compiled, it looks where the host waits for the device, and names file and
+    line.
 
     Args:
         ahead: whether to read the next training batch while this one is computed; without, batches are only copied on
@@ -89,7 +92,8 @@ class DevicePrefetcher(Technique):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._stream is not None and self._waits is None and self._batches > 1:
             self._waits = HostWaits()
-            watch(trainer, self._looking)
+            if not counts()[2]:  # the compiler gives up on what it meets for the first time while it is watched
+                watch(trainer, self._looking)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if not self._reads_ahead or self._stream is None:
@@ -132,7 +136,11 @@ class DevicePrefetcher(Technique):
         elif training:
             loaders = loaders_in(combined_loader(trainer))
             self._seeded, self._in_epoch = all(isinstance(loader, ResumableLoader) for loader in loaders), 0
-            if self._seeded and self.ahead:
+            keeper = getattr(type(trainer.datamodule), "state_dict", None)
+            if not str(getattr(keeper, "__module__", "lightning")).startswith(_STATELESS):
+                self._reads_ahead = False
+                self._say("the data module has a state, which may count what is read: nothing is read ahead")
+            elif self._seeded and self.ahead:
                 self._reads_ahead = True
 
     def _asked(self) -> None:

@@ -28,6 +28,8 @@ from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number
 from lit_efficient.mechanisms.run_figures import RunFigures
 
+_TRIES = 3
+
 
 class ThroughputMeter(RunFigures):
     """All of `RunMetrics`, tokens with padding, model FLOPs utilisation, memory by kind; a line at the end of the fit.
@@ -55,6 +57,7 @@ class ThroughputMeter(RunFigures):
         self._by_type: Counter[torch.dtype] = Counter()
         self._trained = 0  # elements of the parameters that trained when it was counted
         self._meter: FlopMeter | None = None  # while it counts
+        self._tries = 0  # steps that had no operation to count
         self._total, self._steady = Amount(), [0.0, 0.0]  # without windows in which it counted; seconds, waited
         self._counted_in = False
         self._gradients = 0  # bytes
@@ -62,7 +65,7 @@ class ThroughputMeter(RunFigures):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self.flops, self.figures = None, {}
+        self.flops, self.figures, self._tries = None, {}, 0
         self._total, self._steady = Amount(), [0.0, 0.0]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -73,7 +76,7 @@ class ThroughputMeter(RunFigures):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self.count_flops and self.flops is None:
+        if self.count_flops and self.flops is None and self._tries < _TRIES:
             self._meter = FlopMeter(batch["input_ids"].shape[1] if measure(batch)[0].squares else 0)
             watch(trainer, self._counting)
         self._before, self._activations = _allocated(trainer), 0
@@ -90,7 +93,9 @@ class ThroughputMeter(RunFigures):
             self._gradients = held_bytes(parameter.grad for parameter in pl_module.parameters())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (meter := self._stop_counting(trainer)) is not None and meter.sums:
+        meter = self._stop_counting(trainer)
+        self._tries += meter is not None and not meter.sums
+        if meter is not None and meter.sums:
             amount, unit = measure(batch)
             self.flops, self._by_type = meter.per(amount), meter.by_type
             self._trained, self._counted_in = _trained(pl_module), True
@@ -135,16 +140,12 @@ class ThroughputMeter(RunFigures):
             values["model_tflops"] = model / 1e12
             if peak := self.peak_flops or peak_flops_of(device, self._by_type):
                 values |= {"mfu": model / peak, "hfu": self.flops.hardware(self._held) / seconds / peak}
-        states = (
-            value
-            for optimizer in trainer.optimizers
-            for state in optimizer.state.values()
-            for value in (state.values() if isinstance(state, dict) else ())
-        )
+        optimizers = [getattr(optimizer, "state", {}) for optimizer in trainer.optimizers]  # some have none
+        states = [state for kept in optimizers for state in kept.values() if isinstance(state, dict)]
         sizes = {
             "weights": held_bytes([*module.parameters(), *module.buffers()]),
             "gradients": self._gradients,
-            "optimizer": held_bytes(states),
+            "optimizer": held_bytes(value for state in states for value in state.values()),
             "activations": self._activations,
         }
         values |= {f"memory_{name}_gib": size / 2**30 for name, size in sizes.items() if size}

@@ -26,7 +26,7 @@ class _Passing:
             (item, after), self._waiting = self._waiting, None
             for name, value in zip(_KEPT, after):
                 setattr(self, name, value)
-        if isinstance(item, StopIteration):
+        if isinstance(item, Exception):
             raise item
         batch, *place = item
         return (self.handed(batch), *place)
@@ -35,9 +35,9 @@ class _Passing:
         self.asked()
         try:
             batch, *place = super().__next__()  # type: ignore[misc]
-        except StopIteration as end:
-            return end
-        return (self.passed(batch), *place)
+            return (self.passed(batch), *place)
+        except Exception as error:  # the end, or what a batch that was read ahead must not do to the step before
+            return error
 
     def reset(self) -> None:
         self._waiting = None

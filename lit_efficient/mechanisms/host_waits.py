@@ -78,7 +78,9 @@ def place_of(frame: FrameType | None) -> str:
 
 def watch(trainer: Any, make: Callable[[], AbstractContextManager[Any]]) -> None:
     """Run forward and backward passes of a fit in the contexts that ``make`` returns, until :func:`unwatch`."""
-    trainer.strategy.__dict__.setdefault(_WATCHES, []).append(make)
+    watches = trainer.strategy.__dict__.setdefault(_WATCHES, [])
+    if make not in watches:
+        watches.append(make)
     for name, wrap in _WRAPS.items():
         wrap_method(trainer.strategy, name, wrap)
 

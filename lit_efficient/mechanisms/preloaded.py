@@ -10,7 +10,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.trials.memory import available_cpu_memory, format_bytes
 from lit_efficient.mechanisms.trials.probes import sample_bytes
 
-_LOOKED_AT = 32  # items, of which the size of all is told
+_LOOKED_AT = 32  # items, which tell the size of all
 _SHARE = 0.8  # of the free memory that they may take
 
 

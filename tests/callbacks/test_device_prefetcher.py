@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -153,7 +153,8 @@ class Saves(Callback):
 
 @pytest.mark.parametrize("stop", [2, 6])
 def test_what_was_only_read_does_not_count_when_resumed(tmp_path: Path, stop: int) -> None:
-    path, options = tmp_path / "stop.ckpt", {"max_epochs": 2, "max_steps": -1}
+    path = tmp_path / "stop.ckpt"
+    options: dict[str, Any] = {"max_epochs": 2, "max_steps": -1}
     run, whole = fit(DevicePrefetcher(), Saves(path, stop), data=Numbers(True), **options)
     state = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]
     assert state["combined_loader"] == [{"epoch": 0, "round": 0, "batches": stop}]
@@ -190,6 +191,55 @@ class Hooked(Drawing):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         assert not on_cuda(batch[0])
         return batch
+
+
+def test_an_error_of_the_next_batch_leaves_this_step_whole() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 7:
+                raise ValueError("row 7 is broken")
+            return super().__getitem__(index)
+
+    steps = []
+    for callbacks in ([], [DevicePrefetcher()]):
+        count = Steps()
+        with pytest.raises(ValueError, match="row 7 is broken"):
+            fit(*callbacks, count, data=Broken())
+        steps.append(count.done)
+    assert steps[0] == steps[1]
+
+
+class Steps(Callback):
+    done = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.done = trainer.global_step
+
+
+class Positioned(LightningDataModule):
+    """Counts what is read, in its own state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Numbers()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, 2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(), 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.rows.read}
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
+def test_a_data_module_with_a_state_is_not_read_ahead_of() -> None:
+    reads, technique = Reads((data := Positioned()).rows), DevicePrefetcher()
+    with fake_cuda():
+        trainer([technique, reads], accelerator="gpu", limit_val_batches=0).fit(Drawing(), datamodule=data)
+    assert reads.in_step == [2, 4, 6, 8, 10, 12]
+    assert any("data module has a state" in said for said in technique._said)
 
 
 def test_a_hook_of_the_transfer_sees_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:

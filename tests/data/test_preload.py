@@ -23,7 +23,10 @@ ROWS = 20
 def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("latents")
     rng = np.random.default_rng(0)
-    rows = {"latents": rng.normal(size=(ROWS, 4, 8, 8)).astype(np.float32), "labels": rng.integers(0, 3, ROWS)}
+    rows: dict[str, Any] = {
+        "latents": rng.normal(size=(ROWS, 4, 8, 8)).astype(np.float32),
+        "labels": rng.integers(0, 3, ROWS),
+    }
     save_file(rows, folder / "rows.safetensors")
     return folder
 
@@ -40,7 +43,7 @@ def made(kind: str, request: pytest.FixtureRequest, **more: Any) -> Any:
     if kind == "latents":
         data: Any = EncodedData(folder, statistics="none", held_out=4, batch_size=4, **more)
     else:
-        view = ImageView(resolution=8, horizontal_flip=True)
+        view = ImageView(resolution=8, horizontal_flip=True, variants=2)
         data = ImageData(train=folder, view=view, val_fraction=0.2, batch_size=4, **more)
     data.prepare_data()
     data.setup("fit")
@@ -55,11 +58,16 @@ def test_batches_are_those_that_are_read_and_each_item_is_read_once(
     reads: list[Any] = []
     read = type(kept.items).__getitem__
     loaders = [(plain.train_dataloader(), kept.train_dataloader()), (plain.val_dataloader(), kept.val_dataloader())]
-    monkeypatch.setattr(type(kept.items), "__getitem__", lambda self, key: reads.append(key) or read(self, key))
+
+    def noted(self: Any, key: Any) -> Any:
+        reads.append(key)
+        return read(self, key)
+
+    monkeypatch.setattr(type(kept.items), "__getitem__", noted)
     for expected, found in loaders:
         for epoch in range(2):
             for loader in (expected, found):
-                loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]
+                loader.sampler.set_epoch(epoch)
             ours = list(found)
             assert reads == []
             assert_equal(ours, list(expected))
