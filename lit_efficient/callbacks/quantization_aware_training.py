@@ -21,10 +21,6 @@ from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.surgery import call_layers, mix_under, name_pattern, unmixed
 from lit_efficient.technique import Technique
 
-_ADAPTED = (
-    "what it trains would be merged into weights that were rounded without it: train all weights, or leave it out"
-)
-
 
 def imitate_int4(linear: nn.Linear, group_size: int) -> None:
     """Let a linear layer round its weight to int4 and its input to int8 in each forward pass, in place.
@@ -89,7 +85,10 @@ class QuantizationAwareTraining(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "QuantizeBase": "it rounds weights for good, which then do not train: use one of the two",
         "Float8Precision": "it multiplies in float8 what is to be rounded to int4: use one of the two",
-        **dict.fromkeys(("LoRA", "IA3", "PrefixTuning"), _ADAPTED),
+        "LoRA": "its adapters would be merged into weights that were rounded without them: use QuantizeBase beside it",
+        "IA3": "its factors would be merged into weights that were rounded without them: use QuantizeBase beside it",
+        "PeftAdapter": "its adapters would be merged into weights that were rounded without them: leave one out",
+        "PrefixTuning": "it freezes the weights, which then do not learn to be rounded: use QuantizeBase beside it",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "int4 weights that were trained as such")}
 

@@ -158,6 +158,7 @@ class Float8Precision(PrecisionTechnique):
         weights = sum(linears[name].weight.numel() for name in found)
         every = sum(p.numel() for p in module.parameters())
         left = [name for name in linears if name not in found]
+        left += [f"{name} (stacked experts)" for name, _, _ in expert_stacks(module)]
         stays = f"; in {self.precision} stay {', '.join(left[:6])}" if left else ""
         return Report(
             f"{len(found)} of {len(linears)} linear layers multiply in float8 ({self.recipe}"
@@ -226,7 +227,8 @@ def _sizes(linear: Any) -> tuple[int, int]:
 def _heads(module: nn.Module, linears: Mapping[str, nn.Module]) -> Iterator[str]:
     """Layers that make the outputs: named by transformers, tied to an embedding, or the last one of the network."""
     networks: list[Any] = [part for part in module.modules() if hasattr(part, "get_output_embeddings")]
-    named = [network.get_output_embeddings() for network in networks]
+    given = [network.get_output_embeddings() for network in networks]
+    named = [head for head in given if head is not None]  # classifiers have none
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     last = list(linears)[-1:]
     for name, part in linears.items():

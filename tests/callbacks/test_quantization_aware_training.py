@@ -170,7 +170,7 @@ def test_tied_and_odd_layers_stay_and_are_named() -> None:
     assert "stem, blocks.0.down" in report.summary
     with pytest.raises(ConfigurationError, match=r"no linear layer whose inputs group_size=48.*\[16, 64\]"):
         apply(Net(), [QuantizationAwareTraining(group_size=48)])
-    with pytest.raises(ConflictError, match=r"LoRA.*rounded without it"):
+    with pytest.raises(ConflictError, match=r"LoRA.*rounded without them"):
         trainer([QuantizationAwareTraining(8), LoRA(rank=2)]).fit(Toy("init"), data(), data())
 
 

@@ -237,9 +237,9 @@ def allowed(*names: str) -> bool:
 
 
 def _together() -> tuple[str, ...]:
-    """As many techniques as go together, in the order of their names."""
+    """As many techniques as go together, in the order of their names; what is no callback comes last."""
     chosen: list[str] = []
-    for name in NAMES:
+    for name in sorted(NAMES, key=lambda name: not isinstance(CASES[name].make(), Technique)):
         if name != "Compile" and allowed(*chosen, name):
             chosen.append(name)
     return tuple(chosen)

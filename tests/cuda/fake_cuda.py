@@ -18,6 +18,8 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cuda", 0)
@@ -53,7 +55,14 @@ class _Side:
 def on_cuda(tensor: Tensor) -> bool:
     """Whether a tensor counts as lying on the device."""
     with torch._C.DisableTorchFunction():
+        if is_traceable_wrapper_subclass(tensor):  # it has no numbers of its own
+            return any(on_cuda(getattr(tensor, key)) for key in tensor.__tensor_flatten__()[0])
         return getattr(tensor.untyped_storage(), "on_fake_cuda", False)
+
+
+def _is_here(x: object) -> bool:
+    """Whether it is a tensor of numbers that are here; a wrapper of such may take its device for the GPU."""
+    return isinstance(x, Tensor) and (x.device.type == "cpu" or is_traceable_wrapper_subclass(x))
 
 
 class _Move(torch.autograd.Function):
@@ -134,7 +143,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, f: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu"]
+            given = [x for x in tree_leaves((args, kwargs)) if _is_here(x)]
             sides = [on_cuda(x) for x in given]
             cuda = any(sides)
             name = f._schema.name.partition("::")[2]

@@ -13,6 +13,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -215,6 +216,10 @@ def test_what_must_stay_is_left_out_by_what_it_is(gpt: GPT) -> None:
     assert not any("gating" in name for name in report.modules)
     assert len(report.modules) == 33
     assert report.details["left_names"] == "1.0.gating, 1.1.gating, 2"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vit = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=16)
+    report = apply(transformers.ViTForImageClassification(vit), [emulated(modules="all")])["Float8Precision"]
+    assert report.details["left_names"] == "classifier"  # though the model names no output embeddings
     tied = copy.deepcopy(gpt)
     tied.blocks[0].mlp.up.weight = nn.Parameter(torch.zeros(128, 60))
     tied.blocks[0].mlp.up.in_features = 60
