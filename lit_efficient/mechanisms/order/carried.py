@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from lit_efficient.surgery import unmixed
 
-_KNOWN = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lit_efficient"}  # they see to it themselves
+_KNOWN = {
+    "torch",
+    "torchmetrics",
+    "lightning",
+    "pytorch_lightning",
+    "bitsandbytes",
+    "lit_efficient",
+}  # see to it themselves
 _SHORT = 8  # of lists: a state for each layer, say
 
 
