@@ -29,6 +29,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.torch_modules import forward_hooks
+from lit_efficient.optimizers.host_states import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.technique import PrecisionTechnique, Technique
 
@@ -258,12 +259,13 @@ class Watch(L.Callback):
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Note the gradients."""
-        taken = {p for optimizer in trainer.optimizers for p in getattr(optimizer, "gradients_taken", ())}
-        left = [(name, p.grad) for name, p in pl_module.named_parameters() if p not in taken and p.grad is not None]
-        self.gradients = dict(self._taken)
-        self._taken.clear()
-        for name, gradient in left:
-            self.gradients[name] = gradient.detach().clone()
+        early = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, InBackward)]
+        taken = {p for optimizer in early for p in optimizer.gradients_taken}
+        away = {p: g for o in trainer.optimizers if o not in early for p, g in gradients_of(o).items()}
+        here = [(name, p) for name, p in pl_module.named_parameters() if p not in taken and p not in away]
+        left = [(n, p.grad) for n, p in here] + [(n, away.get(p)) for n, p in pl_module.named_parameters()]
+        self.gradients = self._taken | {name: g.detach().clone() for name, g in left if g is not None}
+        self._taken = {}
 
     def _take(self, module: nn.Module, parameter: Any) -> None:
         """Note a gradient that will not be there later."""

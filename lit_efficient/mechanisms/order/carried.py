@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lit_efficient.surgery import unmixed
 
-_KNOWN = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lit_efficient", "bitsandbytes"}  # they see to it themselves
+# These see to it themselves.
+_KNOWN = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "bitsandbytes", "lit_efficient"}
 _SHORT = 8  # of lists: a state for each layer, say
 
 
