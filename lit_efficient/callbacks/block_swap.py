@@ -27,6 +27,8 @@ from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Technique
 
+_AT_ONCE = 2  # blocks on the device
+
 
 class _Swapped(Loads, Stays, nn.Module):
     """Mix-in of a block. It acts around the call, so that what is compiled, recomputed or hooked lies within."""
@@ -81,7 +83,9 @@ class BlockSwap(Technique):
     phase = Phase.RECOMPUTE
     training_only = True
     conflicts: ClassVar[dict[str, str]] = {
-        "Compile(modules='network')": "blocks that are compiled as a part of a whole are not seen: use modules='blocks'"
+        "Compile(modules='network')": "blocks inside of what is compiled as a whole are not seen: use modules='blocks'",
+        "Compile(mode='reduce-overhead')": "CUDA graphs want weights that stay where they are: leave mode out",
+        "Compile(mode='max-autotune')": "CUDA graphs want weights that stay: use max-autotune-no-cudagraphs",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (4, "frozen weights of the blocks, for transfers in each step")
@@ -108,8 +112,13 @@ class BlockSwap(Technique):
 
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who=type(self).__name__, declared=False)
-        if len(found) - self.keep < 3:
-            allowed = f"at most {len(found) - 3}, since two of the {len(found)} blocks are on the device anyway"
+        if len(found) <= _AT_ONCE:
+            raise ConfigurationError(
+                f"BlockSwap: {type(module).__name__} has {len(found)} blocks, and {_AT_ONCE} are on the device at a "
+                "time: there is nothing to save; name smaller parts in blocks, or leave it out"
+            )
+        if len(found) - self.keep <= _AT_ONCE:
+            allowed = f"below {len(found) - _AT_ONCE}, since {_AT_ONCE} of the {len(found)} blocks are there anyway"
             raise refusal("BlockSwap", "keep", allowed, self.keep)
         later = {id(module.get_parameter(name)) for name in held(module)}
         swap, sizes, swapped = Swap(), [], []

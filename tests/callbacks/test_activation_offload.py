@@ -65,7 +65,7 @@ def leaves_the_device(run: Run) -> None:
 
 
 ROW = Row(
-    lambda: ActivationOffload(min_bytes=512),
+    lambda: ActivationOffload(min_bytes=64),
     leaves_the_device,
     lambda: ActivationOffload(min_bytes=1),
     changes=False,
