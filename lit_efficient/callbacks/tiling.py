@@ -41,6 +41,7 @@ class _Padded(nn.Module):
     """Mix-in of an embedding or a head whose weight, and bias, have more rows than anybody sees."""
 
     _rows: int
+    _plain: tuple[str, ...]  # names of the layer's own parameters
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -71,7 +72,7 @@ class Tiling(Technique):
 
     Raises:
         ConfigurationError: To pad, without a token embedding and a head of as many rows.
-        ConflictError: To pad, under a strategy that shards weights: rows would be cut off in pieces.
+        ConflictError: To pad, under a strategy that shards weights, and beside adapters of the padded layers.
     """
 
     phase = Phase.ARCHITECTURE
@@ -107,6 +108,15 @@ class Tiling(Technique):
         details |= {"vocabulary": before, "padded_vocabulary": after}
         cost = f"{format_bytes(added)} more, {after / before - 1:.2%} more of the head's product"
         return Report(f"vocabulary {before:,} -> {after:,}: {cost}; {said}{further}", modules=names, details=details)
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        super().on_fit_start(trainer, pl_module)
+        for name, part in pl_module.named_modules():
+            if isinstance(part, _Padded) and {n for n, _ in part.named_parameters()} != set(part._plain):
+                raise ConflictError(
+                    f"Tiling: {name!r} is padded and has an adapter, which would be merged with other rows: "
+                    "name other targets, or leave out pad_vocabulary"
+                )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Look at the first batch: a linear layer's product has as many rows as it has samples or tokens."""
@@ -159,7 +169,7 @@ def _pad_vocabularies(module: nn.Module, multiple: int) -> tuple[tuple[str, ...]
                 grown[id(parameter)] = nn.Parameter(_pad(parameter.detach(), size), parameter.requires_grad)
                 added += (grown[id(parameter)].numel() - parameter.numel()) * parameter.element_size()
             setattr(part, name, grown[id(parameter)])
-        mix_in(part, kind, _rows=rows)
+        mix_in(part, kind, _rows=rows, _plain=tuple(name for name, _ in part.named_parameters()))
     return (table_name, head_name), added, rows, size
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lit_efficient import EMA, ChunkedCrossEntropy, ConfigurationError, LoRA, Tiling
+from lit_efficient import EMA, ChunkedCrossEntropy, ConfigurationError, ConflictError, LoRA, Tiling
 from lit_efficient.application import apply
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.testing import Run
@@ -116,10 +116,10 @@ def test_what_transformers_saves_a_stranger_loads(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(IDS).logits, plain)
 
 
-def test_adapters_fit_a_padded_head_and_the_rest_is_refused() -> None:
-    network = network_of("llama")
-    apply(network, [Tiling(64), LoRA(targets=["lm_head"])])
-    assert network(IDS).logits.shape == (2, 6, 97)
+def test_what_cannot_be_padded_is_refused() -> None:
+    with pytest.raises(ConflictError, match=r"'net.gpt.head' is padded and has an adapter"):
+        trainer([Tiling(8), LoRA(targets=["gpt.head"])]).fit(Toy(network=Vocabulary), data(), data(4))
+    trainer([Tiling(8), LoRA(targets=["gpt.*query"])], max_steps=1).fit(Toy(network=Vocabulary), data(), data(4))
     network = network_of("llama")
     assert apply(network, [Tiling(97)])["Tiling"].details["padded_vocabulary"] == 97
     with pytest.raises(ConfigurationError, match="has 0 such pairs"):
