@@ -210,12 +210,12 @@ def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
 
 
 def dumped(source: dict[str, Any]) -> str:
-    """The records as JSON as people wrote it: a list of strings is one line, and so are figures."""
+    """The records as JSON as people wrote it: columns of a table are one line, and so are figures."""
     lists: dict[str, str] = {}
 
     def short(value: Any) -> Any:
         numbers = isinstance(value, dict) and all(isinstance(one, int | float) for one in value.values())
-        if numbers or (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        if numbers or any(value is columns for columns in source["tables"].values()):
             name = f"list {len(lists)} of strings"
             lists[name] = json.dumps(value, ensure_ascii=False)
             return name

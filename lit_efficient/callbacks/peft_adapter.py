@@ -94,6 +94,8 @@ class PeftAdapter(Technique):
         for name, weight in self._weights.items():
             check_number("PeftAdapter", f"active: {name}", weight)
         for argument, names in (("active", self._weights), ("train", train or ())):
+            if isinstance(active if argument == "active" else train, str):
+                raise refusal("PeftAdapter", argument, "a list of names", active if argument == "active" else train)
             among = self._weights if argument == "train" else named
             if odd := [name for name in names if name not in among]:
                 raise refusal("PeftAdapter", argument, f"among {', '.join(among)}", odd[0])
