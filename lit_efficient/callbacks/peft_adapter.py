@@ -29,10 +29,12 @@ from lit_efficient.mechanisms.adapters.peft_methods import (
     read_peft_folder,
     start_from,
 )
-from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes
+from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
+
+_FIELDS = "fields of a peft configuration with peft_type, or its object"
 
 
 class PeftAdapter(Technique):
@@ -92,6 +94,8 @@ class PeftAdapter(Technique):
         for name, weight in self._weights.items():
             check_number("PeftAdapter", f"active: {name}", weight)
         for argument, names in (("active", self._weights), ("train", train or ())):
+            if isinstance(active if argument == "active" else train, str):
+                raise refusal("PeftAdapter", argument, "a list of names", active if argument == "active" else train)
             among = self._weights if argument == "train" else named
             if odd := [name for name in names if name not in among]:
                 raise refusal("PeftAdapter", argument, f"among {', '.join(among)}", odd[0])
@@ -108,9 +112,7 @@ class PeftAdapter(Technique):
     def _options(self, name: str, config: Any) -> dict[str, Any]:
         """The fields of one adapter, those of its folder under those that are given."""
         if not isinstance(config, Mapping) and not hasattr(config, "peft_type"):
-            raise refusal(
-                "PeftAdapter", "config", "fields of a peft configuration with peft_type, or its object", config
-            )
+            raise refusal("PeftAdapter", "config", _FIELDS, config)
         if not name or "." in name:
             raise refusal("PeftAdapter", "the name of an adapter", "without dots", name)
         options = config_options(config)
@@ -119,9 +121,7 @@ class PeftAdapter(Technique):
             self._folders[name] = str(folder)
             options = read_peft_folder(str(folder))[0] | options
         if "peft_type" not in options:
-            raise refusal(
-                "PeftAdapter", "config", "fields of a peft configuration with peft_type, or its object", config
-            )
+            raise refusal("PeftAdapter", "config", _FIELDS, config)
         peft_config(options)
         return options | {"peft_type": str(options["peft_type"]).upper()}
 
@@ -136,7 +136,7 @@ class PeftAdapter(Technique):
         except AttributeError as error:
             names = [name for name, _ in module.named_children()]
             raise refusal("PeftAdapter", "network", f"a dotted name in the module, such as {names}", place) from error
-        self._check(module, root)
+        self._check(root)
         for part in module.modules():
             if is_bitsandbytes(part):  # of transformers' making, perhaps
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
@@ -150,10 +150,8 @@ class PeftAdapter(Technique):
         call_layers(module)
         return self._report(module, root, trained)
 
-    def _check(self, module: nn.Module, root: nn.Module) -> None:
-        if isinstance(getattr(root, "peft_config", None), Mapping) or any(
-            isinstance(p, PeftLayer) for p in root.modules()
-        ):
+    def _check(self, root: nn.Module) -> None:
+        if isinstance(getattr(root, "peft_config", None), Mapping) or self.is_in(root):
             raise ConfigurationError(
                 f"PeftAdapter: {type(root).__name__} has adapters of peft already; merge them, or start "
                 "from the folder that they were saved in"
@@ -162,8 +160,9 @@ class PeftAdapter(Technique):
             raise ConfigurationError("PeftAdapter: weights are on the meta device: give the base its weights first")
 
     def _report(self, module: nn.Module, root: Any, trained: list[nn.Parameter]) -> Report:
-        layers = outermost(root)
-        total = count(module.parameters())
+        place = next(name for name, part in module.named_modules() if part is root)
+        layers = [f"{place}.{name}".lstrip(".") for name in outermost(root)]
+        total = sum(map(elements, {id(p): p for p in module.parameters()}.values()))
         size = sum(parameter.nbytes for parameter in trained)
         kinds = ", ".join(
             f"{one['peft_type']} {name!r}" if len(self._configs) > 1 else one["peft_type"]

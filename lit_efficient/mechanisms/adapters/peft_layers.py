@@ -27,7 +27,7 @@ class PeftLayer(Switchable):
     disable_adapters: Any
 
     @property
-    def adapter_off(self) -> bool:  # type: ignore[override]
+    def adapter_off(self) -> bool:
         """Whether the layer computes what its base does."""
         return bool(self.disable_adapters)
 

@@ -1,0 +1,233 @@
+"""Our adapters and peft's methods side by side, in the way of peft's method comparison, on a small Llama.
+
+    python benchmarks/adapters.py [--steps 50] [--only LoRA LOKR] [--device cpu] [--write]
+
+The base learns the code of Python's standard library byte by byte; each adapter then learns this repository's documents
+beside it, on the same rows, at the best of two rates. A line each: parameters that train, bytes of them, peak bytes of
+a step beyond the base (every tensor counted; on a GPU the allocator's), time of a step in parts of our LoRA's (steps of
+all contenders interleaved in one process, medians), loss on held-out documents. ``--write`` puts the table into
+benchmarks/figures.json; a document shows it between the markers of the table ``adapters``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import os
+import textwrap
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from clock import machine, now
+from torch import nn
+
+from lit_efficient import IA3, LoRA, PeftAdapter, QuantizeBase
+from lit_efficient.application import apply
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
+
+ROOT = Path(__file__).parent.parent
+WIDTH, LAYERS, LENGTH, ROWS, RANK = 128, 4, 128, 8, 8
+RATES = (1e-3, 5e-3)
+OURS: dict[str, Any] = {
+    "LoRA": lambda: [LoRA(rank=RANK)],
+    "LoRA, rslora": lambda: [LoRA(rank=RANK, variant="rslora")],
+    "LoRA, dora": lambda: [LoRA(rank=RANK, variant="dora")],
+    "LoRA, pissa": lambda: [LoRA(rank=RANK, variant="pissa")],
+    "IA3": lambda: [IA3()],
+    "QLoRA (nf4)": lambda: [QuantizeBase("nf4"), LoRA(rank=RANK)],
+    "QA-LoRA (int4)": lambda: [QuantizeBase("int4"), LoRA(rank=RANK, variant="qalora")],
+    "LoRA, rounded (int4)": lambda: [QuantizeBase("int4"), LoRA(rank=RANK, variant="rounded")],
+}
+PEFTS: dict[str, dict[str, Any]] = {  # where peft's own defaults do not fit layers this small
+    "LORA": {"r": RANK}, "LOKR": {"r": RANK}, "LOHA": {"r": RANK}, "OFT": {"oft_block_size": 16},
+    "BOFT": {"boft_block_size": 16}, "HRA": {"r": RANK}, "HIRA": {"r": RANK}, "MISS": {"r": RANK},
+    "RANDLORA": {"r": RANK}, "ROAD": {"group_size": 32}, "DELORA": {"r": RANK}, "C3A": {"block_size": 16},
+    "FOURIERFT": {"n_frequency": 500}, "WAVEFT": {"n_frequency": 500}, "SHIRA": {"r": RANK}, "GRALORA": {"r": RANK},
+    "VERA": {"r": 64}, "VBLORA": {"r": 4, "num_vectors": 64, "vector_length": 64},
+    "LN_TUNING": {"target_modules": ["input_layernorm", "post_attention_layernorm"]},
+}  # fmt: skip
+
+
+def rows(text: bytes, device: str) -> torch.Tensor:
+    """Bytes as rows of tokens."""
+    count = len(text) // LENGTH
+    return torch.frombuffer(bytearray(text[: count * LENGTH]), dtype=torch.uint8).long().view(count, LENGTH).to(device)
+
+
+def llama(device: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train().to(device)
+
+
+def loss_of(net: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return net(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+class Contender:
+    """A network with an adapter, its optimizer, and what its steps took."""
+
+    def __init__(self, name: str, base: nn.Module, rate: float) -> None:
+        self.name, self.net = name, nn.ModuleDict({"net": copy.deepcopy(base)})
+        fields = {"peft_type": name, "target_modules": "all-linear", **PEFTS.get(name, {})}
+        apply(self.net, OURS[name]() if name in OURS else [PeftAdapter(fields)])
+        self.trained = [p for p in self.net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=rate, weight_decay=0.0)
+        self.seconds: list[float] = []
+        self.peak = 0
+
+    def step(self, ids: torch.Tensor) -> None:
+        start = now(ids.device.type)
+        self.optimizer.zero_grad()
+        loss_of(self.net["net"], ids).backward()
+        self.optimizer.step()
+        self.seconds.append(now(ids.device.type) - start)
+
+    def measure(self, ids: torch.Tensor) -> None:
+        """The peak of one step, parameters and states of the adapter included, those of the base not."""
+        frozen = sum(p.nbytes for p in self.net.parameters() if not p.requires_grad)
+        if ids.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            resident = torch.cuda.memory_allocated()
+            self.step(ids)
+            self.peak = torch.cuda.max_memory_allocated() - resident
+            return
+        with AllocationMeter([*self.net.parameters(), *self.net.buffers()]) as meter:
+            self.step(ids)
+        self.peak = meter.peak - frozen
+
+    @torch.no_grad()
+    def held_out(self, ids: torch.Tensor) -> float:
+        return float(loss_of(self.net["net"].eval(), ids))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--base-steps", type=int, default=150)
+    parser.add_argument("--only", nargs="+", choices=[*OURS, *PEFTS])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print(machine(options.device), flush=True)
+    code = "".join(inspect.getsource(module) for module in (argparse, textwrap, inspect)).encode()
+    text = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
+    learn, documents = rows(code, options.device), rows(text, options.device)
+    held, documents = documents[::10], torch.cat([documents[i::10] for i in range(1, 10)])
+    base = llama(options.device)
+    optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
+    for i in range(options.base_steps):
+        batch = learn[torch.arange(i * ROWS, (i + 1) * ROWS) % len(learn)]
+        optimizer.zero_grad()
+        loss_of(base, batch).backward()
+        optimizer.step()
+    with torch.no_grad():
+        before = float(loss_of(base.eval(), held))
+    base.train()
+    print(f"base: loss {before:.3f} on held-out documents", flush=True)
+
+    names = options.only or [*OURS, *PEFTS]
+    names = ["LoRA", *(name for name in names if name != "LoRA")]
+    best: dict[str, tuple[float, float]] = {}
+    contenders: dict[str, Contender] = {}
+    for rate in RATES:
+        running = {name: Contender(name, base, rate) for name in names}
+        for i in range(options.steps):
+            batch = documents[torch.arange(i * ROWS, (i + 1) * ROWS) % len(documents)]
+            for one in running.values():
+                one.step(batch)
+        for name, one in running.items():
+            one.measure(documents[:ROWS])
+            found = one.held_out(held)
+            if name not in best or found < best[name][0]:
+                best[name], contenders[name] = (found, rate), one
+    usual = median(contenders["LoRA"].seconds)
+    records = []
+    print("method                   trains   adapter B     peak MiB    step   loss    rate", flush=True)
+    for name, one in contenders.items():
+        figures = {
+            "parameters": sum(p.numel() for p in one.trained),
+            "bytes": sum(p.nbytes for p in one.trained),
+            "peak": round(one.peak / 2**20, 2),
+            "step": round(median(one.seconds) / usual, 2),
+            "loss": round(best[name][0], 3),
+            "rate": best[name][1],
+        }
+        print(
+            f"{name:22} {figures['parameters']:8,} {figures['bytes']:11,} {figures['peak']:12.2f} "
+            f"{figures['step']:7.2f} {figures['loss']:6.3f} {figures['rate']:7.0e}"
+        )
+        records.append((name, figures))
+    if options.write:
+        write(records, before)
+
+
+def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
+    """Put the table ``adapters`` into figures.json in the place of an earlier one."""
+    from figures import here
+
+    path = Path(__file__).with_name("figures.json")
+    source = json.loads(path.read_text("utf-8"))
+    source["tables"]["adapters"] = ["Method", "Trains", "Adapter", "Peak beyond the base", "Time of a step", "Loss"]
+    now_here = here()
+    environment = {key: now_here[key] for key in ("versions", "machine")}
+    source["environments"]["adapters"] = environment
+    kept = [record for record in source["records"] if record.get("table") != "adapters"]
+    for name, figures in records:
+        shown = f"`{name}`" if name in OURS else f"`PeftAdapter`, {name}"
+        kept.append(
+            {
+                "id": f"adapters/{name}",
+                "table": "adapters",
+                "command": "python benchmarks/adapters.py",
+                "unit": "bytes; MiB; times LoRA's; nats a byte",
+                "figures": figures | {"loss_before": round(before, 3)},
+                "date": now_here["date"],
+                "threads": 1,
+                "environment": "adapters",
+                "cells": [shown, "{parameters:,}", "{bytes:,} B", "{peak} MiB", "{step:.2f}", "{loss:.3f}"],
+            }
+        )
+    source["records"] = kept
+    path.write_text(dumped(source), "utf-8")
+    page = ROOT / "docs" / "measured.md"
+    if "<!-- figures: adapters -->" not in page.read_text("utf-8"):
+        with page.open("a", encoding="utf-8") as file:
+            file.write("\n## Adapters\n\n<!-- figures: adapters -->\n<!-- /figures -->\n")
+    print("now: python -m benchmarks.figures --write")
+
+
+def dumped(source: dict[str, Any]) -> str:
+    """The records as JSON as people wrote it: columns of a table are one line, and so are figures."""
+    lists: dict[str, str] = {}
+
+    def short(value: Any) -> Any:
+        numbers = isinstance(value, dict) and all(isinstance(one, int | float) for one in value.values())
+        if numbers or any(value is columns for columns in source["tables"].values()):
+            name = f"list {len(lists)} of strings"
+            lists[name] = json.dumps(value, ensure_ascii=False)
+            return name
+        if isinstance(value, dict):
+            return {key: short(one) for key, one in value.items()}
+        return [short(one) for one in value] if isinstance(value, list) else value
+
+    text = json.dumps(short(source), indent=1, ensure_ascii=False)
+    for name, shown in lists.items():
+        text = text.replace(f'"{name}"', shown)
+    return text + "\n"
+
+
+if __name__ == "__main__":
+    main()
