@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "lit_efficient"
 # configs by name, `callbacks-` (310) and Python on the cards (180); what people use every day (3,300): check, schema,
 # completion and help (1,050), run folders with their metrics (730), sample, chat and batches of generate (650), report
 # (660), missing packages (70); bases quantised as they are read, Liger's kernel (340).
-LIMIT = 47_600
+LIMIT = 55_600
 
 
 def sources() -> dict[str, str]:
