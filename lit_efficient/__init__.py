@@ -98,8 +98,6 @@ PUBLIC: dict[str, str] = {
     "suggest_lr": "mechanisms.trials.rate_range",
     "round_stochastically": "optimizers.float32_step",
     "step_in_float32": "optimizers.float32_step",
-    "to_apollo": "optimizers.low_rank",
-    "to_galore": "optimizers.low_rank",
     "to_low_rank": "optimizers.low_rank",
     "to_low_bit": "optimizers.low_bit",
     # slot model

@@ -82,8 +82,6 @@ from lit_efficient.losses.chunked_distillation import chunked_distillation as ch
 from lit_efficient.mechanisms.trials.rate_range import suggest_lr as suggest_lr
 from lit_efficient.optimizers.float32_step import round_stochastically as round_stochastically
 from lit_efficient.optimizers.float32_step import step_in_float32 as step_in_float32
-from lit_efficient.optimizers.low_rank import to_apollo as to_apollo
-from lit_efficient.optimizers.low_rank import to_galore as to_galore
 from lit_efficient.optimizers.low_rank import to_low_rank as to_low_rank
 from lit_efficient.optimizers.low_bit import to_low_bit as to_low_bit
 from lit_efficient.tasks.language_modeling import LanguageModeling as LanguageModeling

@@ -29,7 +29,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.torch_modules import forward_hooks
-from lit_efficient.optimizers.host_states import gradients_of
+from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.technique import PrecisionTechnique, Technique
 
