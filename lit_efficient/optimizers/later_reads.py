@@ -1,6 +1,6 @@
 """Gradients that are not where their readers look: whoever reads one would take it for none, and change nothing."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from sys import _getframe
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.surgery import is_sharded
 
 _READ: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # what reading ``p.grad`` calls
 
@@ -51,3 +52,19 @@ class LaterReads(TorchFunctionMode):
                 "Leave one of the two out, or read it in a hook of the parameter (register_hook)"
             )
         return function(*args, **(kwargs or {}))
+
+
+def kept_by(zero_grad: Callable[[], Any], gone: Collection[Tensor]) -> set[Tensor]:
+    """Of parameters whose gradients are gone those that a module's own ``zero_grad``, which is called, leaves theirs.
+
+    Each is given a gradient of ones meanwhile, which takes no memory.
+    """
+    asked = [p for p in gone if p.grad is None and not is_sharded(p)]
+    for p in asked:
+        p.grad = p.detach().new_ones(()).expand(p.shape)
+    try:
+        zero_grad()
+        return {p for p in asked if p.grad is not None and p.grad.any()}
+    finally:
+        for p in asked:
+            p.grad = None
