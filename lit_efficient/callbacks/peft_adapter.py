@@ -21,9 +21,11 @@ from lit_efficient.errors import ConfigurationError, check_installed, check_numb
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost
 from lit_efficient.mechanisms.adapters.peft_methods import (
+    check_forward,
     config_options,
     inject,
     network_of,
+    networks,
     peft_config,
     peft_placement,
     read_peft_folder,
@@ -128,6 +130,12 @@ class PeftAdapter(Technique):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         restore_without_base(trainer.strategy)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if trainer.precision in ("bf16-true", "16-true"):
+            for network in networks(pl_module):
+                check_forward(network, trainer.precision_plugin.forward_context, trainer.precision)
 
     def transform(self, module: nn.Module) -> Report:
         place = network_of(module) if self.network is None else self.network
