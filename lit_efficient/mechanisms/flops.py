@@ -177,6 +177,10 @@ def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | No
         return flops * 5 // 2 if backward else flops
     if name.endswith("int_mm"):
         return int(mm_flop(args[0].shape, args[1].shape))
+    if name.endswith("grouped_mm"):  # experts, which split the rows, the columns or, for their gradients, the sum
+        one, other = args[:2]
+        groups = len(one) if one.ndim == other.ndim == 3 else 1
+        return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
     if name in ("linear", "linear_backward"):  # of wrapped and nested tensors, which autograd does not take apart
         backward = name == "linear_backward"
         return (4 if backward else 2) * args[0].numel() * args[2 if backward else 1].shape[0]

@@ -78,6 +78,21 @@ def test_a_transformer_costs_six_operations_a_weight_and_twelve_a_pair_and_width
     assert meter.flops.row_again == ATTENTION / 6  # the fused backward pass forms the scores again
 
 
+def test_experts_in_groups_cost_what_they_cost_one_by_one() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=4, **sizes)
+    ids, sums = torch.arange(64).view(4, 16), []
+    for how in ("eager", "grouped_mm"):
+        network = MixtralForCausalLM._from_config(config, experts_implementation=how)
+        with FlopMeter(16) as meter:
+            network(input_ids=ids, labels=ids).loss.backward()
+        assert not meter.unknown
+        sums.append(meter.sums)
+    assert sums[0] == sums[1]
+
+
 def test_frozen_weights_cost_four_and_adapters_six() -> None:
     module = fit(LoRA(rank=2), meter := ThroughputMeter())
     adapters = sum(p.numel() for p in module.parameters() if p.requires_grad)
