@@ -52,7 +52,7 @@ class OffloadOptimizer(Technique):
         "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both"
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (5, "all of the optimizer's states, for transfers in each step")
+        "memory": (8, "all of the optimizer's states, for transfers in each step")
     }
 
     def __init__(self, piece_mb: int = 256, gradients: bool = False) -> None:

@@ -54,7 +54,7 @@ class OptimizerInBackward(Technique):
         "modules='blocks'",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (4, "all gradients but one layer's; without accumulation and clipping by norm")
+        "memory": (6, "all gradients but one layer's; without accumulation and clipping by norm")
     }
 
     def check(self, trainer: Any, module: Any) -> None:
