@@ -156,9 +156,8 @@ def _main_params(self: Any, optimizer: Any) -> Iterator[Tensor]:
 
 def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
     """The module's own way, which may know of no gradients but those on the device."""
-    away = {o: o.host_states.gradients.arrived() for o in self.trainer.optimizers if isinstance(o, Streamed)}
-    gone = [p for stands in away.values() for p in stands]
-    kept = kept_by(lambda: inner_method(self, "optimizer_zero_grad", _zero_grad)(*args, **kwargs), gone)
-    for stands in away.values():
-        for p in stands.keys() - kept:
-            stands[p].grad = None
+    gradients = [o.host_states.gradients for o in self.trainer.optimizers if isinstance(o, Streamed)]
+    away = {p: stand for one in gradients if one is not None for p, stand in one.arrived().items()}
+    kept = kept_by(lambda: inner_method(self, "optimizer_zero_grad", _zero_grad)(*args, **kwargs), away)
+    for p in away.keys() - kept:
+        away[p].grad = None
