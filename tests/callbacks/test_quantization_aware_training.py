@@ -131,6 +131,18 @@ def test_the_export_holds_codes_and_computes_what_was_validated(
 
 
 @pytest.mark.filterwarnings("ignore:Deprecation. TorchAODType")
+def test_codes_compute_in_torch_s_own_encoder_layer() -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"net": nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)}).eval()
+    trained, x = copy.deepcopy(plain), torch.randn(2, 3, 32)
+    apply(trained, [QuantizationAwareTraining()])
+    groups = {name: 32 for name, part in trained.named_modules() if isinstance(part, _Imitates)}
+    state = dict(trained.state_dict())
+    QuantizationAwareTraining.convert_export(state, {"lit_efficient": {"int4_groups": groups}}, plain)
+    with torch.no_grad():
+        torch.testing.assert_close(plain["net"](x), trained["net"](x))
+
+
 def test_torchao_itself_loads_the_export(gpt: GPT, tmp_path: Path) -> None:
     from torchao.quantization.qat.linear import Int8DynActInt4WeightQATQuantizer
 
