@@ -1,8 +1,8 @@
 """Gradients that are not where their readers look: whoever reads one would take it for none, and change nothing."""
 
 from collections.abc import Callable, Collection, Mapping
+from inspect import currentframe
 from pathlib import Path
-from sys import _getframe
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class LaterReads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function == _READ and args[0] in self.gone:
-            code = _getframe(1).f_code
+            code = currentframe().f_back.f_code  # type: ignore[union-attr]  # CPython's has one
             raise ConfigurationError(
                 f"{self.who}: {code.co_qualname} ({Path(code.co_filename).name}, line {code.co_firstlineno}) reads the "
                 f"gradient of {self.names.get(args[0], 'a parameter')!r} after the backward pass, when {self.where}. "
