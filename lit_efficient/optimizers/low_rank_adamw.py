@@ -172,7 +172,7 @@ class LowRankAdamW(Optimizer):
 
     def _step_alone(self, group: dict[str, Any], p: Any) -> None:
         state, lr = self.state[p], float(group["lr"])
-        taken = int(state.setdefault("step", torch.tensor(0.0)))
+        taken = int(state.setdefault("step", torch.tensor(0.0, dtype=torch.float32)))
         state["step"] += 1
 
         def adam(gradient: Tensor) -> Tensor:

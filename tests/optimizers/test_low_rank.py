@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_efficient import ConfigurationError, FusedAdamW, Lion, step_in_float32, to_low_rank
+from lit_efficient import ConfigurationError, FusedAdamW, Lion, MuonAdamW, step_in_float32, to_low_rank
 from lit_efficient.errors import DivergedError
 from lit_efficient.optimizers.low_bit import measure_state_bytes
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, RandomDirections, StrongestDirections
@@ -366,3 +366,20 @@ def test_bfloat16_weights_that_step_in_float32_are_still_seen_in_the_subspace(to
         key: value.shape for key, value in full.state[q].items()
     }
     assert all(value.dtype is torch.float32 for key, value in state.items() if key in ("absmax1", "absmax2", "norm"))
+
+
+@pytest.mark.parametrize("kind", ["GaLore", "APOLLO", "MuonAdamW"])
+def test_steps_are_counted_exactly_where_bfloat16_is_the_default_type(kind: str) -> None:
+    """As it is in a training step of ``bf16-true``, where manual optimization steps: its 257 is 256."""
+    p = nn.Parameter(torch.ones(4, 4 if kind != "MuonAdamW" else 400))
+    optimizer = (MuonAdamW if kind == "MuonAdamW" else torch.optim.AdamW)([p], lr=1e-3)
+    if kind != "MuonAdamW":
+        (to_galore if kind == "GaLore" else to_apollo)(optimizer, [p], 2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(258):
+            p.grad = torch.ones(p.shape, dtype=torch.float32)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[p]["step"] == 258
