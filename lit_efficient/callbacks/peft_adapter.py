@@ -207,7 +207,7 @@ class PeftAdapter(Technique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the adapters were trained beside, and switch as it was when it was saved."""
+        """Compare the base with the one that the adapters were trained beside, and switch as when it was saved."""
         check(module, checkpoint)
         switched = checkpoint.get("lit_efficient", {}).get(cls.keeps, {}).get("active")
         if switched is not None and cls.is_in(module):

@@ -352,8 +352,8 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``root``: dotted name of the network. ``adapters``: by name the ``config``, ``files``, names in the module's
-        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. ``active``: those that took part, and by how much. The rest: see
-        :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
+        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. ``active``: which take
+        part, and by how much. The rest: see :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
     """
     (root,) = networks(module)
     name = next(name for name, part in module.named_modules() if part is root)
