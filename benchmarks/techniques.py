@@ -34,6 +34,7 @@ import lit_efficient as le
 from benchmarks import figures
 from benchmarks.technique_runs import MODELS, Setting, measure, prepared
 from lit_efficient.catalog import read_cards
+from lit_efficient.declaration import Declaration
 
 FOLDER = Path("runs/techniques")
 COMMAND = "python -m benchmarks.techniques"
@@ -58,18 +59,30 @@ def stepped(name: str, **arguments: Any) -> Setting:
     return Setting(optimizer=lambda groups: getattr(le, name)(groups, **arguments), shown=shown)
 
 
+def in_bfloat16(name: str) -> Setting:
+    return Setting(lambda: [getattr(le, name)()], trainer={"precision": "bf16-true"}, shown="beside plain bf16-true")
+
+
+LOKR = {"peft_type": "LOKR", "r": 8, "alpha": 16, "target_modules": "all-linear"}
+
+# Where 16-bit products have no instructions they take 20 times as long: only the smallest network.
 # What is not measured with its default arguments, by name and model ("": all models).
 SETTINGS: dict[tuple[str, str], Setting] = {
+    ("APOLLO", ""): Setting(lambda: [le.APOLLO(rank=16)], partial(torch.optim.AdamW, lr=1e-2), shown="rank=16"),
     ("CheckpointAverage", ""): with_callback("CheckpointAverage", last_k=5, every_n_steps=5),
     ("Compile", ""): Setting(lambda: [le.Compile()], traced=False),
     ("EMA", ""): with_callback("EMA", decay=0.99),
     ("FusedAdamW", ""): stepped("FusedAdamW", lr=2e-3),
     ("GroupedAdafactor", ""): stepped("GroupedAdafactor", lr=1e-2),
+    ("GaLore", ""): Setting(lambda: [le.GaLore(rank=16)], partial(torch.optim.AdamW, lr=1e-2), shown="rank=16"),
     ("GradualUnfreezing", ""): with_callback("GradualUnfreezing", every_n_steps=20),
+    ("KahanSummation", "DiT"): in_bfloat16("KahanSummation"),
+    ("KeepFloat32", "DiT"): in_bfloat16("KeepFloat32"),
     ("Lion", ""): stepped("Lion", lr=4e-4, weight_decay=0.1),
     ("MuonAdamW", ""): stepped("MuonAdamW", lr=2e-3),
     ("LowBitOptimizer", ""): with_callback("LowBitOptimizer", bits=8),
     ("MaxBatchSize", ""): with_callback("MaxBatchSize", max_size=128),
+    ("PeftAdapter", ""): Setting(lambda: [le.PeftAdapter(LOKR)], shown="LoKr, r=8"),
     ("PowerEMA", ""): Setting(lambda: [le.PowerEMA(sigma_rels=[0.05, 0.1])], shown="sigma_rels=[0.05, 0.1]"),
     ("PrefixTuning", ""): with_callback("PrefixTuning", num_virtual_tokens=16, init="random"),
     ("QuantizeBase", ""): Setting(
@@ -83,6 +96,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("ScheduleFreeAdamW", ""): Setting(
         lambda: [le.ScheduleFree()], partial(le.ScheduleFreeAdamW, lr=2e-3), shown="lr=0.002"
     ),
+    ("StochasticRounding", "DiT"): in_bfloat16("StochasticRounding"),
     ("StochasticDepth", ""): with_callback("StochasticDepth", rate=0.5),
     ("TokenWeightedAccumulation", ""): Setting(
         lambda: [le.TokenWeightedAccumulation()], trainer={"accumulate_grad_batches": 2}, shown="2 batches a step"
@@ -95,10 +109,14 @@ SETTINGS: dict[tuple[str, str], Setting] = {
 
 # What says nothing on these three, and why.
 ELSEWHERE = {
+    "DataLoaderTuner": "what it brings is the data's, and it measures that itself",
     "ExactResume": "benchmarks/exact_resume.py",
+    "FastMatmul": "sets nothing on a CPU",
+    "Float8Precision": "only emulated on a CPU",
     "FeatureMatching": "a teacher of one's own is most of its cost",
     "LatentAlignment": "aligns an autoencoder's training, which is none of the three",
     "LRFinder": "ends before the first step that counts",
+    "Tiling": "says what it would pad",
 }
 
 
@@ -106,7 +124,7 @@ def names() -> list[str]:
     """Techniques and optimizers, in the order of their names."""
     cards = [card for card in read_cards() if card.slot.startswith("trainer") or card.slot == "optimizer"]
     kinds = {card.name: getattr(le, card.name) for card in cards}
-    chosen = (name for name, kind in kinds.items() if issubclass(kind, le.Technique | torch.optim.Optimizer))
+    chosen = (name for name, kind in kinds.items() if issubclass(kind, Declaration | torch.optim.Optimizer))
     return sorted(name for name in chosen if name not in ELSEWHERE)
 
 

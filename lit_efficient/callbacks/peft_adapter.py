@@ -34,10 +34,13 @@ from lit_efficient.mechanisms.adapters.peft_methods import (
 )
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.models.causal_lm import Primitive
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
 
 _FIELDS = "fields of a peft configuration with peft_type, or its object"
+
+Field = Primitive | list[Primitive] | dict[str, Primitive | list[Primitive]]
 
 
 class PeftAdapter(Technique):
@@ -78,7 +81,7 @@ class PeftAdapter(Technique):
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: dict[str, Field | dict[str, Field]],
         active: list[str] | dict[str, float] | None = None,
         train: list[str] | None = None,
         network: str | None = None,

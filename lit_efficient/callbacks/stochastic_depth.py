@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -169,6 +170,7 @@ class _Droppable(nn.Module):
     _drop_streams: Streams | None  # None until a block whose code does not show what it returns has done so
     _drop_now: bool | None  # None outside a trainer's loop: draw from torch's global generator
     _drop_seed: int | None  # None there, too
+    _drop_rows: tuple[int, int] | None  # those that the last call by sample left out, and all
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block = super().forward
@@ -197,7 +199,9 @@ class _Droppable(nn.Module):
 @torch.compiler.disable
 def _rows_of(block: _Droppable, x: Tensor) -> Tensor:
     """Drawn where the batch is: a copy to a GPU would wait for it, once a block."""
-    return draw_rows(len(x), block._drop_rate, _generator(block._drop_seed, x.device), x.device)
+    rows = draw_rows(len(x), block._drop_rate, _generator(block._drop_seed, x.device), x.device)
+    block._drop_rows = len(x) - len(rows), len(x)
+    return rows
 
 
 def _generator(seed: int | None, device: torch.device | str = "cpu") -> torch.Generator | None:
@@ -220,7 +224,8 @@ class StochasticDepth(Technique):
         seed: Seed of the draws.
 
     Raises:
-        ConfigurationError: For an argument out of range, without such blocks, or for one that is not residual.
+        ConfigurationError: For an argument out of range, without such blocks, or for one that is not residual; after
+            the first batch if ``sample`` leaves out none of its rows, because they are too few for the rate.
     """
 
     phase = Phase.ARCHITECTURE
@@ -229,7 +234,7 @@ class StochasticDepth(Technique):
         "Compile(modules='network')": "each combination of dropped blocks would be a graph of its own: modules must be "
         "blocks or patterns"
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (5, "dropped blocks cost nothing: another training")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (10, "dropped blocks cost nothing: another training")}
 
     def __init__(
         self,
@@ -248,6 +253,7 @@ class StochasticDepth(Technique):
         self.skip = skip
         self.blocks = blocks
         self.seed = seed
+        self._asked = False
 
     def transform(self, module: nn.Module) -> Report:
         found, left_out = self._blocks_of(module)
@@ -257,7 +263,7 @@ class StochasticDepth(Technique):
         for name, (block, rate) in chosen.items():
             streams = known_streams(block)
             state = {"_drop_rate": rate, "_drop_by": self.skip, "_drop_streams": streams, "_drop_name": name}
-            mix_in(block, _Droppable, **state, _drop_now=None, _drop_seed=None)
+            mix_in(block, _Droppable, **state, _drop_now=None, _drop_seed=None, _drop_rows=None)
         kinds = ", ".join(sorted({type(block).__name__ for block, _ in chosen.values()}))
         rates = [rate for _, rate in chosen.values()]
         of = f" of {depth}" if left_out else ""
@@ -296,6 +302,22 @@ class StochasticDepth(Technique):
             block._drop_seed = mix_seed(self.seed, number, i, rank)
             drop = bool(torch.rand((), generator=_generator(block._drop_seed), device="cpu") < block._drop_rate)
             block._drop_now = drop and not self.worst_case
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        counts = [block._drop_rows for block in _droppable(pl_module) if block._drop_rows]
+        if self._asked or self.worst_case or not counts:
+            return
+        self._asked = True
+        none = sum(not left_out for left_out, _ in counts)
+        if none == len(counts):
+            raise ConfigurationError(
+                f"StochasticDepth: skip='sample' leaves out no row of {counts[-1][1]} in a batch at rate={self.rate}: "
+                "use skip='batch', more rows a batch or a larger rate"
+            )
+        if none:
+            rank_zero_info(
+                f"StochasticDepth: {none} of {len(counts)} blocks run on all {counts[-1][1]} rows of a batch"
+            )
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         for block in _droppable(pl_module):

@@ -56,7 +56,7 @@ def pass_through(
     if fetcher is None or "DataLoaderIter" in type(fetcher).__name__:
         return False
     if not isinstance(fetcher, _Passing):
-        kind = type(type(fetcher).__name__, (_Passing, type(fetcher)), {})
+        kind: Any = type(type(fetcher).__name__, (_Passing, type(fetcher)), {})
         other = kind.__new__(kind)
         vars(other).update(vars(fetcher))
         loop._data_fetcher = fetcher = other  # Python lets no object of such a class change it

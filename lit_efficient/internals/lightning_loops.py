@@ -4,7 +4,6 @@ Checked with lightning 2.6.6.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 DATA_FETCHER = "_DataFetcher"  # the class of what hands batches to a loop
@@ -24,12 +23,22 @@ def watch_fetching(trainer: Any, before: Callable[[], None], after: Callable[[],
     """Call two functions around each wait of a fit for its next batch: ``_on_before_fetch`` and ``_on_after_fetch``."""
     loop = trainer.fit_loop.epoch_loop
     for name, call in (("_on_before_fetch", before), ("_on_after_fetch", after)):
-        setattr(loop, name, partial(_both, partial(getattr(type(loop), name), loop), call))
+        calls = vars(loop).setdefault(name, _Calls([getattr(loop, name)]))
+        if call not in calls:  # one that watches each of several fits
+            calls.append(call)
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+class _Calls(list[Callable[[], None]]):
+    """Functions that are called as one."""
+
+    def __call__(self) -> None:
+        for call in self:
+            call()
+
+
+def zeroes_by_hand(module: Any) -> bool:
+    """Whether a module has an ``optimizer_zero_grad`` of its own."""
+    return not module.optimizer_zero_grad.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
 _TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")

@@ -1,7 +1,7 @@
 """Floating-point operations of a step, counted once on a real one, and what a device could do of them.
 
     model    = forward + backward, each product once;  attention by pairs of tokens that lie in one document
-    hardware = model + what is computed again for the backward pass + attention between documents and over padding
+    hardware = model + what is computed again for the backward pass, over padding and, of attention, between documents
 
 Counted by torch's own formulas, a multiplication and an addition as two. A frozen weight has no product in the backward
 pass, so that adapters are counted as they are computed. Causal attention counts as if it were not, as is usual.
@@ -80,7 +80,7 @@ class Flops:
     def hardware(self, amount: Amount) -> float:
         """What is computed."""
         by_position, by_row = self.position + self.position_again, self.row + self.row_again
-        by_document = (self.document + self.document_again) * float(amount.pairs)
+        by_document = (self.document + self.document_again) * float(amount.within)
         return by_position * amount.positions + by_row * amount.squares + by_document
 
 
@@ -120,9 +120,12 @@ class FlopMeter(TorchDispatchMode):
 
     def per(self, amount: Amount) -> Flops:
         """The counted operations, for each position and pair of the batch that they were counted on."""
-        parts = {"position": amount.positions, "row": amount.squares, "document": amount.pairs}
+        sums = Counter(self.sums)
+        for again in ("", "_again") if sums["document"] else ():  # a document that fills its row looks like a row
+            sums[f"document{again}"] += sums.pop(f"row{again}", 0)
+        parts = {"position": amount.positions, "row": amount.squares, "document": amount.within}
         divisors = parts | {f"{name}_again": size for name, size in parts.items()}
-        return Flops(**{name: self.sums[name] / max(float(size), 1.0) for name, size in divisors.items()})
+        return Flops(**{name: sums[name] / max(float(size), 1.0) for name, size in divisors.items()})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -177,6 +180,10 @@ def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | No
         return flops * 5 // 2 if backward else flops
     if name.endswith("int_mm"):
         return int(mm_flop(args[0].shape, args[1].shape))
+    if name.endswith("grouped_mm"):  # experts, which split the rows, the columns or, for their gradients, the sum
+        one, other = args[:2]
+        groups = len(one) if one.ndim == other.ndim == 3 else 1
+        return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
     if name in ("linear", "linear_backward"):  # of wrapped and nested tensors, which autograd does not take apart
         backward = name == "linear_backward"
         return (4 if backward else 2) * args[0].numel() * args[2 if backward else 1].shape[0]

@@ -24,12 +24,14 @@ class Amount:
         real: Those that are no padding.
         squares: Sum of the squared lengths of the rows, padding included; 0 of samples.
         pairs: Sum of the squared lengths of the documents, padding left out.
+        within: The same, with documents that are padding.
     """
 
     positions: int = 0
     real: int | Tensor = 0
     squares: int = 0
     pairs: int | Tensor = 0
+    within: int | Tensor = 0
 
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
@@ -57,16 +59,17 @@ def measure(batch: Any) -> tuple[Amount, str]:
     same = {name: t for name, t in same.items() if isinstance(t, Tensor) and t.shape == ids.shape}
     if "attention_mask" in same:
         lengths = same["attention_mask"].sum(1, dtype=torch.int64)
-        return Amount(count, lengths.sum(), squares, (lengths * lengths).sum()), unit
+        pairs = (lengths * lengths).sum()
+        return Amount(count, lengths.sum(), squares, pairs, pairs), unit
     if "position_ids" not in same or not count:
-        return Amount(count, count, squares, squares), unit
+        return Amount(count, count, squares, squares, squares), unit
     pairs = 2 * same["position_ids"] + 1  # of a document of n tokens n * n in all
     if "labels" not in same:
-        return Amount(count, count, squares, pairs.sum()), unit
+        return Amount(count, count, squares, pairs.sum(), pairs.sum()), unit
     places = torch.arange(ids.shape[1], device=ids.device)
     begins, learns = ((known * places).amax(1) for known in (same["position_ids"] == 0, same["labels"] != IGNORE))
     real = (places < begins[:, None]) | (learns >= begins)[:, None]
-    return Amount(count, real.sum(), squares, (pairs * real).sum()), unit
+    return Amount(count, real.sum(), squares, (pairs * real).sum(), pairs.sum()), unit
 
 
 def count_real(batch: Any) -> tuple[int | Tensor, str]:

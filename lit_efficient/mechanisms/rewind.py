@@ -266,7 +266,7 @@ def own_generators(*owners: Any, depth: int = 3) -> list[Any]:
         if isinstance(owner, torch.Generator | np.random.Generator | random.Random):
             found[id(owner)] = owner
         elif depth and not isinstance(owner, torch.Tensor | np.ndarray | str | bytes | type):
-            parts = owner if isinstance(owner, list | tuple) and len(owner) <= 64 else ()
+            parts: Iterable[Any] = owner if isinstance(owner, list | tuple) and len(owner) <= 64 else ()
             parts = owner.values() if isinstance(owner, dict) and len(owner) <= 64 else parts
             inside = [*parts, *getattr(owner, "__dict__", {}).values()]
             found |= {id(one): one for one in own_generators(*inside, depth=depth - 1)}

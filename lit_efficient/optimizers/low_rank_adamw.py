@@ -11,7 +11,7 @@ Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024),
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -138,6 +138,8 @@ class LowRankAdamW(Optimizer):
         low_bit: The parameters whose moments have 8 bits.
         fused: Step all others by torch's fused kernel.
     """
+
+    non_castable_tensor_keys: ClassVar[Set[str]] = {"step", "norm", "absmax1", "absmax2"}  # float32 beside any weights
 
     def __init__(
         self,

@@ -249,3 +249,11 @@ def test_nothing_is_dropped_while_memory_is_measured() -> None:
     technique.worst_case = True
     technique.on_train_batch_start(run, module, None, 0)
     assert {part._drop_now for part in module.modules() if hasattr(part, "_drop_now")} == {False}
+
+
+def test_rows_that_are_too_few_for_the_rate_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigurationError, match=r"leaves out no row of 4 in a batch at rate=0\.1: use skip='batch'"):
+        trainer([StochasticDepth(0.1, skip="sample")]).fit(Toy(), data(), data())
+    with caplog.at_level("INFO"):
+        trainer([StochasticDepth(0.4, skip="sample")]).fit(Toy(), data(), data())
+    assert "1 of 4 blocks run on all 4 rows of a batch" in caplog.text

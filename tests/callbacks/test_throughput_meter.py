@@ -78,6 +78,21 @@ def test_a_transformer_costs_six_operations_a_weight_and_twelve_a_pair_and_width
     assert meter.flops.row_again == ATTENTION / 6  # the fused backward pass forms the scores again
 
 
+def test_experts_in_groups_cost_what_they_cost_one_by_one() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=4, **sizes)
+    ids, sums = torch.arange(64).view(4, 16), []
+    for how in ("eager", "grouped_mm"):
+        network = MixtralForCausalLM._from_config(config, experts_implementation=how)
+        with FlopMeter(16) as meter:
+            network(input_ids=ids, labels=ids).loss.backward()
+        assert not meter.unknown
+        sums.append(meter.sums)
+    assert sums[0] == sums[1]
+
+
 def test_frozen_weights_cost_four_and_adapters_six() -> None:
     module = fit(LoRA(rank=2), meter := ThroughputMeter())
     adapters = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -119,7 +134,7 @@ def test_attention_between_documents_and_padding_are_not_the_models() -> None:
     assert meter.flops is not None
     linear = meter.flops.position
     assert meter.flops.model(amount) == ROWS * (8 * linear + 34 * ATTENTION)
-    assert meter.flops.hardware(amount) == ROWS * (16 * linear + 256 * ATTENTION * 7 / 6)
+    assert meter.flops.hardware(amount) == ROWS * (16 * linear + (34 + 64) * ATTENTION * 7 / 6)  # padding's, too
     last = clock.rows[-1]
     assert last["tokens_per_second_padded"] == pytest.approx(2 * last["tokens_per_second"])
     ratio = meter.flops.hardware(amount) / meter.flops.model(amount)
@@ -127,13 +142,23 @@ def test_attention_between_documents_and_padding_are_not_the_models() -> None:
     assert last["model_tflops"] == pytest.approx(last["mfu"])  # of 1e12
 
 
+def test_a_document_that_fills_its_row_counts_among_documents() -> None:
+    whole, halves = torch.arange(16), torch.arange(16) % 8
+    data: Any = [{"input_ids": torch.arange(16), "position_ids": p} for p in (whole, halves, halves, halves)]
+    fit(meter := ThroughputMeter(), loader=DataLoader(data, batch_size=ROWS), max_steps=1)
+    amount, _ = measure(next(iter(DataLoader(data, batch_size=ROWS))))
+    assert meter.flops is not None
+    attention = meter.flops.model(amount) - meter.flops.position * ROWS * 16
+    assert attention == pytest.approx((256 + 3 * 128) * ATTENTION)
+
+
 def test_lengths_of_documents_and_padded_rows() -> None:
     ids = torch.ones(2, 6, dtype=torch.long)
     padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [0] * 4 + [1] * 2])}
-    assert measure(padded) == (Amount(12, torch.tensor(8), 72, torch.tensor(40)), "tokens")
+    assert measure(padded) == (Amount(12, torch.tensor(8), 72, torch.tensor(40), torch.tensor(40)), "tokens")
     packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])}
     assert int(measure(packed)[0].pairs) == 9 + 4 + 1 + 36
-    assert measure({"input_ids": ids})[0] == Amount(12, 12, 72, 72)
+    assert measure({"input_ids": ids})[0] == Amount(12, 12, 72, 72, 72)
     assert measure([torch.ones(7, 2)]) == (Amount(7, 7), "samples")
     assert measure({"input_ids": torch.ones(5)})[0] == Amount(5, 5)  # rows of one token have no pairs
 

@@ -119,9 +119,11 @@ def test_the_step_under_way_has_the_number_that_loggers_file_it_under(namespace)
 def test_each_wait_for_a_batch_is_seen(namespace):
     seen = []
 
+    watchers = [[lambda who=who, what=what: seen.append(who + what) for what in ("asks", "got")] for who in ("", "2")]
+
     def watch(trainer, module, stage):
-        for _ in range(2):  # again in a second fit, once each
-            lightning_loops.watch_fetching(trainer, lambda: seen.append("asks"), lambda: seen.append("got"))
+        for watcher in watchers * 2:  # again in a second fit, once each
+            lightning_loops.watch_fetching(trainer, *watcher)
 
     fit(namespace, {"setup": watch, "on_train_batch_start": lambda *_: seen.append("batch")}, max_steps=2)
-    assert seen[:6] == ["asks", "got", "batch"] * 2
+    assert seen[:10] == ["asks", "2asks", "got", "2got", "batch"] * 2

@@ -30,6 +30,7 @@ class Dropping(Small):
 
     def __init__(self) -> None:
         super().__init__()
+        block: Any
         for block in self.blocks:
             block.down = nn.Sequential(block.down, nn.Dropout(0.4))
 

@@ -26,6 +26,7 @@ def shards_are_stepped_alike() -> None:
         assert hasattr(q, "placements")
         assert torch.equal(local(p), local(q))
         assert q.grad is None
-        assert_equal(*([*map(local, states.values())] for states in (reference.state[p], optimizer.state[q])))
+        states, reference_states = ([*map(local, o.state[r].values())] for o, r in ((optimizer, q), (reference, p)))
+        assert_equal(states, reference_states)
         assert q in optimizer.gradients_taken
     assert optimizer.in_backward.late == 0

@@ -159,7 +159,7 @@ class _LowRankRounded(_LowRankLinear):
     def forward(self, x: Tensor) -> Tensor:
         """The product with the rounded sum; the gradient passes the rounding as if it were not there."""
         if self.adapter_off:
-            return super(LowRank, self).forward(x)  # type: ignore[misc,no-any-return]
+            return super(LowRank, self).forward(x)  # type: ignore[misc]
         delta = self.lora_scale * (self.lora_B @ self.lora_A)
         with torch.no_grad():
             rounded = dequantize_groups(rounded_codes(self), self.weight_scale, self.weight_zero)
