@@ -30,6 +30,7 @@ from lit_efficient.mechanisms.adapters.peft_methods import (
     peft_placement,
     read_peft_folder,
     start_from,
+    switch_adapters,
 )
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
@@ -209,8 +210,11 @@ class PeftAdapter(Technique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the adapters were trained beside."""
+        """Compare the base with the one that the adapters were trained beside, and switch as when it was saved."""
         check(module, checkpoint)
+        switched = checkpoint.get("lit_efficient", {}).get(cls.keeps, {}).get("active")
+        if switched is not None and cls.is_in(module):
+            switch_adapters(module, switched)
 
 
 def _holds_several(config: Any) -> bool:

@@ -277,6 +277,20 @@ def test_several_resume_and_each_is_exported_where_peft_looks(tmp_path: Path) ->
     assert torch.equal(logits(theirs), logits(module.network))
 
 
+def test_what_was_switched_is_saved_and_an_adapter_that_nobody_calls_is_refused(tmp_path: Path) -> None:
+    adapters = {name: LORA | {"init_lora_weights": False} for name in ("a", "b")}
+    run = trainer([PeftAdapter(adapters)], max_epochs=1)
+    run.fit(module := Toy(), data(), data())
+    switch_adapters(module, {"a": 0.5})
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    x = torch.randn(3, 16)
+    y = module.eval().net(x)
+    assert torch.equal(restore(Toy(), tmp_path / "a.ckpt").eval().net(x), y)
+    encoder = nn.ModuleDict({"net": nn.TransformerEncoderLayer(16, 2, 32)})
+    with pytest.raises(ConfigurationError, match=r"'net\.self_attn\.out_proj' is read by torch's attention"):
+        apply(encoder, [PeftAdapter(LORA | {"target_modules": ["out_proj", "linear1"]}, network="")])
+
+
 @NOISE
 def test_export_merged_loads_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

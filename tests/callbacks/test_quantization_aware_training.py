@@ -111,7 +111,7 @@ def test_the_export_holds_codes_and_computes_what_was_validated(
     trained: tuple[LanguageModeling, Path], tmp_path: Path
 ) -> None:
     module, path = trained
-    _, write, _ = _safetensors(read(path), path, "raw", None, True)  # which compares, but in no fresh process
+    _, write, _, _ = _safetensors(read(path), path, "raw", None, True)  # which compares, but in no fresh process
     write(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     codes = state["network.blocks.0.mlp.up.weight"]
@@ -130,7 +130,6 @@ def test_the_export_holds_codes_and_computes_what_was_validated(
         assert not torch.allclose(float_ones(IDS), validated, atol=1e-3)  # what an export of floats would compute
 
 
-@pytest.mark.filterwarnings("ignore:Deprecation. TorchAODType")
 def test_codes_compute_in_torch_s_own_encoder_layer() -> None:
     torch.manual_seed(0)
     plain = nn.ModuleDict({"net": nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)}).eval()
@@ -143,6 +142,7 @@ def test_codes_compute_in_torch_s_own_encoder_layer() -> None:
         torch.testing.assert_close(plain["net"](x), trained["net"](x))
 
 
+@pytest.mark.filterwarnings("ignore:Deprecation. TorchAODType")
 def test_torchao_itself_loads_the_export(gpt: GPT, tmp_path: Path) -> None:
     from torchao.quantization.qat.linear import Int8DynActInt4WeightQATQuantizer
 

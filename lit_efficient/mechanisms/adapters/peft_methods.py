@@ -213,6 +213,7 @@ def inject(
     with _refusing(f"train {', '.join(train or active)} together"):
         set_adapter(root, list(train or active))
     switch_adapters(root, active)
+    _check_called(root)
     _check_rounded(root)
 
 
@@ -351,8 +352,8 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``root``: dotted name of the network. ``adapters``: by name the ``config``, ``files``, names in the module's
-        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. The rest: see
-        :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
+        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. ``active``: which take
+        part, and by how much. The rest: see :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
     """
     (root,) = networks(module)
     name = next(name for name, part in module.named_modules() if part is root)
@@ -366,7 +367,7 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
             "files": {key: places[memory_of(t)] for key, t in found.items() if memory_of(t) in places},
             "beside": {key: t.detach().cpu().clone() for key, t in found.items() if memory_of(t) not in places},
         }
-    return {"root": name, "adapters": adapters, **described(root)}
+    return {"root": name, "adapters": adapters, "active": dict(root.__dict__[_NOTE]["active"]), **described(root)}
 
 
 def peft_files(
@@ -425,6 +426,17 @@ def _to_floats(root: Any) -> None:
         setattr(root.get_submodule(owner), last, plain_layer(base, dequantize(base)))
     inject(root, configs, note["active"], seed=note["seed"])
     _put(root, values)
+
+
+def _check_called(root: nn.Module) -> None:
+    """Refuse a layer whose weight is read and whose forward nobody calls: its adapter would do nothing."""
+    for name in outermost(root):
+        base = getattr(root.get_submodule(name), "base_layer", None)
+        if isinstance(base, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            raise ConfigurationError(
+                f"PeftAdapter: {name!r} is read by torch's attention and never called, so that an adapter on it does "
+                f"nothing: name the attention itself in target_modules, {name.rpartition('.')[0]!r}, or leave it out"
+            )
 
 
 @torch.no_grad()
