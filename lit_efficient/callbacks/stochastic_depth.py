@@ -230,6 +230,7 @@ class StochasticDepth(Technique):
 
     phase = Phase.ARCHITECTURE
     after_sharding = True  # the class of a block changes, no parameter does
+    draws_work = True
     conflicts: ClassVar[dict[str, str]] = {
         "Compile(modules='network')": "each combination of dropped blocks would be a graph of its own: modules must be "
         "blocks or patterns"

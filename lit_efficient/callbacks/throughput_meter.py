@@ -22,21 +22,23 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.flops import FlopMeter, Flops, peak_flops_of
 from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number
 from lit_efficient.mechanisms.run_figures import RunFigures
 
-_TRIES = 3
+_TRIES, _DRAWS = 3, 16
 
 
 class ThroughputMeter(RunFigures):
     """All of `RunMetrics`, tokens with padding, model FLOPs utilisation, memory by kind; a line at the end of the fit.
 
     It takes the place of `RunMetrics`, in any Lightning code, and counts without a logger, too: ``figures`` has the
-    last ones. Operations are counted on the first batch, and again when other weights train; they grow with the tokens
-    of a batch, and attention with the squares of their documents. A checkpoint keeps them.
+    last ones. Operations are counted on the first batch, on 16 where blocks are dropped, and again when other weights
+    train; they grow with the tokens of a batch, and attention with the squares of their documents. A checkpoint keeps
+    them.
 
     Args:
         count_flops: whether to count operations, for ``mfu``; it takes one step that is slower and not compiled.
@@ -58,6 +60,8 @@ class ThroughputMeter(RunFigures):
         self._trained = 0  # elements of the parameters that trained when it was counted
         self._meter: FlopMeter | None = None  # while it counts
         self._tries = 0  # steps that had no operation to count
+        self._left = 1  # steps to count
+        self._so_far: tuple[FlopMeter, Amount] | None = None  # where it counts several
         self._total, self._steady = Amount(), [0.0, 0.0]  # without windows in which it counted; seconds, waited
         self._counted_in = False
         self._gradients = 0  # bytes
@@ -66,6 +70,7 @@ class ThroughputMeter(RunFigures):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self.flops, self.figures, self._tries = None, {}, 0
+        self._left, self._so_far = _steps(trainer), None
         self._total, self._steady = Amount(), [0.0, 0.0]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -76,7 +81,7 @@ class ThroughputMeter(RunFigures):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self.count_flops and self.flops is None and self._tries < _TRIES:
+        if self.count_flops and self._left and self._tries < _TRIES:
             self._meter = FlopMeter(batch["input_ids"].shape[1] if measure(batch)[0].squares else 0)
             watch(trainer, self._counting)
         self._before, self._activations = _allocated(trainer), 0
@@ -97,9 +102,19 @@ class ThroughputMeter(RunFigures):
         self._tries += meter is not None and not meter.sums
         if meter is not None and meter.sums:
             amount, unit = measure(batch)
+            if self._so_far is not None:
+                before, held = self._so_far
+                meter.sums, meter.by_type, amount = (
+                    before.sums + meter.sums,
+                    before.by_type + meter.by_type,
+                    held + amount,
+                )
+            self._left -= 1
+            self._so_far = (meter, amount) if self._left else None
             self.flops, self._by_type = meter.per(amount), meter.by_type
             self._trained, self._counted_in = _trained(pl_module), True
-            self._say(trainer, meter, unit.removesuffix("s"), amount)
+            if not self._left:
+                self._say(trainer, meter, unit.removesuffix("s"), amount)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -126,7 +141,7 @@ class ThroughputMeter(RunFigures):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was counted."""
-        self.flops, self._trained = Flops(**state_dict["flops"]), state_dict["trained"]
+        self.flops, self._trained, self._left = Flops(**state_dict["flops"]), state_dict["trained"], 0
         self._by_type = Counter({getattr(torch, name): count for name, count in state_dict["by_type"].items()})
 
     def _watches(self, trainer: Any) -> bool:
@@ -159,7 +174,7 @@ class ThroughputMeter(RunFigures):
             self._steady = [self._steady[0] + seconds, self._steady[1] + self._waited]
         self._counted_in = False
         if self.flops is not None and _trained(module) != self._trained:
-            self.flops = None  # other weights train: the next batch is counted
+            self.flops, self._left, self._so_far = None, _steps(trainer), None  # other weights train
         self.figures = {"data_wait": min(self._waited / seconds, 1.0), **values}
         return values
 
@@ -186,6 +201,10 @@ class ThroughputMeter(RunFigures):
         if meter.unknown:
             text += f". Not counted: {', '.join(sorted(meter.unknown)[:5])}"
         rank_zero_info(f"ThroughputMeter: {text}")
+
+
+def _steps(trainer: Any) -> int:
+    return _DRAWS if any(one.draws_work for one in techniques_of(trainer)) else 1
 
 
 def _trained(module: Any) -> int:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, LoRA, ThroughputMeter
+from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, LoRA, StochasticDepth, ThroughputMeter
 from lit_efficient.cli.run import add_default_parts
 from lit_efficient.internals.torch_compiler import counts
 from lit_efficient.losses.next_token import IGNORE
@@ -76,6 +76,18 @@ def test_a_transformer_costs_six_operations_a_weight_and_twelve_a_pair_and_width
     assert (meter.flops.position, meter.flops.row, meter.flops.document) == (6 * matrices(module), ATTENTION, 0)
     assert meter.flops.position_again == 0
     assert meter.flops.row_again == ATTENTION / 6  # the fused backward pass forms the scores again
+
+
+def test_blocks_that_are_dropped_by_chance_are_counted_in_many_steps() -> None:
+    ran: list[Any] = []
+    module = Model()
+    for block in module.net.blocks:
+        block.mlp.register_forward_hook(lambda *_: ran.append(1))
+    drops = StochasticDepth(0.5, mode="uniform")
+    fit(drops, meter := ThroughputMeter(), module=module, loader=rows(16 * ROWS), max_steps=16)
+    head = 48 * 32
+    assert meter.flops is not None
+    assert meter.flops.position == pytest.approx(6 * (head + len(ran) / 32 * (matrices(module) - head)))
 
 
 def test_experts_in_groups_cost_what_they_cost_one_by_one() -> None:
