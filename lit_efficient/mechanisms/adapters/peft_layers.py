@@ -53,7 +53,7 @@ class PeftLayer(Switchable):
     def _copies(self) -> tuple[str, ...]:
         """Beginnings of names in copies of the wrapped module, which compute in its place and so in its type."""
         module: Any = self
-        wrapped = next(getattr(module, name) for name in _WRAPPED if name in module._modules)
+        wrapped = next(part for name, part in module.named_children() if name in _WRAPPED)
         own = _shapes(wrapped)
         return tuple(f"{name}." for name, part in module.named_modules() if name and _shapes(part) == own)
 
