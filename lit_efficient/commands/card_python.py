@@ -21,7 +21,7 @@ def python_lines(card: Card) -> list[str]:
     defined = _defined(card.name, ast.parse(path.read_text(encoding="utf-8")))
     applies = "transform" in defined and not defined.keys() & _IN_RUNS
     restores = "average" in defined or "weights" in _texts(defined.get("alters"))
-    needed = [*_without_default(card.signature), *_texts(defined.get("needs"))]
+    needed = dict.fromkeys([*_without_default(card.signature), *_texts(defined.get("needs"))])
     part = f"{card.name}({', '.join(f'{name}={name}' for name in needed)})"
     uses = [f"trainer = Trainer({key}=[{part}])"]
     if key == "optimizer":
