@@ -125,6 +125,8 @@ class OptimizerInBackward(Technique):
                 )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for optimizer in _steps_of(trainer):  # a later run with it may clip or accumulate
+            optimizer.in_backward.on = False
         unwrap_method(pl_module, "backward", _backward)
         unwrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
         unwrap_method(pl_module, "configure_gradient_clipping", _clipped_already)

@@ -45,6 +45,7 @@ class BackwardSteps:
     Attributes:
         watchers: Called with each parameter when its gradient is complete, before it is stepped; what must see
             gradients looks at ``parameter.grad`` then.
+        on: Whether a step with a closure steps in its backward pass; else it is as ever.
         clip_value: Each gradient is cut off at plus and minus this, after the watchers.
         stepped: Parameters that were stepped in the backward pass under way, or the last one.
         earlier: Those of the one before.
@@ -53,6 +54,7 @@ class BackwardSteps:
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any], who: str) -> None:
         self.optimizer, self._step, self.who = optimizer, step, who
         self.watchers: list[Callable[[Tensor], None]] = []
+        self.on = True
         self.clip_value: float | None = None
         self.stepped: set[Tensor] = set()
         self.earlier: set[Tensor] = set()
@@ -155,6 +157,7 @@ def step_in_backward(optimizer: Optimizer, who: str = "step_in_backward") -> Non
     """
     if isinstance(optimizer, InBackward):  # of an earlier run
         optimizer.in_backward.watchers.clear()
+        optimizer.in_backward.on = True
         return
     kind: Any = type(optimizer)
     _try(optimizer, unhooked(kind), who)
@@ -169,7 +172,9 @@ def _in_backward(base: type[Optimizer]) -> type[Optimizer]:
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
-        return inner(self) if closure is None else self.in_backward.run(closure)
+        if closure is None or not self.in_backward.on:
+            return inner(self, closure)
+        return self.in_backward.run(closure)
 
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True

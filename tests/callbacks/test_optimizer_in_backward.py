@@ -370,6 +370,21 @@ class Reads(Toy):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+def test_a_later_run_without_it_that_has_the_same_optimizer_clips() -> None:
+    class Same(Toy):
+        def configure_optimizers(self) -> Any:
+            self.__dict__.setdefault("kept", torch.optim.SGD(self.parameters(), lr=0.1))
+            return self.kept
+
+    def run(*callbacks: Any) -> list[Tensor]:
+        module = Same()
+        trainer([*callbacks], max_epochs=1).fit(module, data(), data())
+        trainer([], max_epochs=1, gradient_clip_val=1e-3).fit(module, data(), data())
+        return [*module.parameters()]
+
+    assert_equal(run(), run(OptimizerInBackward()))
+
+
 class Keeps(Toy):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Let gradients add up over steps."""
