@@ -568,11 +568,14 @@ def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
 
 def _on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     kept = checkpoint.get("lit_efficient")
+    fitting = getattr(self.trainer.state.fn, "value", None) == "fit"
+    records = [technique.record() for technique in techniques_of(self.trainer)]
     if kept is not None:
-        fitting = getattr(self.trainer.state.fn, "value", None) == "fit"
         saved = [*kept.get("transforms", ()), *kept.get("techniques", ())]
-        compare_techniques(saved, [technique.record() for technique in techniques_of(self.trainer)], fitting=fitting)
+        compare_techniques(saved, records, fitting=fitting)
         _check_checkpoint(self, checkpoint)
+    elif fitting and checkpoint.get("optimizer_states"):  # of a run without techniques
+        compare_techniques([], [record for record in records if [*record["alters"]] == ["optimizer"]], fitting=True)
     for technique in in_order(techniques_of(self.trainer)):
         technique.read_checkpoint(checkpoint, self)
     inner_method(self, "on_load_checkpoint", _on_load_checkpoint)(checkpoint)

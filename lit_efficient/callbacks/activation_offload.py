@@ -59,7 +59,7 @@ class ActivationOffload(Technique):
         "Compile(modules='network')": "what is compiled as a whole saves its tensors by itself: use modules='blocks'"
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (3, "activations of the blocks, for transfers beside the computation")
+        "memory": (7, "activations of the blocks, for transfers beside the computation")
     }
 
     def __init__(self, min_bytes: int = 2**20, blocks: str | list[str] = "auto") -> None:

@@ -95,7 +95,7 @@ class AttentionBackend(Technique):
     training_only = True
     after_sharding = True  # no parameter changes
     conflicts: ClassVar[dict[str, str]] = {}
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (3, "no slow kernel for attention unseen")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (6, "no slow kernel for attention unseen")}
 
     def __init__(self, backend: Backend = "flash") -> None:
         super().__init__()

@@ -88,7 +88,7 @@ class BlockSwap(Technique):
         "Compile(mode='max-autotune')": "CUDA graphs want weights that stay: use max-autotune-no-cudagraphs",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (4, "frozen weights of the blocks, for transfers in each step")
+        "memory": (9, "frozen weights of the blocks, for transfers in each step")
     }
 
     def __init__(self, keep: int = 0, blocks: str | list[str] = "auto") -> None:

@@ -56,7 +56,7 @@ class ChannelsLast(Technique):
     phase = Phase.LAYOUT
     training_only = True
     conflicts: ClassVar[dict[str, str]] = {}
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (2, "no transpositions around convolutions")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (3, "no transpositions around convolutions")}
 
     def __init__(self) -> None:
         super().__init__()

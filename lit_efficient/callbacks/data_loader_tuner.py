@@ -171,7 +171,7 @@ class DataLoaderTuner(Technique):
         ConfigurationError: For an argument out of range.
     """
 
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (3, "workers and pinning by measuring, where steps wait")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (5, "workers and pinning by measuring, where steps wait")}
 
     def __init__(
         self,

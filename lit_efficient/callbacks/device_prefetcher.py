@@ -46,7 +46,7 @@ class DevicePrefetcher(Technique):
     """
 
     leaves_traces: ClassVar[bool] = True  # it reads the run's own batches
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (2, "a GPU does not wait for its batches to be copied")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (4, "a GPU does not wait for its batches to be copied")}
 
     def __init__(self, ahead: bool = True) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class MaxBatchSize(Technique):
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (1, "smaller batches, accumulated to the same effective one"),
-        "speed": (4, "larger batches that fit"),
+        "speed": (7, "larger batches that fit"),
     }
 
     def __init__(

@@ -164,7 +164,7 @@ def _trial(part: nn.Module, width: int) -> Iterator[tuple[Tensor, int]]:
     """Some input for a layer, and what it keeps for it; with random states, modes and gradients as they were."""
     like = next((p for p in part.parameters() if p.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, _ROWS // 2, width, generator=generator).to(like).requires_grad_()
+    x = torch.randn(2, _ROWS // 2, width, generator=generator, device="cpu").to(like).requires_grad_()
     devices = [like.device] if like.is_cuda else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), torch.autocast(like.device.type, enabled=False):
         yield x, _kept(part, x)

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
-from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_loops import accumulates, zeroes_by_hand
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.optimizers.host_states import HostStates, Streamed, stream_states
+from lit_efficient.optimizers.later_reads import kept_by
 from lit_efficient.surgery import is_sharded
 from lit_efficient.technique import Technique
 
@@ -51,7 +52,7 @@ class OffloadOptimizer(Technique):
         "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both"
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (5, "all of the optimizer's states, for transfers in each step")
+        "memory": (8, "all of the optimizer's states, for transfers in each step")
     }
 
     def __init__(self, piece_mb: int = 256, gradients: bool = False) -> None:
@@ -102,10 +103,13 @@ class OffloadOptimizer(Technique):
         if self.gradients:
             wrap_method(pl_module, "backward", _backward)
             wrap_method(trainer.precision_plugin, "main_params", _main_params)
+            if zeroes_by_hand(pl_module):
+                wrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._allow_reads(trainer)
         unwrap_method(pl_module, "backward", _backward)
+        unwrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
         unwrap_method(trainer.precision_plugin, "main_params", _main_params)
         super().teardown(trainer, pl_module, stage)
 
@@ -148,3 +152,12 @@ def _main_params(self: Any, optimizer: Any) -> Iterator[Tensor]:
     """What Lightning clips: in the place of parameters what has their gradients."""
     away = optimizer.host_states.gradients.arrived()
     return (away.get(p, p) for p in inner_method(self, "main_params", _main_params)(optimizer))
+
+
+def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+    """The module's own way, which may know of no gradients but those on the device."""
+    gradients = [o.host_states.gradients for o in self.trainer.optimizers if isinstance(o, Streamed)]
+    away = {p: stand for one in gradients if one is not None for p, stand in one.arrived().items()}
+    kept = kept_by(lambda: inner_method(self, "optimizer_zero_grad", _zero_grad)(*args, **kwargs), away)
+    for p in away.keys() - kept:
+        away[p].grad = None

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_loops import accumulates, zeroes_by_hand
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
+from lit_efficient.optimizers.later_reads import kept_by
 from lit_efficient.technique import Technique
 
 
@@ -53,7 +54,7 @@ class OptimizerInBackward(Technique):
         "modules='blocks'",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (4, "all gradients but one layer's; without accumulation and clipping by norm")
+        "memory": (6, "all gradients but one layer's; without accumulation and clipping by norm")
     }
 
     def check(self, trainer: Any, module: Any) -> None:
@@ -104,6 +105,8 @@ class OptimizerInBackward(Technique):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Stand between the backward pass and all that comes after it."""
         wrap_method(pl_module, "backward", _backward)
+        if zeroes_by_hand(pl_module):
+            wrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
         for optimizer in _steps_of(trainer):
             optimizer.in_backward.clip_value = trainer.gradient_clip_val or None
         if trainer.gradient_clip_val:
@@ -123,6 +126,7 @@ class OptimizerInBackward(Technique):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap_method(pl_module, "backward", _backward)
+        unwrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
         unwrap_method(pl_module, "configure_gradient_clipping", _clipped_already)
         super().teardown(trainer, pl_module, stage)
 
@@ -148,6 +152,16 @@ def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     names = {p: name for name, p in self.named_parameters()}
     for optimizer in _steps_of(self.trainer) if not accumulates(self.trainer) else ():
         optimizer.in_backward.refuse_reads(names)
+
+
+def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+    """The module's own way, if it leaves no gradient where it is."""
+    gone = [p for optimizer in _steps_of(self.trainer) for p in optimizer.in_backward.earlier]
+    if kept_by(lambda: inner_method(self, "optimizer_zero_grad", _zero_grad)(*args, **kwargs), gone):
+        raise ConfigurationError(
+            f"OptimizerInBackward: {type(self).__name__}.optimizer_zero_grad keeps gradients of an earlier step, which "
+            "are gone: let it zero all of them, or leave OptimizerInBackward out"
+        )
 
 
 def _clipped_already(self: Any, *_: Any, **__: Any) -> None:

@@ -21,20 +21,26 @@ from lit_efficient.errors import ConfigurationError, check_installed, check_numb
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost
 from lit_efficient.mechanisms.adapters.peft_methods import (
+    check_forward,
     config_options,
     inject,
     network_of,
+    networks,
     peft_config,
     peft_placement,
     read_peft_folder,
     start_from,
+    switch_adapters,
 )
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.models.causal_lm import Primitive
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
 
 _FIELDS = "fields of a peft configuration with peft_type, or its object"
+
+Field = Primitive | list[Primitive] | dict[str, Primitive | list[Primitive]]
 
 
 class PeftAdapter(Technique):
@@ -75,7 +81,7 @@ class PeftAdapter(Technique):
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: dict[str, Field | dict[str, Field]],
         active: list[str] | dict[str, float] | None = None,
         train: list[str] | None = None,
         network: str | None = None,
@@ -128,6 +134,12 @@ class PeftAdapter(Technique):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         restore_without_base(trainer.strategy)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if trainer.precision in ("bf16-true", "16-true"):
+            for network in networks(pl_module):
+                check_forward(network, trainer.precision_plugin.forward_context, trainer.precision)
 
     def transform(self, module: nn.Module) -> Report:
         place = network_of(module) if self.network is None else self.network
@@ -198,8 +210,11 @@ class PeftAdapter(Technique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the adapters were trained beside."""
+        """Compare the base with the one that the adapters were trained beside, and switch as when it was saved."""
         check(module, checkpoint)
+        switched = checkpoint.get("lit_efficient", {}).get(cls.keeps, {}).get("active")
+        if switched is not None and cls.is_in(module):
+            switch_adapters(module, switched)
 
 
 def _holds_several(config: Any) -> bool:

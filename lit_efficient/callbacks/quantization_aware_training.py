@@ -48,6 +48,7 @@ def load_int4(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         entries = {key: state[f"{name}.{key}"] for key in ("weight", "scales", "zeros")}
         layer = int4_layer(entries, old.bias, old.weight.dtype).train(old.training)
         setattr(module.get_submodule(owner), last, layer)
+    call_layers(module)
     module.load_state_dict(state)
 
 

@@ -235,7 +235,7 @@ class StochasticDepth(Technique):
         "Compile(modules='network')": "each combination of dropped blocks would be a graph of its own: modules must be "
         "blocks or patterns"
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (5, "dropped blocks cost nothing: another training")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (10, "dropped blocks cost nothing: another training")}
 
     def __init__(
         self,

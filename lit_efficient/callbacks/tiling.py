@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.torch_modules import Loads, Saves
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in
@@ -37,25 +38,22 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-class _Padded(nn.Module):
+class _Padded(Saves, Loads, nn.Module):
     """Mix-in of an embedding or a head whose weight, and bias, have more rows than anybody sees."""
 
     _rows: int
     _plain: tuple[str, ...]  # names of the layer's own parameters
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def after_save(self, destination: dict[str, Any], prefix: str) -> None:
         for name, _ in self.named_parameters(recurse=False):
             if destination[prefix + name].shape[0] > self._rows:
                 destination[prefix + name] = destination[prefix + name][: self._rows]
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        given = dict(state_dict)
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
         for name, parameter in self.named_parameters(recurse=False):
-            value = given.get(prefix + name)
+            value = state_dict.get(prefix + name)
             if value is not None and value.shape[0] == self._rows < len(parameter):
-                given[prefix + name] = _pad(value, len(parameter))
-        super()._load_from_state_dict(given, prefix, *args)
+                state_dict[prefix + name] = _pad(value, len(parameter))
 
 
 class _PaddedHead(_Padded):
@@ -79,7 +77,7 @@ class Tiling(Technique):
     training_only = True
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str, str]] = {}
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (4, "sizes that tensor cores like")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (9, "sizes that tensor cores like")}
 
     def __init__(self, pad_vocabulary: int | None = None) -> None:
         super().__init__()

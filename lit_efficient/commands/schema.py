@@ -37,7 +37,7 @@ _PLAIN: dict[Any, dict[str, Any]] = {
     Path: {"type": "string"},
 }
 _OTHERS = r"^(?!lit_efficient\.|lightning\.|pytorch_lightning\.)\w+(\.\w+)+$"  # a class of somebody else's, by its path
-_OF_THE_PARSER = {"help", "config", "print_config"}
+_OF_THE_PARSER = {"help", "print_config"}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -89,12 +89,14 @@ class _Schema:
 
     def of_parser(self, parser: Any) -> dict[str, Any]:
         """A mapping of the options of a parser, those with dots in a mapping of their own."""
+        from jsonargparse import ActionConfigFile
+
         from lit_efficient.cli.without import TakesOut
         from lit_efficient.internals.jsonargparse_parser import actions, is_section, type_hint
 
         root: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
         for action in actions(parser):
-            if action.dest.endswith(".help") or action.dest in _OF_THE_PARSER:
+            if action.dest.endswith(".help") or action.dest in _OF_THE_PARSER or isinstance(action, ActionConfigFile):
                 continue
             *parents, leaf = action.dest.split(".")
             place = root
@@ -152,7 +154,7 @@ class _Schema:
         from torch.optim import Optimizer
         from torch.optim.lr_scheduler import LRScheduler
 
-        from lit_efficient.cli.parsing import PARSER_MODE, Parser
+        from lit_efficient.cli.parsing import HORIZONS, PARSER_MODE, Parser
 
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name not in self.definitions:
@@ -160,7 +162,9 @@ class _Schema:
             parser = Parser(parser_mode=PARSER_MODE, exit_on_error=False)
             skip = {"params"} if issubclass(kind, Optimizer) else {"optimizer"} if issubclass(kind, LRScheduler) else {}
             parser.add_class_arguments(kind, fail_untyped=False, skip={*skip})
-            self.definitions[name] = self.of_parser(parser)
+            found = self.definitions[name] = self.of_parser(parser)
+            for horizon in found["properties"].keys() & HORIZONS if issubclass(kind, LRScheduler) else ():
+                found["properties"][horizon] = {"anyOf": [found["properties"][horizon], {"type": "null"}]}
         return {"$ref": f"#/definitions/{name}"}
 
     def _spec(self, base: type) -> dict[str, Any]:

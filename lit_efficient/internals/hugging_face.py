@@ -23,6 +23,11 @@ def attention_of(config: Any) -> str:
     return str(config._attn_implementation)
 
 
+def set_attention(config: Any, name: str) -> None:
+    """Have models that are built from now on use it: ``config._attn_implementation``."""
+    config._attn_implementation = name
+
+
 def from_config(kind: Any, config: Any, **options: Any) -> Any:
     """A transformers model with random weights: ``from_config`` of the auto classes, ``_from_config`` of all others."""
     make = getattr(kind, "from_config", None) or kind._from_config

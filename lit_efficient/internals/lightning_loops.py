@@ -36,6 +36,11 @@ class _Calls(list[Callable[[], None]]):
             call()
 
 
+def zeroes_by_hand(module: Any) -> bool:
+    """Whether a module has an ``optimizer_zero_grad`` of its own."""
+    return not module.optimizer_zero_grad.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
 _TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 

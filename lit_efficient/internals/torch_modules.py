@@ -40,6 +40,18 @@ class Loads:
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
 
+class Saves:
+    """Put in front of an ``nn.Module``: ``after_save`` may change what it has written: ``_save_to_state_dict``."""
+
+    def after_save(self, destination: dict[str, Any], prefix: str) -> None:
+        """Change ``destination`` in place; the module's own entries begin with ``prefix``."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *arguments: Any, **options: Any) -> None:
+        super()._save_to_state_dict(destination, prefix, *arguments, **options)  # type: ignore[misc]
+        self.after_save(destination, prefix)
+
+
 class Moves:
     """Put in front of an ``nn.Module``: ``after_move`` takes along what lies beside its parameters."""
 

@@ -121,8 +121,9 @@ class FlopMeter(TorchDispatchMode):
     def per(self, amount: Amount) -> Flops:
         """The counted operations, for each position and pair of the batch that they were counted on."""
         sums = Counter(self.sums)
-        for again in ("", "_again") if sums["document"] else ():  # a document that fills its row looks like a row
-            sums[f"document{again}"] += sums.pop(f"row{again}", 0)
+        if sums["document"]:  # a document that fills its row looks like a row
+            sums["document"] += sums.pop("row", 0)
+            sums["document_again"] += sums.pop("row_again", 0)
         parts = {"position": amount.positions, "row": amount.squares, "document": amount.within}
         divisors = parts | {f"{name}_again": size for name, size in parts.items()}
         return Flops(**{name: sums[name] / max(float(size), 1.0) for name, size in divisors.items()})

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from lit_efficient.internals.hugging_face import set_attention
 from lit_efficient.internals.torch_compiler import runs_eagerly
 
 _BLOCK = 128
@@ -206,7 +207,7 @@ def causal_throughout(network: Any, length: int) -> bool:
         name, lambda *_, mask_function, **__: mask_function(index[:1] * 0, index[:1] * 0, index[-1:], index)
     )
     config = copy.deepcopy(network.config)
-    config._attn_implementation = name
+    set_attention(config, name)
     make = getattr(network, "create_masks_for_generate", create_masks_for_generate)
     found = make(config, torch.empty(1, length, 0), None, None, position_ids=index[None])
     masks = list(found.values()) if isinstance(found, dict) else [found]

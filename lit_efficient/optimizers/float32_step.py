@@ -144,7 +144,8 @@ def _float32(base: type[Optimizer]) -> type[Optimizer]:
     def step(self: Any, closure: Any = None) -> Any:
         loss = loss_of(closure)
         groups = self.param_groups
-        named = {name: value for name, value in vars(self).items() if isinstance(value, Set)}  # what it says of some
+        # What it says of some parameters, in sets and by parameter, it says of what stands for them.
+        named = {k: v for k, v in vars(self).items() if isinstance(v, Set | dict) and k not in ("state", "defaults")}
         stands: dict[Tensor, Tensor] = {}
         try:
             for group in groups:
@@ -157,7 +158,9 @@ def _float32(base: type[Optimizer]) -> type[Optimizer]:
                 for piece in pieces([p for p in parameters if p.dtype is torch.bfloat16], _PIECE):
                     stands = {p: _widened(self, p) for p in piece}
                     for name, value in named.items():
-                        setattr(self, name, value | {stand for p, stand in stands.items() if p in value})
+                        said = [(p, stand) for p, stand in stands.items() if p in value]
+                        one: Any = {s: value[p] for p, s in said} if isinstance(value, dict) else {s for _, s in said}
+                        setattr(self, name, value | one)
                     self.param_groups = [group | {"params": list(stands.values())}]
                     inner(self)
                     check_unchanged(self, group, self.rounding.who)

@@ -47,6 +47,7 @@ class BackwardSteps:
             gradients looks at ``parameter.grad`` then.
         clip_value: Each gradient is cut off at plus and minus this, after the watchers.
         stepped: Parameters that were stepped in the backward pass under way, or the last one.
+        earlier: Those of the one before.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any], who: str) -> None:
@@ -54,6 +55,7 @@ class BackwardSteps:
         self.watchers: list[Callable[[Tensor], None]] = []
         self.clip_value: float | None = None
         self.stepped: set[Tensor] = set()
+        self.earlier: set[Tensor] = set()
         self.late = 0  # how many of the last step's were stepped only after the closure
         self._groups: dict[Tensor, int] = {}
         self._written: dict[int, dict[str, Any]] = {}
@@ -65,7 +67,7 @@ class BackwardSteps:
         """Step in the closure's backward pass; what it gives a gradient by other means, afterwards."""
         groups = self.optimizer.param_groups
         self._groups = {p: number for number, group in enumerate(groups) for p in group["params"]}
-        self.stepped, self._written, self._running = set(), {}, True
+        self.earlier, self.stepped, self._written, self._running = self.stepped, set(), {}, True
         handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._groups if p.requires_grad]
         try:
             loss = loss_of(closure)

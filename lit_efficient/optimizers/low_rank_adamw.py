@@ -11,7 +11,7 @@ Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024),
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -139,6 +139,8 @@ class LowRankAdamW(Optimizer):
         fused: Step all others by torch's fused kernel.
     """
 
+    non_castable_tensor_keys: ClassVar[Set[str]] = {"step", "norm", "absmax1", "absmax2"}  # float32 beside any weights
+
     def __init__(
         self,
         params: Any,
@@ -170,7 +172,7 @@ class LowRankAdamW(Optimizer):
 
     def _step_alone(self, group: dict[str, Any], p: Any) -> None:
         state, lr = self.state[p], float(group["lr"])
-        taken = int(state.setdefault("step", torch.tensor(0.0)))
+        taken = int(state.setdefault("step", torch.tensor(0.0, dtype=torch.float32)))
         state["step"] += 1
 
         def adam(gradient: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ class MuonAdamW(Optimizer):
         for p in parameters:
             if not self.state[p]:
                 zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.state[p] = {"step": torch.tensor(0.0), **zeros}
+                self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32), **zeros}
         states = [self.state[p] for p in parameters]
         if group.get("cautious_decay"):
             for p, state in zip(parameters, states, strict=True):  # the new first moment has the update's sign

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from lit_efficient import APOLLO, ConfigurationError
 from lit_efficient.testing import Run
 from tests.contract.row import Row
-from tests.support import WIDTH
+from tests.support import WIDTH, Toy, data, trainer
 
 RANK = 4
 
@@ -44,3 +46,12 @@ def test_one_scale_a_tensor_is_mini() -> None:
     moved = before - layer.weight.detach()
     torch.testing.assert_close(moved / moved.norm(), layer.weight.grad / layer.weight.grad.norm())
     assert report.details["state_bytes"] == 2 * 40 * 4  # two moments of the longer side
+
+
+def test_the_checkpoint_of_a_run_without_techniques_is_refused_by_name(tmp_path: Path) -> None:
+    """Moments of full rank fit a rank of one by broadcasting: without a word the numbers would be wrong."""
+    plain = trainer([], max_epochs=1)
+    plain.fit(Toy(), data(), data())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ConfigurationError, match="APOLLO is new: the checkpoint was written without it"):
+        trainer([APOLLO(rank=1)], max_epochs=2).fit(Toy(), data(), data(), ckpt_path=tmp_path / "plain.ckpt")

@@ -388,6 +388,30 @@ def test_gradients_in_cpu_memory_give_the_same_weights(callbacks: Any, arguments
     assert our_norms == norms
 
 
+class Drops(Toy):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad = None
+
+
+class Zeroes(Toy):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.zero_grad(set_to_none=False)
+
+
+class ZeroesSome(Toy):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("toy", [Drops, Zeroes, ZeroesSome])
+def test_a_module_that_zeroes_gradients_its_own_way_zeroes_those_in_cpu_memory(toy: Any) -> None:
+    (plain, _, _), (ours, looks, _) = (fitted(toy=toy, away=away) for away in (False, True))
+    assert_equal(weights(plain.lightning_module), weights(ours.lightning_module))
+    assert {*looks.left} == {0}
+
+
 def test_no_gradient_is_on_the_device_after_the_backward_pass_and_one_at_a_time_in_it() -> None:
     """Storages that autograd makes are counted for as long as they live; the ones in CPU memory are others."""
     module = network()

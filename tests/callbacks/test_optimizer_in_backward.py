@@ -370,9 +370,15 @@ class Reads(Toy):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+class Keeps(Toy):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Let gradients add up over steps."""
+
+
 @pytest.mark.parametrize(
     ("toy", "callbacks", "arguments", "reason"),
     [
+        (Keeps, [], {}, "Keeps.optimizer_zero_grad keeps gradients of an earlier step"),
         (Manual, [], {}, "Toy optimizes manually"),
         (Clips, [], {}, "Clips.configure_gradient_clipping finds no gradients"),
         (Early, [], {}, r"Early runs the backward pass before optimizer.step.*step\(closure=optimizer_closure\)"),

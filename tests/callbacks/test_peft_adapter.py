@@ -277,6 +277,20 @@ def test_several_resume_and_each_is_exported_where_peft_looks(tmp_path: Path) ->
     assert torch.equal(logits(theirs), logits(module.network))
 
 
+def test_what_was_switched_is_saved_and_an_adapter_that_nobody_calls_is_refused(tmp_path: Path) -> None:
+    adapters = {name: LORA | {"init_lora_weights": False} for name in ("a", "b")}
+    run = trainer([PeftAdapter(adapters)], max_epochs=1)
+    run.fit(module := Toy(), data(), data())
+    switch_adapters(module, {"a": 0.5})
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    x = torch.randn(3, 16)
+    y = module.eval().net(x)
+    assert torch.equal(restore(Toy(), tmp_path / "a.ckpt").eval().net(x), y)
+    encoder = nn.ModuleDict({"net": nn.TransformerEncoderLayer(16, 2, 32)})
+    with pytest.raises(ConfigurationError, match=r"'net\.self_attn\.out_proj' is read by torch's attention"):
+        apply(encoder, [PeftAdapter(LORA | {"target_modules": ["out_proj", "linear1"]}, network="")])
+
+
 @NOISE
 def test_export_merged_loads_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -306,6 +320,54 @@ def test_peft_types_that_misread_quantised_weights_are_refused_and_others_merge_
     merge_adapters(module)
     torch.testing.assert_close(module.net(x), y, rtol=1e-4, atol=1e-4)
     assert module.state_dict().keys() == Toy().state_dict().keys()
+
+
+def test_what_does_not_read_the_weight_is_no_misreading() -> None:
+    cases: list[dict[str, Any]] = [
+        {"peft_type": "IA3", "target_modules": ["up", "down"], "feedforward_modules": ["down"]},
+        {
+            "peft_type": "VERA",
+            "r": 2,
+            "target_modules": ["up", "down"],
+        },  # whose matrices have the largest layer's sizes
+        LORA | {"rank_pattern": {"up": 4}},
+        {"a": LORA | {"target_modules": ["up"]}, "b": LORA | {"target_modules": ["down"]}},
+    ]
+    for config in cases:
+        module, x = Toy(), torch.randn(3, 16)
+        apply(module, [QuantizeBase(), PeftAdapter(config)])
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(0.1) if p.requires_grad else None
+        y = module.eval().net(x)
+        merge_adapters(module)
+        torch.testing.assert_close(module.net(x), y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:AdamW steps 272 parameters in 16 bits")
+def test_bfloat16_copies_of_modules_follow_the_base_and_what_cannot_compute_is_refused_at_the_start() -> None:
+    def fit(config: Any) -> Toy:
+        module = Toy()
+        L.Trainer(callbacks=[PeftAdapter(config)], **QUIET | {"precision": "bf16-true", "max_epochs": 1}).fit(
+            module, data(), data()
+        )
+        return module
+
+    module = fit(LORA | {"modules_to_save": ["head"]})
+    types = {"lora_" in name: p.dtype for name, p in module.named_parameters() if p.requires_grad}
+    assert types == {True: torch.float32, False: torch.bfloat16}
+    with pytest.raises(ConfigurationError, match=r"FourierFTLinear of peft, at '.*', cannot compute in bf16-true"):
+        fit({"peft_type": "FOURIERFT", "n_frequency": 4, "target_modules": ["up"]})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what peft says of these options
+def test_options_of_which_the_layers_do_nothing_are_refused() -> None:
+    for options in (
+        {"alora_invocation_tokens": [3]}, {"init_lora_weights": "eva"}, {"init_lora_weights": "lora_ga"},
+        {"monteclora_config": {}},
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=rf"PeftAdapter: {next(iter(options))} .*of LORA"):
+            PeftAdapter(LORA | options)
 
 
 def test_bad_configs_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_the_export_holds_codes_and_computes_what_was_validated(
     trained: tuple[LanguageModeling, Path], tmp_path: Path
 ) -> None:
     module, path = trained
-    _, write, _ = _safetensors(read(path), path, "raw", None, True)  # which compares, but in no fresh process
+    _, write, _, _ = _safetensors(read(path), path, "raw", None, True)  # which compares, but in no fresh process
     write(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     codes = state["network.blocks.0.mlp.up.weight"]
@@ -128,6 +128,18 @@ def test_the_export_holds_codes_and_computes_what_was_validated(
         float_ones = GPT(CONFIG)
         float_ones.load_state_dict(module.network.state_dict())
         assert not torch.allclose(float_ones(IDS), validated, atol=1e-3)  # what an export of floats would compute
+
+
+def test_codes_compute_in_torch_s_own_encoder_layer() -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"net": nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)}).eval()
+    trained, x = copy.deepcopy(plain), torch.randn(2, 3, 32)
+    apply(trained, [QuantizationAwareTraining()])
+    groups = {name: 32 for name, part in trained.named_modules() if isinstance(part, _Imitates)}
+    state = dict(trained.state_dict())
+    QuantizationAwareTraining.convert_export(state, {"lit_efficient": {"int4_groups": groups}}, plain)
+    with torch.no_grad():
+        torch.testing.assert_close(plain["net"](x), trained["net"](x))
 
 
 @pytest.mark.filterwarnings("ignore:Deprecation. TorchAODType")

@@ -109,7 +109,8 @@ def test_shipped_overlays_name_what_exists_and_begin_with_a_comment():
         assert file.read_text().startswith("# ")
         written = yaml.safe_load(file.read_text())
         trainer = written.get("trainer", {})
-        parts = trainer.get("callbacks+") or [trainer.get("logger") or written["optimizer"]]
+        appended = trainer.get("callbacks+") or trainer.get("plugins+")
+        parts = appended or [trainer.get("logger") or written["optimizer"]]
         for part in parts:
             assert part["class_path"] in PUBLIC or hasattr(
                 __import__("lightning.pytorch.loggers").pytorch.loggers, part["class_path"]

@@ -30,7 +30,7 @@ def test_an_out_of_memory_error_says_what_this_run_could_do(capsys):
     assert said[1].startswith("What this run could do, best first")
     names = [line.partition("[")[2].partition("]")[0] for line in said[2:]]
     # There are neither logits of a language model nor a GPU, no repeated blocks, and the optimizer has no states.
-    assert names == ["MaxBatchSize", "LoRA"]
+    assert names == ["MaxBatchSize", "OptimizerInBackward", "LoRA"]
     assert len(said) <= 10
     for line in said[2:]:
         Path("overlay.yaml").write_text(line.strip())

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -129,8 +130,10 @@ def test_last_is_the_newest_whole_checkpoint_of_the_newest_run(caplog):
     assert fit(*arguments, "--trainer.max_epochs=3") == 0
     assert last()["global_step"] == 12
     damaged = RUNS / "latest" / "last.ckpt"
+    with zipfile.ZipFile(damaged) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
     content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[largest.header_offset + 30 + len(largest.filename) + largest.file_size // 2] ^= 1
     damaged.write_bytes(content)
     before = next(path for path in candidates("last", RUNS) if path.name != "last.ckpt")
     step = load_verified(before)["global_step"]

@@ -25,7 +25,7 @@ def leans_on(package, name, module):
                 return
             raise complaint
 
-        checked.leans_on = (name, module)
+        checked.leans_on = (f"{getattr(test, 'leans_on', ('', ''))[0]} {name}", module)
         return checked
 
     return decorate

@@ -1,5 +1,6 @@
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.internals.leaning import leans_on
 
@@ -34,6 +35,16 @@ def test_products_are_known():
 
 KERNELS = ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"]
 KERNELS += ["fused_attention_overrideable"]
+
+
+@leans_on("torch", "aten._safe_softmax", "torch_operators")
+def test_attention_without_a_kernel_is_known():
+    from lit_efficient.internals.torch_operators import ATTENTION_KERNELS
+
+    x = torch.ones(1, 2, 8, 16, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = operators_of(lambda: F.scaled_dot_product_attention(x, x, x, is_causal=True))
+    assert {ATTENTION_KERNELS[operator] for operator in found & {*ATTENTION_KERNELS}} == {"math"}
 
 
 @leans_on("torch", ", ".join(f"aten._scaled_dot_product_{kernel}" for kernel in KERNELS), "torch_operators")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_efficient import ConfigurationError, FusedAdamW, Lion, to_low_rank
+from lit_efficient import ConfigurationError, FusedAdamW, Lion, MuonAdamW, step_in_float32, to_low_rank
 from lit_efficient.errors import DivergedError
 from lit_efficient.optimizers.low_bit import measure_state_bytes
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, RandomDirections, StrongestDirections
@@ -343,3 +343,43 @@ def test_refusals(make: Any, rank: int, bits: int, message: str) -> None:
     ps = parameters()
     with pytest.raises(ConfigurationError, match=message):
         to_galore(make(ps), ps[:-1], rank, bits=bits)
+
+
+@pytest.mark.parametrize(("to_low", "bits"), [(to_galore, 32), (to_galore, 8), (to_apollo, 32), (to_apollo, 8)])
+def test_bfloat16_weights_that_step_in_float32_are_still_seen_in_the_subspace(to_low: Any, bits: int) -> None:
+    """The steps with a compensation end where those of float32 weights do, from the same kinds of states."""
+    start = gradients([(32, 512)], 1, seed=7)[0][0].mul(0.02).bfloat16()
+    weights = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    low, full = optimizers = [torch.optim.AdamW([p], 1e-4, weight_decay=DECAY) for p in weights]
+    for optimizer, p in zip(optimizers, weights, strict=True):
+        to_low(optimizer, [p], 8, 5, bits=bits)
+    step_in_float32(low, compensated=True)
+    for (gradient,) in gradients([(32, 512)], 10):
+        for optimizer, p in zip(optimizers, weights, strict=True):
+            p.grad = (gradient + 1).bfloat16().to(p)
+            optimizer.step()
+    p, q = weights
+    state = low.state[p]
+    ours = p.detach().float() + state["compensation"].float()
+    assert (ours - q).norm() < 0.02 * (q - start.float()).norm()
+    assert {key: value.shape for key, value in state.items() if key != "compensation"} == {
+        key: value.shape for key, value in full.state[q].items()
+    }
+    assert all(value.dtype is torch.float32 for key, value in state.items() if key in ("absmax1", "absmax2", "norm"))
+
+
+@pytest.mark.parametrize("kind", ["GaLore", "APOLLO", "MuonAdamW"])
+def test_steps_are_counted_exactly_where_bfloat16_is_the_default_type(kind: str) -> None:
+    """As it is in a training step of ``bf16-true``, where manual optimization steps: its 257 is 256."""
+    p = nn.Parameter(torch.ones(4, 4 if kind != "MuonAdamW" else 400))
+    optimizer = (MuonAdamW if kind == "MuonAdamW" else torch.optim.AdamW)([p], lr=1e-3)
+    if kind != "MuonAdamW":
+        (to_galore if kind == "GaLore" else to_apollo)(optimizer, [p], 2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(258):
+            p.grad = torch.ones(p.shape, dtype=torch.float32)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[p]["step"] == 258

@@ -183,6 +183,7 @@ def test_alone_it_brings_the_contract_along(tmp_path: Path, caplog: pytest.LogCa
         trainer([QuantizeBase(format="int4", group_size=4), emulated()]).fit(Toy("init"), data(), data())
 
 
+@pytest.mark.filterwarnings("ignore:.*in 16 bits, where a step:UserWarning")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
 def test_the_rest_is_computed_as_lightning_s_precision_of_that_name(precision: Any) -> None:
     def fit(*parts: Any, **arguments: Any) -> Any:

@@ -172,8 +172,9 @@ class _LowRankRounded(_LowRankLinear):
 
 @torch.no_grad()
 def rounded_codes(layer: Any) -> Tensor:
-    """The int4 codes of the sum of an int4 weight and its adapter."""
-    return codes_on_grid(adapted_matrix(layer), layer.weight_scale, layer.weight_zero)
+    """The int4 codes of the sum of an int4 weight and its adapter, the same ones under autocast."""
+    with torch.autocast(layer.weight.device.type, enabled=False):
+        return codes_on_grid(adapted_matrix(layer), layer.weight_scale, layer.weight_zero)
 
 
 class _LowRankConv2d(LowRank):

@@ -17,7 +17,7 @@ _WRAPPED = ("base_layer", "original_module")  # what peft calls the module insid
 
 
 class PeftLayer(Switchable):
-    """Mixed in front of each of peft's layers and saved modules; the adapter's tensors stay in float32."""
+    """Mixed in front of each of peft's layers and saved modules; tensors stay in float32, but those of whole copies."""
 
     float32 = ("",)
     one_layer = True
@@ -46,7 +46,20 @@ class PeftLayer(Switchable):
             parameter.requires_grad_(required)
 
     def _named(self) -> list[tuple[str, Tensor]]:
-        return [(name, tensor) for name, tensor in super()._named() if not name.startswith(_WRAPPED)]
+        copies = self._copies()
+        named = [(name, tensor) for name, tensor in super()._named() if not name.startswith(copies)]
+        return [(name, tensor) for name, tensor in named if not {*_WRAPPED} & {*name.split(".")}]
+
+    def _copies(self) -> tuple[str, ...]:
+        """Beginnings of names in copies of the wrapped module, which compute in its place and so in its type."""
+        module: Any = self
+        wrapped = next(part for name, part in module.named_children() if name in _WRAPPED)
+        own = _shapes(wrapped)
+        return tuple(f"{name}." for name, part in module.named_modules() if name and _shapes(part) == own)
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
 def peft_names(module: nn.Module, names: Iterable[str]) -> tuple[set[str], dict[str, str]]:

@@ -27,9 +27,14 @@ from lit_efficient.mechanisms.adapters.peft_format import described
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost, peft_names, unload
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized, plain_layer
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, find_targets, is_tied
-from lit_efficient.surgery import memory_of, mix_in, own_draws
+from lit_efficient.surgery import is_sharded, memory_of, mix_in, own_draws
 
 _NOTE = "_lit_efficient_peft"
+_BEYOND = {  # options of which a layer alone does nothing, or not all
+    "use_asa": "is a step of peft's own model",
+    "alora_invocation_tokens": "is looked for by peft's own model, and without it the adapter never takes part",
+    "monteclora_config": "needs a term in the loss that peft's own model gives",
+}
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -83,8 +88,15 @@ def peft_config(options: Mapping[str, Any]) -> Any:
         config = known[kind](**copy.deepcopy(rest), inference_mode=False)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"PeftAdapter: peft refuses the options of {kind}: {error}") from error
-    if getattr(config, "use_asa", False):
-        raise ConfigurationError(f"PeftAdapter: use_asa of {kind} is a step of peft's own model; leave it out")
+    for name, why in _BEYOND.items():
+        if getattr(config, name, None):
+            raise ConfigurationError(f"PeftAdapter: {name} of {kind} {why}; leave it out")
+    start = getattr(config, "init_lora_weights", None)
+    if start in ("eva", "lora_ga"):
+        raise ConfigurationError(
+            f"PeftAdapter: init_lora_weights {start!r} of {kind} is made from batches by a function of peft's; without "
+            "it peft starts as plain LoRA: save what it made, and name that folder in start_from"
+        )
     return config
 
 
@@ -128,6 +140,8 @@ def read_peft_folder(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     known = methods().get(config.get("peft_type", ""))
     names = [one.name for one in fields(known)] if known else [*config]
     kept = {name: one for name, one in config.items() if name in names and one is not None and name != "peft_version"}
+    if isinstance(kept.get("init_lora_weights"), str):
+        del kept["init_lora_weights"]  # the values are those of the file
     return kept, load_tensors(place / _FILES[1])
 
 
@@ -199,6 +213,7 @@ def inject(
     with _refusing(f"train {', '.join(train or active)} together"):
         set_adapter(root, list(train or active))
     switch_adapters(root, active)
+    _check_called(root)
     _check_rounded(root)
 
 
@@ -337,8 +352,8 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``root``: dotted name of the network. ``adapters``: by name the ``config``, ``files``, names in the module's
-        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. The rest: see
-        :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
+        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. ``active``: which take
+        part, and by how much. The rest: see :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
     """
     (root,) = networks(module)
     name = next(name for name, part in module.named_modules() if part is root)
@@ -352,7 +367,7 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
             "files": {key: places[memory_of(t)] for key, t in found.items() if memory_of(t) in places},
             "beside": {key: t.detach().cpu().clone() for key, t in found.items() if memory_of(t) not in places},
         }
-    return {"root": name, "adapters": adapters, **described(root)}
+    return {"root": name, "adapters": adapters, "active": dict(root.__dict__[_NOTE]["active"]), **described(root)}
 
 
 def peft_files(
@@ -413,6 +428,17 @@ def _to_floats(root: Any) -> None:
     _put(root, values)
 
 
+def _check_called(root: nn.Module) -> None:
+    """Refuse a layer whose weight is read and whose forward nobody calls: its adapter would do nothing."""
+    for name in outermost(root):
+        base = getattr(root.get_submodule(name), "base_layer", None)
+        if isinstance(base, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            raise ConfigurationError(
+                f"PeftAdapter: {name!r} is read by torch's attention and never called, so that an adapter on it does "
+                f"nothing: name the attention itself in target_modules, {name.rpartition('.')[0]!r}, or leave it out"
+            )
+
+
 @torch.no_grad()
 def _check_rounded(root: Any) -> None:
     """Refuse a method that misreads quantised weights: it must compute what it does on the same weights as floats."""
@@ -423,28 +449,82 @@ def _check_rounded(root: Any) -> None:
         if not _is_rounded(layer) or (key := (type(layer), type(base))) in seen:
             continue
         seen.add(key)
-        twin = nn.Module()
-        twin.layer = copy.deepcopy(layer).eval()
-        twin.__dict__[_NOTE] = dict(root.__dict__[_NOTE])
-        twin.peft_config = {one: copy.deepcopy(config) for one, config in root.peft_config.items()}
-        for config in twin.peft_config.values():
-            config.target_modules = ["layer"]
+        twin = _alone(root, name)
         with own_draws(0):
             for place in _values(twin).values():
                 place.copy_(torch.randn(place.shape) / 10 if place.is_floating_point() else place)
             x = torch.randn(4, base.in_features).to(base.weight.device)
-        try:
-            found = twin.layer(x)
-            _to_floats(twin)
-            same = torch.allclose(found, twin.layer.eval()(x), rtol=0.02, atol=0.02)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
-            same = False
+        same = False
+        for floats in (_float_base, _to_floats):  # the first keeps what layers share, the second peft's own classes
+            try:
+                other = copy.deepcopy(twin)
+                floats(other)
+                found, expected = (one.get_submodule(name).eval()(x) for one in (twin, other))
+                same = same or torch.allclose(found, expected, rtol=0.02, atol=0.02)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
+                continue
         if not same:
             kinds = ", ".join(config.peft_type.value for config in root.peft_config.values())
             raise ConfigurationError(
                 f"PeftAdapter: peft's {kinds} misreads the quantised weight of {name!r} ({type(base).__name__}): use "
                 "peft_type LORA, or no quantised base"
             )
+
+
+@torch.no_grad()
+def check_forward(root: nn.Module, context: Any, precision: str) -> None:
+    """Refuse a method whose layers cannot compute in a precision: each kind is run once, as a copy.
+
+    Args:
+        root: A network after :func:`inject`, in its final type.
+        context: What Lightning puts around a step, as ``trainer.precision_plugin.forward_context``.
+        precision: Its name.
+    """
+    seen: set[Any] = set()
+    for name in outermost(root):
+        layer: Any = root.get_submodule(name)
+        base = getattr(layer, "base_layer", None)
+        key = (type(layer), type(base))
+        if not hasattr(base, "in_features") or key in seen or any(map(is_sharded, layer.parameters())):
+            continue
+        seen.add(key)
+        device = next(layer.parameters()).device
+        try:
+            with own_draws(0), context():
+                copy.deepcopy(layer).eval()(torch.zeros(2, base.in_features, device=device))
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"PeftAdapter: {type(layer).__name__} of peft, at {name!r}, cannot compute in {precision} ({error}): "
+                "use bf16-mixed or 32-true"
+            ) from error
+
+
+def _float_base(root: nn.Module) -> None:
+    """Put floats under peft's layers in the place of quantised weights, and change nothing else."""
+    for name in outermost(root):
+        layer: Any = root.get_submodule(name)
+        layer.base_layer = plain_layer(layer.base_layer, dequantize(layer.base_layer))
+
+
+def _alone(root: Any, name: str) -> Any:
+    """A network with nothing in it but a copy of one layer, of the same name, by which the options know it."""
+    twin: Any = nn.Module()
+    *path, last = name.split(".")
+    owner = twin
+    for piece in path:
+        owner.add_module(piece, nn.Module())
+        owner = owner.get_submodule(piece)
+    owner.add_module(last, copy.deepcopy(root.get_submodule(name)).eval())
+    adapters = {piece for key in _values(twin) for piece in key.split(".")}
+    twin.peft_config = {one: copy.deepcopy(config) for one, config in root.peft_config.items() if one in adapters}
+    for config in twin.peft_config.values():
+        for other in ("modules_to_save", "trainable_token_indices", "target_parameters"):
+            if hasattr(config, other):
+                setattr(config, other, None)
+    note = root.__dict__[_NOTE]
+    active = {one: weight for one, weight in note["active"].items() if one in adapters}
+    twin.__dict__[_NOTE] = note | {"active": active}
+    return twin
 
 
 def _values(root: nn.Module) -> dict[str, Tensor]:

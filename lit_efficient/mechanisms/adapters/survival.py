@@ -30,7 +30,10 @@ def surviving(module: nn.Module) -> dict[str, tuple[float, float]]:
         base, merged = dequantize(part).float(), adapted_matrix(part).float()
         plain = nn.Linear(base.shape[1], base.shape[0], bias=False, device="meta")
         plain.weight = nn.Parameter(merged, requires_grad=False)
-        how: dict[str, Any] = {"double_quant": getattr(part, "quant_double", True), "group_size": getattr(part, "group_size", 32)}
+        how: dict[str, Any] = {
+            "double_quant": getattr(part, "quant_double", True),
+            "group_size": getattr(part, "group_size", 32),
+        }
         again = dequantize(quantize_linear(plain, part.quant_format, **how)).float()
         update = (merged - base).flatten()
         found[name] = ((again - base).flatten() @ update).item(), (update @ update).item()

@@ -15,6 +15,7 @@ from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.application import apply
 from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear, codes_on_grid, dequantize_groups, quantize_groups
+from lit_efficient.mechanisms.adapters.low_rank import rounded_codes
 from lit_efficient.mechanisms.adapters.quantized import dequantize
 from lit_efficient.mechanisms.adapters.survival import describe_survival, surviving
 from tests.mechanisms.adapters.decoders import Language, decoder, logits
@@ -138,6 +139,18 @@ def test_export_says_what_would_survive(tmp_path: Path, capsys: pytest.CaptureFi
     assert "of the adapter's update would survive" in said
     assert said.partition(" (")[0] in capsys.readouterr().err
     assert logits(module.network) is not None
+
+
+def test_codes_are_the_same_ones_under_autocast() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    module = nn.ModuleDict({"net": nn.Sequential(layer, nn.Linear(64, 64))})
+    apply(module, [QuantizeBase("int4", group_size=32), LoRA(rank=4, variant="rounded", targets=["0"])])
+    adapted = module.get_submodule("net.0")
+    nn.init.normal_(adapted.get_parameter("lora_B"))
+    codes = rounded_codes(adapted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rounded_codes(adapted), codes)
 
 
 def test_peft_cannot_hold_the_rounded_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
