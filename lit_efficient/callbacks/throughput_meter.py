@@ -114,10 +114,12 @@ class ThroughputMeter(RunFigures):
             self.flops, self._by_type = meter.per(amount), meter.by_type
             self._trained, self._counted_in = _trained(pl_module), True
             if not self._left:
-                self._say(trainer, meter, unit.removesuffix("s"), amount)
+                self._say(trainer, meter, unit, amount)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._so_far is not None:  # the run is shorter than what is counted
+            self._say(trainer, self._so_far[0], self._unit, self._so_far[1])
         seconds, waited = self._steady
         if not seconds:
             return
@@ -195,7 +197,7 @@ class ThroughputMeter(RunFigures):
         assert self.flops is not None
         model, hardware = self.flops.model(amount), self.flops.hardware(amount)
         peak = self.peak_flops or peak_flops_of(trainer.strategy.root_device, self._by_type)
-        text = f"{short_number(model / max(float(amount.real), 1.0))} operations a {unit}, "
+        text = f"{short_number(model / max(float(amount.real), 1.0))} operations a {unit.removesuffix('s')}, "
         text += f"{hardware / max(model, 1.0):.2f} times that are computed; "
         text += f"the device can do {short_number(peak)} a second" if peak else "no MFU: give peak_flops of the device"
         if meter.unknown:

@@ -78,13 +78,16 @@ def test_a_transformer_costs_six_operations_a_weight_and_twelve_a_pair_and_width
     assert meter.flops.row_again == ATTENTION / 6  # the fused backward pass forms the scores again
 
 
-def test_blocks_that_are_dropped_by_chance_are_counted_in_many_steps() -> None:
+def test_blocks_that_are_dropped_by_chance_are_counted_in_many_steps(caplog: pytest.LogCaptureFixture) -> None:
     ran: list[Any] = []
     module = Model()
     for block in module.net.blocks:
         block.mlp.register_forward_hook(lambda *_: ran.append(1))
     drops = StochasticDepth(0.5, mode="uniform")
     fit(drops, meter := ThroughputMeter(), module=module, loader=rows(16 * ROWS), max_steps=16)
+    with caplog.at_level("INFO"):
+        fit(StochasticDepth(0.5, mode="uniform"), ThroughputMeter(), max_steps=2)  # says what it has counted
+    assert "operations a token" in caplog.text
     head = 48 * 32
     assert meter.flops is not None
     assert meter.flops.position == pytest.approx(6 * (head + len(ran) / 32 * (matrices(module) - head)))
