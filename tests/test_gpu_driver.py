@@ -123,10 +123,11 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
     assert len(set(names)) == len(names)
     cases = (ROOT / "benchmarks" / "gpu" / "cases.py").read_text()
     techniques = [card.name for card in read_cards() if card.is_technique and card.slot == "trainer.callbacks"]
-    # These two take a layer for teachers of images, and a signal: both are plain Python around a step.
-    left_out = {"HiddenAlignment", "LatentAlignment", "SignalCheckpoint"}
+    # These take a layer for teachers of images, a signal, or workers: all are plain Python around a step.
+    left_out = {"HiddenAlignment", "LatentAlignment", "SignalCheckpoint", "DataLoaderTuner"}
     assert {name for name in techniques if f"{name}(" not in cases} == left_out
     no_benchmarks = {"clock", "step_clock", "ladder_gpu", "figures"}
+    no_benchmarks |= {"techniques", "technique_runs", "cpu_throughput", "adapters"}  # of CPUs
     benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - no_benchmarks
     assert benchmarks == {name.split("/")[1].split()[0] for name in names if name.startswith("benchmarks/")}
     for piece in plan:

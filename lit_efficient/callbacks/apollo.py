@@ -52,6 +52,7 @@ class APOLLO(Technique):
         "GaLore": "both decide in which subspace the moments are: keep one of them",
         "LowBitOptimizer": "both decide what the moments are: use APOLLO(bits=8)",
         "MuonAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",
+        "PeftAdapter": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
         "PrefixTuning": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
         "QuantizeBase": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
         "ScheduleFree": "both turn AdamW into another optimizer: leave one of them out",

@@ -44,12 +44,17 @@ def breaks() -> Counter[tuple[str, str]]:
     """
     from torch._dynamo.utils import counters, graph_break_reasons
 
-    reasons = [(one.user_stack[-1], one.reason) for one in graph_break_reasons if one.user_stack]
+    reasons = [(_own_frame(one.user_stack), one.reason) for one in graph_break_reasons if one.user_stack]
     found = Counter((f"{frame.filename}:{frame.lineno}", _shortly(reason)) for frame, reason in reasons)
     for text, times in counters["unimplemented"].items():
         if skipped := _SKIPPED.search(text):
             found[f"{skipped[1]}:{skipped[2]}", f"{_shortly(text)}; all of the function runs uncompiled"] += times
     return found
+
+
+def _own_frame(stack: Any) -> Any:
+    """The innermost frame outside of installed packages: what a library does inside was called from there."""
+    return next((frame for frame in reversed(stack) if "site-packages" not in frame.filename), stack[-1])
 
 
 def refused(exception: BaseException) -> tuple[str, str] | None:
