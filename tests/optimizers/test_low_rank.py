@@ -383,3 +383,15 @@ def test_steps_are_counted_exactly_where_bfloat16_is_the_default_type(kind: str)
     finally:
         torch.set_default_dtype(torch.float32)
     assert optimizer.state[p]["step"] == 258
+
+
+@pytest.mark.parametrize("to_low", [to_galore, to_apollo])
+def test_float64_weights_are_stepped(to_low: Any) -> None:
+    ps = [nn.Parameter(torch.ones(4, 8, dtype=kind)) for kind in (torch.float64, torch.float32)]
+    for p in ps:
+        optimizer = torch.optim.AdamW([p], lr=1e-3)
+        to_low(optimizer, [p], 2)
+        for (gradient,) in gradients([(4, 8)], 3):
+            p.grad = gradient.to(p)
+            optimizer.step()
+    torch.testing.assert_close(ps[0].float(), ps[1])
