@@ -21,7 +21,7 @@ from tests.support import AttentionNet
 CARDS = read_cards()
 NEEDED: dict[str, Any] = {  # arguments without a default
     "block": 2, "teacher": _teacher(), "student": "net", "layers": {r"blocks\.1": ""}, "num_outputs": 16,
-    "init_tokens": [1, 5], "every_n_epochs": 1,
+    "init_tokens": [1, 5], "every_n_epochs": 1, "config": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"},
 }  # fmt: skip
 
 OF_REAL_SIZE = {"Float8Precision", "GaLore", "APOLLO"}  # whose defaults refuse layers as small as the toy's
@@ -35,11 +35,42 @@ class TenOutputs(Net):
         self.head = nn.Linear(WIDTH, 10)
 
 
+class HalfFrozen(Net):
+    """What has something to swap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+
+class RootNorm(nn.Module):
+    """A norm that keeps more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class RootNorms(Net):
+    """Blocks as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = RootNorm()
+
+
 def _case(name: str) -> Case:
     """As the table says; other networks where that of the table is none that somebody would use it on."""
     networks: dict[str, dict[str, Any]] = {
         "IA3": {"network": AttentionNet, "make": lambda: [lit_efficient.IA3()]},
         "ReplaceHead": {"network": TenOutputs},
+        "BlockSwap": {"network": HalfFrozen},
+        "MemoryEfficientLayers": {"network": RootNorms},
     }
     return dataclasses.replace(case(name), **networks.get(name, {}))
 
