@@ -84,13 +84,13 @@ def _loss(module: Any) -> float:
         return float(torch.stack([module._sample_loss(batch).mean() for batch in data()]).mean())
 
 
-def _loads(module: Toy, state: dict[str, Any], wanted: float) -> bool:
+def _loads(module: Toy, state: dict[str, Any], wanted: float, rel: float) -> bool:
     """Whether a fresh module has the weights of the validation as anybody would load them."""
     try:
         module.load_state_dict(state)
     except RuntimeError:
         return False
-    return _loss(module.eval()) == pytest.approx(wanted, rel=1e-5)
+    return _loss(module.eval()) == pytest.approx(wanted, rel=rel)
 
 
 def test_each_part_of_a_run_has_lines_of_python() -> None:
@@ -123,7 +123,8 @@ def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch:
         return
     run = one.fit(one.make())
     validated = float(run.trainer.callback_metrics["val/loss"])
-    assert _loads(one.toy("init"), run.checkpoint["state_dict"], validated) is not bool(reads)
+    rel = 1e-2 if card.slot == "trainer.plugins" else 1e-5  # validated with products in another number format
+    assert _loads(one.toy("init"), run.checkpoint["state_dict"], validated, rel) is not bool(reads)
     if reads:
         torch.save(run.checkpoint, "best.ckpt")
         loaded: dict[str, Any] = {}
