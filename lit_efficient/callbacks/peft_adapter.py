@@ -68,7 +68,6 @@ class PeftAdapter(Technique):
     phase = Phase.ADAPT
     alters = ("weights",)
     keeps = "peft"
-    needs = ("config",)
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
         "IA3": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",

@@ -21,8 +21,12 @@ from tests.support import AttentionNet
 CARDS = read_cards()
 NEEDED: dict[str, Any] = {  # arguments without a default
     "block": 2, "teacher": _teacher(), "student": "net", "layers": {r"blocks\.1": ""}, "num_outputs": 16,
+<<<<<<< HEAD
     "init_tokens": [1, 5], "every_n_epochs": 1,
     "config": {"peft_type": "LOKR", "r": 2, "alpha": 4, "target_modules": ["up", "down"]},
+=======
+    "init_tokens": [1, 5], "every_n_epochs": 1, "config": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"},
+>>>>>>> atk3
 }  # fmt: skip
 
 # Their defaults refuse layers as small as the toy's, or such norms.
@@ -37,11 +41,42 @@ class TenOutputs(Net):
         self.head = nn.Linear(WIDTH, 10)
 
 
+class HalfFrozen(Net):
+    """What has something to swap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+
+class RootNorm(nn.Module):
+    """A norm that keeps more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class RootNorms(Net):
+    """Blocks as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = RootNorm()
+
+
 def _case(name: str) -> Case:
     """As the table says; other networks where that of the table is none that somebody would use it on."""
     networks: dict[str, dict[str, Any]] = {
         "IA3": {"network": AttentionNet, "make": lambda: [lit_efficient.IA3()]},
         "ReplaceHead": {"network": TenOutputs},
+        "BlockSwap": {"network": HalfFrozen},
+        "MemoryEfficientLayers": {"network": RootNorms},
     }
     return dataclasses.replace(case(name), **networks.get(name, {}))
 
@@ -55,13 +90,13 @@ def _loss(module: Any) -> float:
         return float(torch.stack([module._sample_loss(batch).mean() for batch in data()]).mean())
 
 
-def _loads(module: Toy, state: dict[str, Any], wanted: float) -> bool:
+def _loads(module: Toy, state: dict[str, Any], wanted: float, rel: float) -> bool:
     """Whether a fresh module has the weights of the validation as anybody would load them."""
     try:
         module.load_state_dict(state)
     except RuntimeError:
         return False
-    return _loss(module.eval()) == pytest.approx(wanted, rel=1e-5)
+    return _loss(module.eval()) == pytest.approx(wanted, rel=rel)
 
 
 def test_each_part_of_a_run_has_lines_of_python() -> None:
@@ -96,7 +131,8 @@ def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch:
         return
     run = one.fit(one.make())
     validated = float(run.trainer.callback_metrics["val/loss"])
-    assert _loads(one.toy("init"), run.checkpoint["state_dict"], validated) is not bool(reads)
+    rel = 1e-2 if card.slot == "trainer.plugins" else 1e-5  # validated with products in another number format
+    assert _loads(one.toy("init"), run.checkpoint["state_dict"], validated, rel) is not bool(reads)
     if reads:
         torch.save(run.checkpoint, "best.ckpt")
         loaded: dict[str, Any] = {}
