@@ -21,16 +21,10 @@ from tests.support import AttentionNet
 CARDS = read_cards()
 NEEDED: dict[str, Any] = {  # arguments without a default
     "block": 2, "teacher": _teacher(), "student": "net", "layers": {r"blocks\.1": ""}, "num_outputs": 16,
-<<<<<<< HEAD
-    "init_tokens": [1, 5], "every_n_epochs": 1,
-    "config": {"peft_type": "LOKR", "r": 2, "alpha": 4, "target_modules": ["up", "down"]},
-=======
     "init_tokens": [1, 5], "every_n_epochs": 1, "config": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"},
->>>>>>> atk3
 }  # fmt: skip
 
-# Their defaults refuse layers as small as the toy's, or such norms.
-OF_REAL_SIZE = {"Float8Precision", "GaLore", "APOLLO", "MemoryEfficientLayers"}
+OF_REAL_SIZE = {"Float8Precision", "GaLore", "APOLLO"}  # whose defaults refuse layers as small as the toy's
 
 
 class TenOutputs(Net):
@@ -117,8 +111,6 @@ def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch:
     lines, reads = (lines, last) if "restore(" in last else ([*lines, last], "")
     one = _case(card.name) if card.name in CASES else None
     names: dict[str, Any] = {**NEEDED, "module": one.toy("init") if one else nn.Linear(8, 8)}
-    if card.name == "BlockSwap":
-        names["module"].requires_grad_(False)
     exec("\n".join(lines), names)
     made = [entry.record["name"] for entry in ledger(names["module"])]
     if (trainer := names.get("trainer")) is not None:
@@ -126,7 +118,7 @@ def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch:
     if (optimizer := names.get("optimizer")) is not None:
         made.append(type(optimizer).__name__)
     assert made.count(card.name) == 1
-    if one is None or card.slot.endswith("plugins"):  # another precision rounds otherwise
+    if one is None:
         assert not reads
         return
     run = one.fit(one.make())
