@@ -222,7 +222,12 @@ class DataLoaderTuner(Technique):
             return self._leave(loader, f"reads {type(loader.dataset).__name__} here, where trying would move it on")
         start, device = Loading.of(loader), trainer.strategy.root_device
         workers = [start.num_workers]
-        if not iterable and not self._draws(trainer, loader):
+        counters = {} if iterable else _counters(loader.dataset)
+        draws = iterable or self._draws(trainer, loader)
+        if moved := [name for name, value in counters.items() if getattr(loader.dataset, name) != value]:
+            vars(loader.dataset).update(counters)
+            return self._leave(loader, f"reads {type(loader.dataset).__name__}, whose {moved[0]} changes as it is read")
+        if not draws:
             workers = [n for n in self._numbers(trainer, start) if n or not loader.timeout]
         pin = [False, True] if device.type == "cuda" else []
 
@@ -274,6 +279,13 @@ class DataLoaderTuner(Technique):
     def _leave(self, loader: Any, why: str) -> Any:
         rank_zero_info(f"DataLoaderTuner: a {type(loader).__name__} stays as it is: it {why}")
         return loader
+
+
+def _counters(dataset: Any) -> dict[str, Any]:
+    """The numbers and texts among the attributes of a data set: positions and counts, if it has any."""
+    return {
+        name: value for name, value in getattr(dataset, "__dict__", {}).items() if isinstance(value, int | float | str)
+    }
 
 
 def _process_dataloader(self: Any, dataloader: Any) -> Any:

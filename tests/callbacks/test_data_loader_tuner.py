@@ -207,6 +207,24 @@ def test_what_draws_keeps_its_workers(caplog: pytest.LogCaptureFixture) -> None:
         equal(ours, fit(*([ExactResume(seed=1)] if more else []), data=Numbers(draws)))
 
 
+class Counted(Numbers):
+    """Gives other rows the more often it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return [self.rows[index] + self.reads]
+
+
+def test_data_that_changes_as_it_is_read_is_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        equal(fit(tuner(Loading(0, None)), data=Counted()), fit(data=Counted()))
+    assert "it reads Counted, whose reads changes as it is read" in caplog.text
+
+
 class Own:
     """No loader of torch's."""
 

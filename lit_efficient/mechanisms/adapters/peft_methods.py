@@ -271,6 +271,7 @@ def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, floa
                 raise refusal(
                     "PeftAdapter", f"the weight of {name}", f"1 for {kind}, whose update is no product", weight
                 )
+            part: Any
             for part in scaled if weight != 1 or root.__dict__[_NOTE]["active"].get(name, 1) != 1 else ():
                 part.set_scale(name, weight)
         with _refusing(f"mix {', '.join(weights)}"):
@@ -400,6 +401,7 @@ def merge_peft(root: Any) -> None:
     layers = outermost(root)
     if any(_is_rounded(root.get_submodule(name)) for name in layers):  # what peft would add to codes is added to floats
         _to_floats(root)
+    base: Any
     for name in layers:
         base = getattr(root.get_submodule(name), "base_layer", None)
         if hasattr(base, "weight") and is_tied(root, base):  # the adapter belongs to one use of it
@@ -445,7 +447,7 @@ def _check_rounded(root: Any) -> None:
     seen: set[Any] = set()
     for name in outermost(root):
         layer: Any = root.get_submodule(name)
-        base = getattr(layer, "base_layer", None)
+        base: Any = getattr(layer, "base_layer", None)
         if not _is_rounded(layer) or (key := (type(layer), type(base))) in seen:
             continue
         seen.add(key)
@@ -483,7 +485,7 @@ def check_forward(root: nn.Module, context: Any, precision: str) -> None:
     seen: set[Any] = set()
     for name in outermost(root):
         layer: Any = root.get_submodule(name)
-        base = getattr(layer, "base_layer", None)
+        base: Any = getattr(layer, "base_layer", None)
         key = (type(layer), type(base))
         if not hasattr(base, "in_features") or key in seen or any(map(is_sharded, layer.parameters())):
             continue
