@@ -19,19 +19,10 @@ from torch import nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
-from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost
-from lit_efficient.mechanisms.adapters.peft_methods import (
-    check_forward,
-    config_options,
-    inject,
-    network_of,
-    networks,
-    peft_config,
-    peft_placement,
-    read_peft_folder,
-    start_from,
-    switch_adapters,
-)
+from lit_efficient.mechanisms.adapters.peft_configs import config_options, peft_config
+from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, networks, outermost
+from lit_efficient.mechanisms.adapters.peft_methods import check_forward, inject, network_of, switch_adapters
+from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_peft_folder, start_from
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.models.causal_lm import Primitive

@@ -32,7 +32,7 @@ from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lor
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
-from lit_efficient.mechanisms.adapters.peft_methods import peft_files, write_peft_folder
+from lit_efficient.mechanisms.adapters.peft_saved import peft_files, write_peft_folder
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of

@@ -16,15 +16,9 @@ from lit_efficient import ConfigurationError, PeftAdapter, QuantizeBase, merge_a
 from lit_efficient.application import apply
 from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.disabled import disabled
-from lit_efficient.mechanisms.adapters.peft_methods import (
-    methods,
-    network_of,
-    peft_config,
-    peft_files,
-    peft_placement,
-    switch_adapters,
-    write_peft_folder,
-)
+from lit_efficient.mechanisms.adapters.peft_configs import methods, peft_config
+from lit_efficient.mechanisms.adapters.peft_methods import network_of, switch_adapters
+from lit_efficient.mechanisms.adapters.peft_saved import peft_files, peft_placement, write_peft_folder
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.testing import Run
 from tests.contract import effects

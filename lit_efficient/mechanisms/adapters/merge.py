@@ -24,8 +24,8 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     adapted_matrix,
     rounded_codes,
 )
-from lit_efficient.mechanisms.adapters.peft_layers import peft_names
-from lit_efficient.mechanisms.adapters.peft_methods import merge_peft, networks
+from lit_efficient.mechanisms.adapters.peft_layers import networks, peft_names
+from lit_efficient.mechanisms.adapters.peft_methods import merge_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_bitsandbytes, is_quantized, plain_layer
 from lit_efficient.mechanisms.adapters.targets import is_tied
 from lit_efficient.surgery import mix_in, mix_out

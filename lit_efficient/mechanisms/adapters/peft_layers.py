@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 
+NOTE = "_lit_efficient_peft"  # on a network that has got such layers: what to know of them
 _WRAPPED = ("base_layer", "original_module")  # what peft calls the module inside a layer, and inside a saved module
 
 
@@ -114,3 +115,8 @@ def unload(root: nn.Module, *, merge: bool) -> None:
         owner, _, last = name.rpartition(".")
         setattr(root.get_submodule(owner), last, plain)
     root.__dict__.pop("peft_config", None)
+
+
+def networks(module: nn.Module) -> list[nn.Module]:
+    """The networks in a module that have got peft's layers."""
+    return [part for part in module.modules() if NOTE in part.__dict__]

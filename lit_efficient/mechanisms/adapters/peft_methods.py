@@ -6,143 +6,19 @@ Source: https://huggingface.co/docs/peft/developer_guides/low_level_api
 """
 
 import copy
-import enum
-import json
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import CheckpointError, ConfigurationError, did_you_mean, refusal
-from lit_efficient.files.sums import check_sums
-from lit_efficient.files.tensors import load_tensors, save_tensors
-from lit_efficient.internals.import_noise import silence_imports
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.base import FOLLOWS, _digest
-from lit_efficient.mechanisms.adapters.peft_format import described
-from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, outermost, peft_names, unload
+from lit_efficient.mechanisms.adapters.peft_configs import config_options, peft_config, refusing
+from lit_efficient.mechanisms.adapters.peft_layers import NOTE, PeftLayer, networks, outermost, peft_names, unload
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized, plain_layer
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, find_targets, is_tied
 from lit_efficient.surgery import is_sharded, memory_of, mix_in, own_draws
-
-_NOTE = "_lit_efficient_peft"
-_BEYOND = {  # options of which a layer alone does nothing, or not all
-    "use_asa": "is a step of peft's own model",
-    "alora_invocation_tokens": "is looked for by peft's own model, and without it the adapter never takes part",
-    "monteclora_config": "needs a term in the loss that peft's own model gives",
-}
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-def methods() -> dict[str, Any]:
-    """The configuration classes of the methods that can be used here, by peft's names for them.
-
-    Not among them is what peft puts into no network (prompts), and what peft's own model does in its forward.
-    """
-    silence_imports()
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-    from peft.tuners.tuners_utils import BaseTuner
-
-    found = {}
-    for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items():
-        own = isinstance(tuner, type) and issubclass(tuner, BaseTuner) and tuner.forward is BaseTuner.forward
-        if own:
-            found[str(kind.value)] = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
-    return found
-
-
-def peft_config(options: Mapping[str, Any]) -> Any:
-    """Peft's configuration object, to train with.
-
-    Args:
-        options: Its fields, with ``peft_type``.
-
-    Raises:
-        ConfigurationError: For a method that is not among :func:`methods`, a field that it does not have, and what
-            peft itself refuses.
-    """
-    known = methods()
-    kind = str(options.get("peft_type", "")).upper()
-    if kind not in known:
-        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-        if kind in {one.value for one in PEFT_TYPE_TO_CONFIG_MAPPING}:
-            raise ConfigurationError(
-                f"PeftAdapter: peft_type {kind} needs peft's own model around the network (it has prompts or a "
-                f"forward of its own), which a LightningModule is not; those without are {', '.join(known)}"
-            )
-        raise ConfigurationError(
-            f"PeftAdapter: peft has no peft_type {options.get('peft_type')!r}{did_you_mean(kind, known)} "
-            f"({', '.join(known)})"
-        )
-    names = [one.name for one in fields(known[kind])]
-    if odd := [name for name in options if name not in names]:
-        near = did_you_mean(odd[0], names)
-        raise ConfigurationError(f"PeftAdapter: {kind} has no option {odd[0]!r}{near} ({', '.join(names)})")
-    rest = {name: value for name, value in options.items() if name not in ("peft_type", "inference_mode")}
-    try:
-        config = known[kind](**copy.deepcopy(rest), inference_mode=False)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"PeftAdapter: peft refuses the options of {kind}: {error}") from error
-    for name, why in _BEYOND.items():
-        if getattr(config, name, None):
-            raise ConfigurationError(f"PeftAdapter: {name} of {kind} {why}; leave it out")
-    start = getattr(config, "init_lora_weights", None)
-    if start in ("eva", "lora_ga"):
-        raise ConfigurationError(
-            f"PeftAdapter: init_lora_weights {start!r} of {kind} is made from batches by a function of peft's; without "
-            "it peft starts as plain LoRA: save what it made, and name that folder in start_from"
-        )
-    return config
-
-
-def config_options(config: Any) -> dict[str, Any]:
-    """The fields of a configuration object that are not at their defaults, as primitives; those of a dict as given."""
-    if isinstance(config, Mapping):
-        return {str(key): _primitive(value) for key, value in config.items()}
-    given = {name: _primitive(value) for name, value in config.to_dict().items()}
-    usual: dict[str, Any] = {}
-    for one in fields(config):
-        usual[one.name] = one.default if one.default_factory is MISSING else one.default_factory()
-    usual["peft_version"] = given.get("peft_version")  # of whoever writes it
-    kept = {name: value for name, value in given.items() if name in usual and value != usual[name]}
-    return kept | {"peft_type": given["peft_type"]}
-
-
-def _primitive(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _primitive(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_primitive(one) for one in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(_primitive, value))
-    return value
-
-
-def read_peft_folder(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Options and tensors of an adapter that peft has saved.
-
-    Raises:
-        CheckpointError: If a file is missing or damaged.
-    """
-    place = Path(folder)
-    check_sums(place)
-    try:
-        config = json.loads((place / _FILES[0]).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{place / _FILES[0]} cannot be read: {error}") from error
-    known = methods().get(config.get("peft_type", ""))
-    names = [one.name for one in fields(known)] if known else [*config]
-    kept = {name: one for name, one in config.items() if name in names and one is not None and name != "peft_version"}
-    if isinstance(kept.get("init_lora_weights"), str):
-        del kept["init_lora_weights"]  # the values are those of the file
-    return kept, load_tensors(place / _FILES[1])
 
 
 def network_of(module: nn.Module) -> str:
@@ -195,7 +71,7 @@ def inject(
             config.target_modules = {
                 one for one, _ in find_targets(root, ALL_LINEAR, who="PeftAdapter: target_modules")
             }
-        with _refusing(f"put {options['peft_type']} on {type(root).__name__}"), own_draws(seed):
+        with refusing(f"put {options['peft_type']} on {type(root).__name__}"), own_draws(seed):
             tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=name)
         cast_adapter_dtype(root, name)
         shared[name] = _shared(tuner, root)
@@ -208,9 +84,9 @@ def inject(
     for part in root.modules():
         if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) and not isinstance(part, PeftLayer):
             mix_in(part, PeftLayer)
-    root.__dict__[_NOTE] = {"seed": seed, "active": dict(active), "shared": shared}
+    root.__dict__[NOTE] = {"seed": seed, "active": dict(active), "shared": shared}
     root.__dict__[FOLLOWS] = _start_again
-    with _refusing(f"train {', '.join(train or active)} together"):
+    with refusing(f"train {', '.join(train or active)} together"):
         set_adapter(root, list(train or active))
     switch_adapters(root, active)
     _check_called(root)
@@ -226,22 +102,6 @@ def _shared(tuner: nn.Module, root: nn.Module) -> dict[str, str]:
             f"PeftAdapter: {type(tuner).__name__} of peft keeps {lost[0]!r} outside of the network"
         )
     return {f"base_model.{name}": places[memory_of(tensor)] for name, tensor in own.items()}
-
-
-@contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Turn what peft raises into a refusal."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-            yield
-    except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError, ImportError) as error:
-        raise ConfigurationError(f"PeftAdapter: peft cannot {what}: {' '.join(str(error).split())[:400]}") from error
-
-
-def networks(module: nn.Module) -> list[nn.Module]:
-    """The networks in a module that :func:`inject` has changed."""
-    return [part for part in module.modules() if _NOTE in part.__dict__]
 
 
 def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float]) -> None:
@@ -272,11 +132,11 @@ def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, floa
                     "PeftAdapter", f"the weight of {name}", f"1 for {kind}, whose update is no product", weight
                 )
             part: Any
-            for part in scaled if weight != 1 or root.__dict__[_NOTE]["active"].get(name, 1) != 1 else ():
+            for part in scaled if weight != 1 or root.__dict__[NOTE]["active"].get(name, 1) != 1 else ():
                 part.set_scale(name, weight)
-        with _refusing(f"mix {', '.join(weights)}"):
+        with refusing(f"mix {', '.join(weights)}"):
             set_adapter(root, list(weights))
-        root.__dict__[_NOTE]["active"] = weights
+        root.__dict__[NOTE]["active"] = weights
         for parameter, required in trained:
             parameter.requires_grad_(required)
 
@@ -298,103 +158,6 @@ def _scales(layer: Any, name: str) -> bool:
     return torch.allclose(twin.get_delta_weight(name), 2 * once, rtol=1e-3)
 
 
-def saved_tensors(root: Any, name: str) -> dict[str, Tensor]:
-    """What peft would save of an adapter, by the names in its file."""
-    from peft.functional import get_peft_model_state_dict
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-
-    config, kept = root.peft_config[name], root.peft_config[name].base_model_name_or_path
-    config.base_model_name_or_path = None  # or peft would ask for the base, on the network
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state = root.state_dict()
-            shared = {key: state[place] for key, place in root.__dict__[_NOTE]["shared"][name].items()}
-            found = get_peft_model_state_dict(root, {**state, **shared}, adapter_name=name)
-    finally:
-        config.base_model_name_or_path = kept
-    if not PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state:  # a model that says so sorts them itself
-        found |= {key.removesuffix(f".{name}"): tensor for key, tensor in shared.items()}
-    outer = "base_model."
-    return {key if key.startswith(outer) else f"{outer}model.{key}": tensor for key, tensor in found.items()}
-
-
-@torch.no_grad()
-def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder: str) -> None:
-    """Give an adapter the values that peft has saved.
-
-    Raises:
-        ConfigurationError: If they are another network's, or peft keeps some of them outside of the module's state.
-    """
-    own = saved_tensors(root, name)
-    wrong = sorted(own.keys() ^ tensors.keys()) or [key for key in own if own[key].shape != tensors[key].shape]
-    if wrong:
-        raise ConfigurationError(
-            f"PeftAdapter: {folder} does not fit {type(root).__name__}: {len(wrong)} tensors are missing, unknown "
-            f"or of another shape, first {wrong[0]!r}"
-        )
-    if beside := [key for key in _beside(root, own) if not torch.equal(own[key], tensors[key])]:
-        raise ConfigurationError(
-            f"PeftAdapter: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no "
-            "state_dict: a checkpoint could not hold it"
-        )
-    for key, place in own.items():  # which are the network's own
-        place.copy_(tensors[key])
-
-
-def _beside(root: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
-    """Those of :func:`saved_tensors` that are in no ``state_dict``."""
-    state = {memory_of(tensor) for tensor in root.state_dict().values()}
-    return [key for key, tensor in found.items() if memory_of(tensor) not in state]
-
-
-def peft_placement(module: nn.Module) -> dict[str, Any]:
-    """What an export must know of the adapters, as primitives and tensors for a checkpoint.
-
-    Returns:
-        ``root``: dotted name of the network. ``adapters``: by name the ``config``, ``files``, names in the module's
-        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. ``active``: which take
-        part, and by how much. The rest: see :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
-    """
-    (root,) = networks(module)
-    name = next(name for name, part in module.named_modules() if part is root)
-    prefix = f"{name}." if name else ""
-    places = {memory_of(tensor): f"{prefix}{key}" for key, tensor in root.state_dict().items()}
-    adapters = {}
-    for adapter, config in root.peft_config.items():  # type: ignore[union-attr,operator]
-        found = saved_tensors(root, adapter)
-        adapters[adapter] = {
-            "config": config_options(config),
-            "files": {key: places[memory_of(t)] for key, t in found.items() if memory_of(t) in places},
-            "beside": {key: t.detach().cpu().clone() for key, t in found.items() if memory_of(t) not in places},
-        }
-    return {"root": name, "adapters": adapters, "active": dict(root.__dict__[_NOTE]["active"]), **described(root)}
-
-
-def peft_files(
-    where: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Tensors and options of each adapter in a checkpoint, as peft would save them.
-
-    Args:
-        where: What :func:`peft_placement` gave.
-        state: ``state_dict`` of the checkpoint.
-    """
-    found = {}
-    for name, one in where["adapters"].items():
-        tensors = {key: state[place] for key, place in one["files"].items()} | one["beside"]
-        found[name] = {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}, one["config"]
-    return found
-
-
-def write_peft_folder(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-    """Write an adapter as peft does: its configuration by its own method, its tensors as safetensors."""
-    config = peft_config(options)
-    config.inference_mode = True
-    config.save_pretrained(str(folder))
-    save_tensors(folder / _FILES[1], tensors, format="pt")
-
-
 @torch.no_grad()
 def merge_peft(root: Any) -> None:
     """Fold the active adapters of a network into its weights, in place; quantised layers become float ones."""
@@ -406,9 +169,9 @@ def merge_peft(root: Any) -> None:
         base = getattr(root.get_submodule(name), "base_layer", None)
         if hasattr(base, "weight") and is_tied(root, base):  # the adapter belongs to one use of it
             base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
-    with _refusing("merge the adapter"):
+    with refusing("merge the adapter"):
         unload(root, merge=True)
-    for key in (_NOTE, FOLLOWS):
+    for key in (NOTE, FOLLOWS):
         root.__dict__.pop(key, None)
 
 
@@ -418,7 +181,7 @@ def _is_rounded(layer: Any) -> bool:
 
 def _to_floats(root: Any) -> None:
     """Put peft's layers for floats, with the same adapters, in the place of those on quantised weights."""
-    values, note = _values(root), root.__dict__[_NOTE]
+    values, note = _values(root), root.__dict__[NOTE]
     configs = {name: config_options(config) for name, config in root.peft_config.items()}
     rounded = [name for name in outermost(root) if _is_rounded(root.get_submodule(name))]
     unload(root, merge=False)
@@ -523,9 +286,9 @@ def _alone(root: Any, name: str) -> Any:
         for other in ("modules_to_save", "trainable_token_indices", "target_parameters"):
             if hasattr(config, other):
                 setattr(config, other, None)
-    note = root.__dict__[_NOTE]
+    note = root.__dict__[NOTE]
     active = {one: weight for one, weight in note["active"].items() if one in adapters}
-    twin.__dict__[_NOTE] = note | {"active": active}
+    twin.__dict__[NOTE] = note | {"active": active}
     return twin
 
 
@@ -544,6 +307,6 @@ def _start_again(root: Any) -> None:
     """Start the adapters again from the weights that the network has now."""
     twin = copy.deepcopy(root)
     unload(twin, merge=False)
-    note, configs = root.__dict__[_NOTE], {name: config_options(c) for name, c in root.peft_config.items()}
+    note, configs = root.__dict__[NOTE], {name: config_options(c) for name, c in root.peft_config.items()}
     inject(twin, configs, note["active"], seed=note["seed"])
     _put(root, _values(twin))
