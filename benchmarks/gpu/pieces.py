@@ -162,7 +162,7 @@ def _smoke(device: str, quick: bool) -> list[Piece]:
             f"smoke/{name}",
             "smoke",
             [f"{HERE}/smoke.py", name, "--device", device, *(["--precision", "32-true"] if quick else [])],
-            120,
+            90,
             case.needs,
             case.cuda_only if device == "cpu" else "",
         )

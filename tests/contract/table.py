@@ -220,7 +220,7 @@ def case(*names: str) -> Case:
         None if neutral is None else lambda: [neutral()],
         changes=any(row.changes for row in rows),
         shadows=any(row.shadows for row in rows),
-        repacks=any(row.repacks for row in rows),
+        repacks=any(row.repacks for row in rows) or {"ReplaceHead", "ChunkedCrossEntropy"} <= {*names},  # see above
         network=network_of(*names),
         trainer=(arguments := {key: value for row in rows for key, value in row.trainer.items()}),
         rows=8 * arguments.get("accumulate_grad_batches", 1),
