@@ -117,6 +117,6 @@ def test_the_latents_of_imagenet_train_as_published(capsys: pytest.CaptureFixtur
 
 @pytest.mark.turns(4, family="shipped configs")
 def test_every_technique_at_once_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
-    data = {"image_size": 8, "batch_size": 4, "autoencoder": {"width": 8}, "autoencoder_steps": 2, "judge_steps": 2}
+    data = {"image_size": 8, "batch_size": 16, "autoencoder": {"width": 8}, "autoencoder_steps": 2, "judge_steps": 2}
     model = {"backbone": {"init_args": {"size": 2, "width": 16, "depth": 2, "heads": 2}}, "sampling_steps": 1}
     fit_and_follow(capsys, small(FOLDER / "digits_all.yaml", model=model, data=data))
