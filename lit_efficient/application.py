@@ -47,10 +47,7 @@ _ON_LOSS = ("sample_weights", "extra_loss")
 _OTHER_KEEPING = (Phase.RECOMPUTE, Phase.COMPILE)  # decide by themselves what is kept for the backward pass
 _WORTH_A_WORD = 2**26  # bytes
 _LOW = (torch.bfloat16, torch.float16)
-_KEEPS = (
-    "keeps_small_updates",
-    "bf16_stochastic_round",
-)  # on optimizers whose small steps survive; torchao's is the last
+_KEEPS = ("keeps_small_updates", "bf16_stochastic_round")  # on optimizers whose small steps survive; torchao's is last
 
 
 @dataclass

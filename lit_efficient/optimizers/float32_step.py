@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
-from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.host_states import Streamed, check_unchanged, streamed
-from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
+from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient, with_step
 
 COMPENSATION = "compensation"  # the key of c in a parameter's state
 _PIECE = 2**24  # bytes of parameters that are stepped at a time, in float32 beside their gradients and states
@@ -112,15 +111,12 @@ def step_in_float32(
     kind: Any = type(optimizer)
     outer = issubclass(kind, Streamed)  # its states come and go a piece at a time: the piece is stepped in float32
     kind = _float32(kind.__mro__[1]) if outer else _float32(kind)
-    optimizer.__class__ = streamed(kind) if outer else kind
+    change_class(optimizer, streamed(kind) if outer else kind)
     rounding = Rounding(compensated, seed, who=who)
     for p in parameters:
         rounding.place(p)
     optimizer.rounding = rounding  # type: ignore[attr-defined]  # of `Float32Step`
     optimizer.register_step_post_hook(_count)
-    if "step" in optimizer.__dict__:  # a scheduler's counted step, which calls the old class's
-        optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
-        mark_counted(optimizer.__dict__["step"])
     return count
 
 
@@ -128,17 +124,10 @@ def _count(optimizer: Any, *_: Any) -> None:
     optimizer.rounding.step += 1
 
 
-def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    mark_stepped(optimizer)
-    return type(optimizer).step(optimizer, *args, **kwargs)
-
-
 @functools.cache
 def _float32(base: type[Optimizer]) -> type[Optimizer]:
     """``base`` with a step in float32; the class keeps its name."""
-    inner: Any = base.step
-    # The hooks of a step are in the function that torch puts around each class's: run them once, not for each piece.
-    inner = inner.__wrapped__ if getattr(inner, "hooked", False) else inner
+    inner = unhooked(base)  # hooks run once, not for each piece
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
@@ -174,9 +163,7 @@ def _float32(base: type[Optimizer]) -> type[Optimizer]:
                 setattr(self, name, value)
         return loss
 
-    hooked: Any = Optimizer.profile_hook_step(step)
-    hooked.hooked = True
-    return type(base.__name__, (base, Float32Step), {"step": hooked, "__module__": base.__module__})
+    return with_step(base, Float32Step, step)
 
 
 def _widened(optimizer: Any, p: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.optimizers.host_gradients import HostGradients
-from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient
+from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient, with_step
 
 _ALIGNED = 64  # bytes
 
@@ -221,13 +221,9 @@ def streamed(base: type[Optimizer]) -> type[Optimizer]:
             store.finish()
         return loss
 
-    hooked: Any = Optimizer.profile_hook_step(step)
-    hooked.hooked = True
-
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         base.zero_grad(self, set_to_none)
         if self.host_states.gradients is not None:
             self.host_states.gradients.clear(set_to_none)
 
-    own = {"step": hooked, "zero_grad": zero_grad, "__module__": base.__module__}
-    return type(base.__name__, (base, Streamed), own)
+    return with_step(base, Streamed, step, zero_grad=zero_grad)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.optimizers.later_reads import LaterReads
-from lit_efficient.optimizers.stepping import change_class, loss_of, unhooked
+from lit_efficient.optimizers.stepping import change_class, loss_of, unhooked, with_step
 from lit_efficient.surgery import is_sharded
 
 _SAMPLE = 4  # the longest side of the tensors that an optimizer is tried on
@@ -176,10 +176,7 @@ def _in_backward(base: type[Optimizer]) -> type[Optimizer]:
             return inner(self, closure)
         return self.in_backward.run(closure)
 
-    hooked: Any = Optimizer.profile_hook_step(step)
-    hooked.hooked = True
-    own = {"step": hooked, "gradients_taken": InBackward.gradients_taken, "__module__": base.__module__}
-    return type(base.__name__, (base, InBackward), own)
+    return with_step(base, InBackward, step, gradients_taken=InBackward.gradients_taken)
 
 
 def _not_alone(optimizer: Optimizer, who: str) -> ConfigurationError:

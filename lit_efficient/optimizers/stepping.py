@@ -44,6 +44,15 @@ def unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
+def with_step(
+    kind: type[Optimizer], mark: type[Optimizer], step: Callable[..., Any], **methods: Any
+) -> type[Optimizer]:
+    """A class that derives from ``kind`` and ``mark``, with the name of ``kind`` and this step, hooks around it."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return type(kind.__name__, (kind, mark), {"step": hooked, "__module__": kind.__module__, **methods})
+
+
 def change_class(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Make ``optimizer`` one of ``kind``, which derives from its class and has a step of its own.
 
