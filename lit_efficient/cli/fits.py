@@ -1,0 +1,74 @@
+"""The fit of a config, to be made anew as often as one likes, and to be run or not; see :mod:`~.evidence.fits`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lit_efficient.cli import LitEfficientCLI
+from lit_efficient.cli.errors import explained
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
+
+
+class ConfigFit(FitSource):
+    """Makes the fit of a command line, whose runs write below one folder.
+
+    Args:
+        argv: As after ``fit``: ``["-c", "language_model", "--trainer.max_steps", "20"]``.
+        root: Folder below which runs write; nothing else of theirs is written.
+        device: What parts are built on: ``meta`` for weights that take no memory. ``None``: as ``fit`` does.
+
+    Raises:
+        ConfigurationError: From :meth:`make`, if the config does not fit the classes that it names.
+    """
+
+    def __init__(self, argv: Sequence[str], root: str | Path, device: str | None = None) -> None:
+        self.argv, self.root, self.device = list(argv), Path(root), device
+
+    def make(self, change: Change = AS_IT_IS) -> Fit:
+        words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
+        words += [f"--{name}={_word(value)}" for name, value in change.settings.items()]
+        parts = _Parts(words, self.root, self.device)
+        callbacks = [*change.callbacks(), *parts.trainer.callbacks]
+        parts.trainer.callbacks = callbacks
+        seed = parts.part(parts.config, "seed_everything")
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        return Fit(parts.trainer, parts.model, parts.datamodule, seed if whole else 0)
+
+
+class _Parts(LitEfficientCLI):
+    """Builds the parts of a fit, with all that the command line adds to them, and leaves it to the caller to run it."""
+
+    def __init__(self, words: Sequence[str], root: Path, device: str | None) -> None:
+        self._root, self._device = root, device
+        argv = ["fit", *words]
+        with explained(argv):
+            super().__init__(args=argv, save_config_callback=None)
+
+    def _placed(self, written: Namespace) -> Namespace:
+        config = written.clone()
+        self.part(config, "trainer")["default_root_dir"] = str(self._root)
+        return config
+
+    def instantiate_classes(self) -> None:
+        if self._device is None:
+            return super().instantiate_classes()
+        import torch
+
+        build = self.parser.instantiate_classes
+
+        def on_device(config: Any, **kwargs: Any) -> Any:
+            with torch.device(str(self._device)):
+                return build(config, **kwargs)
+
+        self.parser.instantiate_classes = on_device
+        super().instantiate_classes()
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Nothing runs."""
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,64 @@
+"""A fit made twice is the same fit; a change changes what it names and nothing else."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lit_efficient import LoRA
+from lit_efficient.cli.fits import ConfigFit
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource, LiveFit
+from tests.support import Toy, data, trainer, weights
+
+
+class Losses(L.Callback):
+    def __init__(self, into: list[float]) -> None:
+        self.into = into
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.into.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+
+
+def losses_of(source: FitSource, change: Change = AS_IT_IS) -> list[float]:
+    found: list[float] = []
+    made = Change(change.name, change.settings, change.overlays, lambda: [*change.callbacks(), Losses(found)])
+    source.make(made).run()
+    return found
+
+
+def test_a_live_fit_can_be_run_again_and_again_and_stays_as_it_is():
+    module, run = Toy(), trainer(max_steps=3, limit_val_batches=0)
+    source = LiveFit(run, module, (data(shuffle=True), data()))
+    before = {name: value.clone() for name, value in weights(module).items()}
+    first = losses_of(source)
+    assert len(first) == 3
+    assert losses_of(source) == first
+    longer = losses_of(source, Change(settings={"trainer.max_steps": 4}))
+    assert longer[:3] == first
+    assert len(longer) == 4
+    adapted = source.make(Change(callbacks=lambda: [LoRA(rank=2)]))
+    adapted.run()
+    assert any("lora" in name for name, _ in adapted.module.named_parameters())
+    assert all(torch.equal(value, weights(module)[name]) for name, value in before.items())
+    assert not run.callbacks or not any(isinstance(one, LoRA) for one in run.callbacks)
+
+
+@pytest.mark.parametrize("name", ["trainer.precision", "model.no_such", "data.batchsize", "other.x"])
+def test_what_cannot_be_set_is_refused_by_its_name(name):
+    with pytest.raises(ConfigurationError, match=name.replace(".", r"\.")):
+        LiveFit(trainer(max_steps=1), Toy(), data()).make(Change(settings={name: 1}))
+    with pytest.raises(ConfigurationError, match="laid over a config"):
+        LiveFit(trainer(max_steps=1), Toy(), data()).make(Change(overlays=("lora",)))
+
+
+def test_the_fit_of_a_config_is_made_with_what_is_laid_over_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = ConfigFit(["-c", "latent_diffusion"], tmp_path / "runs", device="meta")
+    plain, changed = source.make(), source.make(Change("", {"data.batch_size": 7}, ("ema", "lora")))
+    names = [{type(one).__name__ for one in fit.trainer.callbacks} for fit in (plain, changed)]
+    assert names[1] - names[0] == {"EMA", "LoRA"}
+    assert plain.data.batch_size != changed.data.batch_size == 7
+    assert {p.device.type for p in plain.module.parameters()} <= {"meta"}
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(Exception, match="no_such"):
+        source.make(Change(overlays=("no_such",)))
