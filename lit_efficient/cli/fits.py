@@ -31,11 +31,11 @@ class ConfigFit(FitSource):
         words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
         words += [f"--{name}={_word(value)}" for name, value in change.settings.items()]
         parts = _Parts(words, self.root, self.device)
-        callbacks = [*change.callbacks(), *parts.trainer.callbacks]
-        parts.trainer.callbacks = callbacks
+        trainer: Any = parts.trainer
+        trainer.callbacks = [*change.callbacks(), *trainer.callbacks]
         seed = parts.part(parts.config, "seed_everything")
         whole = isinstance(seed, int) and not isinstance(seed, bool)
-        return Fit(parts.trainer, parts.model, parts.datamodule, seed if whole else 0)
+        return Fit(trainer, parts.model, parts.datamodule, seed if whole else 0)
 
 
 class _Parts(LitEfficientCLI):
