@@ -49,7 +49,7 @@ class Trials:
 
     def __init__(self, trainer: Any, idle: Iterable[str] = ()) -> None:
         self.trainer = trainer
-        self._idle = {*idle, *_WRITERS}
+        self._idle = set(idle)
         strategy, data = trainer.strategy, trainer.datamodule
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
         roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
@@ -149,13 +149,17 @@ class Trials:
             strategy.barrier = _nothing
 
     def _acts(self, callback: object) -> bool:
-        if getattr(callback, "leaves_traces", False):
-            return False
-        return not {base.__name__ for base in type(callback).__mro__} & self._idle
+        return not is_writer(callback, self._idle)
 
     def _hook(self, name: str) -> None:
         call_callbacks(self.trainer, name)
         call_module(self.trainer, name)
+
+
+def is_writer(callback: object, idle: Iterable[str] = ()) -> bool:
+    """Whether a callback leaves traces, or is of a class that is to be idle: steps that are undone leave it out."""
+    names = {base.__name__ for base in type(callback).__mro__}
+    return getattr(callback, "leaves_traces", False) or not names.isdisjoint(_WRITERS.union(idle))
 
 
 @contextmanager
