@@ -20,7 +20,9 @@ def batch_of(fit: Fit, notes: list[str]) -> tuple[Any, int | None]:
         notes: Gets a sentence on where the batch comes from.
     """
     loaders = _loaders(fit)
-    longest = next((owner.longest_samples for owner in (fit.datamodule, fit.module) if hasattr(owner, "longest_samples")), None)
+    longest = next(
+        (owner.longest_samples for owner in (fit.datamodule, fit.module) if hasattr(owner, "longest_samples")), None
+    )
     batch = tree_map(lambda loader: _largest(loader, longest), loaders)
     try:
         batches = len(loaders)

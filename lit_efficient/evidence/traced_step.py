@@ -105,7 +105,11 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
         data: dict[str, Any] = {"datamodule": fit.datamodule}
     else:
         data = {"train_dataloaders": loader}
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Enough), torch.compiler.set_stance("force_eager"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.suppress(_Enough),
+        torch.compiler.set_stance("force_eager"),
+    ):
         _silence(trainer, observer, folder)
         with like_real_ones(), mode, _StandIns(mode), observer.counter:
             trainer.fit(fit.module, **data)
