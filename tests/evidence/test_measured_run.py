@@ -41,9 +41,7 @@ def test_what_is_measured_is_what_the_fit_does(source):
     fit = source.make(Change(settings={f"trainer.{name}": value for name, value in settings.items()}, seed=3))
     fit.trainer.callbacks.append(losses)
     fit.run()
-    pairs = [
-        a + b for a, b in zip(losses.seen[::2], losses.seen[1::2])
-    ]  # each is half of the loss, as two are one step
+    pairs = [a + b for a, b in zip(losses.seen[::2], losses.seen[1::2])]  # halves: two are a step
     assert one.losses == pytest.approx(pairs, rel=1e-5)
     (last,) = fit.trainer.validate(fit.module, data(), verbose=False)
     assert [step for step, _, _ in one.held_out["val/loss"]] == [4, 8]
@@ -55,7 +53,8 @@ def test_what_is_measured_is_what_the_fit_does(source):
     assert min(one.seconds) > 0
     assert one.held_out["val/loss"][-1][1] == pytest.approx(sum(one.seconds))
     size = sum(p.nbytes for p in fit.module.parameters())
-    assert one.kinds["weights"] == one.kinds["gradients"] == size
+    assert one.kinds["weights"] == size
+    assert size <= one.kinds["gradients"] <= 2 * size  # of the second batch of a step some arrive
     assert 2 * size <= one.kinds["states"] <= 2.1 * size  # and the counts of steps
     assert one.peak >= 4 * size
     assert one.checkpoint_bytes > 3 * size
