@@ -50,16 +50,17 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan, None, 0)
 def mean_of(values: Sequence[float]) -> Estimate:
     """The mean of values, and whether it is another one than 0.
 
-    Values that are all the same are one value, whose repetition says nothing.
+    Values that are all the same are one value, whose repetition says nothing. Where one is not finite nothing is
+    known.
 
     Example:
-        >>> mean_of([1.0, 2.0, 3.0])
-        Estimate(value=2.0, low=-0.4841377118, high=4.4841377118, p=0.0741799002, n=3)
+        >>> found = mean_of([1.0, 2.0, 3.0])
+        >>> found.value, round(found.low, 4), round(found.high, 4), round(found.p, 4), found.n
+        (2.0, -0.4841, 4.4841, 0.0742, 3)
     """
-    values = [value for value in values if math.isfinite(value)]
     n = len(values)
-    if not n:
-        return UNKNOWN
+    if not n or not all(map(math.isfinite, values)):
+        return replace(UNKNOWN, n=n)
     mean = statistics.fmean(values)
     error = statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
     if n == 1:
@@ -67,8 +68,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
     if error <= 1e-12 * abs(mean):
         return Estimate(mean, mean, mean, 1.0 if mean == 0 else None, n)
     reach = t_quantile(1 - LEVEL / 2, n - 1) * error
-    numbers = (mean, mean - reach, mean + reach, t_test(mean / error, n - 1))
-    return Estimate(*(float(f"{number:.10g}") for number in numbers), n)
+    return Estimate(mean, mean - reach, mean + reach, t_test(mean / error, n - 1), n)
 
 
 def ratio_of(values: Sequence[float], baseline: Sequence[float]) -> Estimate:

@@ -109,6 +109,10 @@ class FitSource(ABC):
             ConfigurationError: If it cannot be changed so.
         """
 
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        """A text that is another one for another fit, by which a folder of results knows whose it is."""
+        return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"
+
 
 class LiveFit(FitSource):
     """Makes deep copies of a trainer, a module and data that exist, which are left as they are.
@@ -135,6 +139,31 @@ class LiveFit(FitSource):
         fit.change(change.settings)
         fit.seed = fit.seed if change.seed is None else change.seed
         return fit
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        fit = self.parts
+        trainer = {name: getattr(fit.trainer, name, None) for name in ("accumulate_grad_batches", "gradient_clip_val")}
+        weights = sum(float(p.detach().double().sum()) for p in fit.module.parameters() if p.device.type != "meta")
+        parts = [_described(part) for part in (*fit.trainer.callbacks, fit.data)]
+        return f"{super().identity(change)} {fit.module} {weights} {trainer} {fit.trainer.precision} {parts}"
+
+
+def _each(change: Change) -> list[str]:
+    return [_described(callback) for callback in change.callbacks()]
+
+
+def _described(part: Any) -> str:
+    """A part by its class and those of its attributes that are plain."""
+    if isinstance(part, tuple):
+        return str([_described(one) for one in part])
+    plain = {name: value for name, value in getattr(part, "__dict__", {}).items() if _is_plain(value)}
+    return f"{type(part).__qualname__}{plain}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | bool | None)
 
 
 def _set(fit: Fit, name: str, value: Any) -> None:

@@ -66,6 +66,7 @@ class Measured:
         elsewhere: The loss on other held-out data, before and after; empty where none was given.
         failed: Why there is nothing of this; else empty.
         refused: Whether it was an error of the package's, that the user can mend.
+        device: What it ran on.
     """
 
     variant: str
@@ -85,6 +86,7 @@ class Measured:
     elsewhere: dict[str, list[float]] = field(default_factory=dict)
     failed: str = ""
     refused: bool = False
+    device: str = ""
 
     @property
     def timed(self) -> list[float]:
@@ -274,6 +276,7 @@ def _train(source: FitSource, change: Change, asked: _Asked, found: Measured, fo
     last.saves = folder / "end.ckpt" if asked.counts else None
     fit.run()
     steps.write()
+    found.failed = "" if found.steps else "the fit ended before its first step"
     after = _validated(fit, asked)
     found.elsewhere = {name: [value, after[name]] for name, value in before.items() if name in after}
 
@@ -343,6 +346,7 @@ class _Steps(Callback):
         self.found.trainable = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         self.found.parameters = sum(p.numel() for p in pl_module.parameters())
         self._before, self._device = trainer.global_step, trainer.strategy.root_device
+        self.found.device = _name(self._device)
         self.mark()
 
     def mark(self) -> None:
@@ -455,6 +459,12 @@ class _Bytes(StepMeter):
             self.on_train_end(trainer, pl_module)
             self.found.kinds = dict(self.steps[0].kinds)
             self.found.peak = self.found.peak or self.steps[0].peak
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
 def _now(device: torch.device) -> Any:
