@@ -62,7 +62,7 @@ def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequenc
         f"{NAME}/{row['name']}/{head}": value
         for row in rows
         for head, value in row.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if not row["failed"] and isinstance(value, int | float) and math.isfinite(value)
     }
     for logger in loggers:
         if isinstance(logger, WandbLogger):

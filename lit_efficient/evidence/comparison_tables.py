@@ -67,11 +67,11 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
     """Tables by their titles, each of columns by their heads, with a cell for each variant that did not fail."""
     done = [each for each in comparison.variants if not each.failed]
     memory, files = Unit([each.peak for each in done]), Unit([each.checkpoint_bytes for each in done])
-    units = sorted({each.unit for each in done})
+    units = sorted({one_line(each.unit) for each in done})
     own = " {}" if len(units) > 1 else ""
     speed = {
         "step time": [_beside(each, each.time, 1, comparison) for each in done],
-        f"{' or '.join(units)} a second": [number(each.rate.value) + own.format(each.unit) for each in done],
+        f"{' or '.join(units)} a second": [number(each.rate.value) + own.format(one_line(each.unit)) for each in done],
         f"peak memory, {memory.name}": [f"{memory.of(each.peak)} ({_short(each.peak_ratio)})" for each in done],
         f"planned, {memory.name}": [_planned(each, memory) for each in done],
     }
@@ -86,13 +86,13 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
         "trained parameters": [number(each.trainable) for each in done],
         f"checkpoint, {files.name}": [files.of(each.checkpoint_bytes) for each in done],
     } | {
-        kind: [memory.of(each.kinds[kind]) if kind in each.kinds else NONE for each in done]
+        one_line(kind): [memory.of(each.kinds[kind]) if kind in each.kinds else NONE for each in done]
         for kind in kinds_of([each.kinds for each in done])
     }
     found = {
         "Speed and memory: step time and (peak) as ratios to the baseline's": speed,
         f"Loss ({one_line(comparison.metric)}): differences from the baseline's; steps and time as ratios": {
-            head: cells for head, cells in loss.items() if set(cells[1:]) - {NONE}
+            head: cells for head, cells in loss.items() if set(cells) - {"0", "1", NONE}
         },
         f"Sizes: what trains, what is saved, and memory at the peak by kind in {memory.name}": sizes,
     }
@@ -206,7 +206,8 @@ def csv_text(comparison: Comparison) -> str:
 def numbers(comparison: Comparison) -> list[dict[str, object]]:
     """What was measured, a row a variant: ``time``, ``time_low``, ``kinds.weights``, ...; ``None`` is nothing."""
     rows = [dict(_numbers(each)) for each in comparison.variants]
-    return [{head: row.get(head) for row in rows for head in row} for row in rows]
+    heads = dict.fromkeys(head for row in rows for head in row)
+    return [{head: row.get(head) for head in heads} for row in rows]
 
 
 def one_line(text: object) -> str:
