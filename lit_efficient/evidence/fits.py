@@ -11,6 +11,7 @@ A `Change` is what one variant has that the fit as it is has not. Settings go by
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +43,14 @@ class Change:
         settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``.
         overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
         callbacks: Makes the callbacks that are added.
+        seed: What random numbers begin with, those of the weights, too, where these are made anew; ``None``: as it is.
     """
 
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     overlays: tuple[str, ...] = ()
     callbacks: Callable[[], list[Any]] = list
+    seed: int | None = None
 
 
 AS_IT_IS = Change()
@@ -75,6 +78,15 @@ class Fit:
         """The DataModule, ``None`` where there is none."""
         return self.data if hasattr(self.data, "prepare_data") else None
 
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Set what goes by these names in a config.
+
+        Raises:
+            ConfigurationError: If one cannot be set any more, or is none of the part's.
+        """
+        for name, value in settings.items():
+            _set(self, name, value)
+
     def run(self) -> None:
         """Train, from the same random numbers each time."""
         from lightning.pytorch import seed_everything
@@ -98,6 +110,10 @@ class FitSource(ABC):
             ConfigurationError: If it cannot be changed so.
         """
 
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        """A text that is another one for another fit, by which a folder of results knows whose it is."""
+        return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"
+
 
 class LiveFit(FitSource):
     """Makes deep copies of a trainer, a module and data that exist, which are left as they are.
@@ -112,18 +128,52 @@ class LiveFit(FitSource):
     def __init__(self, trainer: Any, module: Any, data: Any = None, seed: int = 0) -> None:
         self.parts = Fit(trainer, module, data, seed)
 
-    def make(self, change: Change = AS_IT_IS) -> Fit:
+    def make(self, change: Change = AS_IT_IS, copying: AbstractContextManager[Any] | None = None) -> Fit:
+        """The parts of the fit with a change.
+
+        Args:
+            change: The change.
+            copying: What the trainer and the module, but not the data, are copied under.
+        """
         if change.overlays:
             raise ConfigurationError(
                 f"{change.name or 'Change'}: overlays ({', '.join(change.overlays)}) are laid over a config, and this "
                 "fit has none: give callbacks"
             )
-        fit = copy.deepcopy(self.parts)
+        memo: dict[int, Any] = {}
+        copy.deepcopy(self.parts.data, memo)
+        with copying or nullcontext():
+            fit = copy.deepcopy(self.parts, memo)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
-        for name, value in change.settings.items():
-            _set(fit, name, value)
+        fit.change(change.settings)
+        fit.seed = fit.seed if change.seed is None else change.seed
         return fit
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        fit = self.parts
+        trainer = {name: getattr(fit.trainer, name, None) for name in ("accumulate_grad_batches", "gradient_clip_val")}
+        weights = sum(float(p.detach().double().sum()) for p in fit.module.parameters() if p.device.type != "meta")
+        parts = [_described(part) for part in (*fit.trainer.callbacks, fit.data)]
+        return f"{super().identity(change)} {fit.module} {weights} {trainer} {fit.trainer.precision} {parts}"
+
+
+def _each(change: Change) -> list[str]:
+    return [_described(callback) for callback in change.callbacks()]
+
+
+def _described(part: Any) -> str:
+    """A part by its class and those of its attributes that are plain."""
+    if isinstance(part, tuple):
+        return str([_described(one) for one in part])
+    plain = {name: value for name, value in getattr(part, "__dict__", {}).items() if _is_plain(value)}
+    return f"{type(part).__qualname__}{plain}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | bool | None)
 
 
 def _set(fit: Fit, name: str, value: Any) -> None:
