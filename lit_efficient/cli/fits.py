@@ -30,6 +30,7 @@ class ConfigFit(FitSource):
     def make(self, change: Change = AS_IT_IS) -> Fit:
         words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
         words += [f"--{name}={_word(value)}" for name, value in change.settings.items()]
+        words += [] if change.seed is None else [f"--seed_everything={change.seed}"]
         parts = _Parts(words, self.root, self.device)
         trainer: Any = parts.trainer
         trainer.callbacks = [*change.callbacks(), *trainer.callbacks]

@@ -46,12 +46,14 @@ class Change:
         settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``.
         overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
         callbacks: Makes the callbacks that are added.
+        seed: What random numbers begin with, those of the weights, too, where these are made anew; ``None``: as it is.
     """
 
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     overlays: tuple[str, ...] = ()
     callbacks: Callable[[], list[Any]] = list
+    seed: int | None = None
 
 
 AS_IT_IS = Change()
@@ -78,6 +80,15 @@ class Fit:
     def datamodule(self) -> Any:
         """The DataModule, ``None`` where there is none."""
         return self.data if hasattr(self.data, "prepare_data") else None
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Set what goes by these names in a config.
+
+        Raises:
+            ConfigurationError: If one cannot be set any more, or is none of the part's.
+        """
+        for name, value in settings.items():
+            _set(self, name, value)
 
     def run(self) -> None:
         """Train, from the same random numbers each time."""
@@ -125,8 +136,8 @@ class LiveFit(FitSource):
         fit = copy.deepcopy(self.parts)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
-        for name, value in change.settings.items():
-            _set(fit, name, value)
+        fit.change(change.settings)
+        fit.seed = fit.seed if change.seed is None else change.seed
         return fit
 
 
