@@ -22,6 +22,7 @@ PUBLIC: dict[str, str] = {
     "apply": "application",
     "restore": "mechanisms.restore",
     "verify": "evidence.verification",
+    "tune": "evidence.tuned",
     "mix_in": "surgery",
     "merge_adapters": "mechanisms.adapters.merge",
     "depth_groups": "mechanisms.blocks.freezing",

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -144,8 +144,8 @@ class Space:
 
     def change(self, candidate: Candidate) -> Change:
         """The candidate as a change of the fit."""
-        kinds = [kind for name in candidate.options if (kind := self.options[name].technique)]
-        return Change(candidate.name, self.settings(candidate), callbacks=lambda: [kind() for kind in kinds])
+        kinds = tuple(kind for name in candidate.options if (kind := self.options[name].technique))
+        return Change(candidate.name, self.settings(candidate), callbacks=partial(_instances, kinds))
 
     def overlay(self, candidate: Candidate) -> str:
         """The same as YAML, to be laid over the fit's config."""
@@ -243,6 +243,10 @@ def _techniques() -> Iterator[Option]:
         kind = getattr(lit_efficient, name)
         if issubclass(kind, Declaration):
             yield Option(name, kind.computes, kind, only_saves=served == {"memory"})
+
+
+def _instances(kinds: Iterable[type]) -> list[Any]:
+    return [kind() for kind in kinds]
 
 
 def _compatible(pair: Iterable[object]) -> bool:

@@ -183,6 +183,7 @@ class Search:
         self._begun = time.monotonic()
         self._seconds = seconds
         self._flops: dict[str, float] = {}  # of an option: the logarithm of how many times as many
+        self.every: list[Candidate] = []  # all candidates
         self._saving: set[str] = set()  # options that take memory off
         self._usual: tuple[str, float] | None = None  # what a step has
 
@@ -290,8 +291,8 @@ class Search:
                 self.space.leave_out(name, "it saves nothing here")
             elif more > 1 + _CLOSE and self._plan(self.space.candidate(self.space.sizes[-1])).state == "":
                 self.space.leave_out(name, "all fits without it, and it computes more")
-        self._every = self.space.candidates()
-        self.say(f"{len(self._every)} candidates: {len(self.space.sizes)} batch sizes, {len(self.space.options)} options")
+        self.every = self.space.candidates()
+        self.say(f"{len(self.every)} candidates: {len(self.space.sizes)} batch sizes, {len(self.space.options)} options")
 
     def _begin(self) -> None:
         """Run what tells most: the fit as it is, its other sizes, each option alone; of what fits with fewest options."""
@@ -318,7 +319,7 @@ class Search:
                 candidate = self.space.candidate(base.batch, options)
                 if self._fits(candidate) and (row := self._run(candidate)).state == "failed":
                     self.space.leave_out(name, row.reason)
-        self._every = self.space.candidates()
+        self.every = self.space.candidates()
 
     def _next(self) -> Candidate | None:
         """The candidate that may be the fastest of those that are left; ``None`` where none may be."""
@@ -327,7 +328,7 @@ class Search:
         known = [row for row in self.rows.values() if row.state == "ran"]
         mean, deviation = self._expected(known, [row.cost for row in known])
         planned = [row for row in self.rows.values() if row.planned]
-        unlikely = np.zeros(len(self._every), bool)
+        unlikely = np.zeros(len(self.every), bool)
         if planned:
             peak, unsure = self._expected(planned, [math.log(row.planned) for row in planned], flops=False)
             unlikely = peak - 2 * unsure > math.log(self.limit)
@@ -336,7 +337,7 @@ class Search:
         for index in np.argsort(hopes, kind="stable"):
             if hopes[index] > least:
                 return None
-            candidate = self._every[index]
+            candidate = self.every[index]
             known_state = self.rows[candidate].state if candidate in self.rows else ""
             if not unlikely[index] and not known_state and self._fits(candidate):
                 return candidate
@@ -344,11 +345,11 @@ class Search:
 
     def _expected(self, rows: Sequence[Row], values: list[float], flops: bool = True) -> tuple[Any, Any]:
         """Mean and deviation of a value of all candidates, by those of some."""
-        every, some = self._features(self._every), self._features([row.candidate for row in rows])
+        every, some = self._features(self.every), self._features([row.candidate for row in rows])
         of_flops = [self._expected_flops(row.candidate) if flops else 0.0 for row in rows]
         rest = np.array(values) - of_flops
         mean, deviation = process(some, rest, every)
-        return mean + np.array([self._expected_flops(one) if flops else 0.0 for one in self._every]), deviation
+        return mean + np.array([self._expected_flops(one) if flops else 0.0 for one in self.every]), deviation
 
     def _expected_flops(self, candidate: Candidate) -> float:
         return sum(self._flops.get(name, 0.0) for name in candidate.options)
@@ -426,7 +427,7 @@ class Search:
         spent = time.monotonic() - self._begun
         what = f"{row.rate:.4g} {row.unit} a second" if row.state == "ran" else f"{row.state}: {row.reason}"
         left = f", at most {_clock(self._seconds - spent)} left" if self._seconds < math.inf else ""
-        self.say(f"{len(self.tried)} of {len(self._every)} tried{left}: {row.candidate.name}: {what}")
+        self.say(f"{len(self.tried)} of {len(self.every)} tried{left}: {row.candidate.name}: {what}")
 
 
 def process(some: Any, values: Any, every: Any) -> tuple[Any, Any]:
