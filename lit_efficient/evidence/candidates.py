@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,8 +71,7 @@ class Candidate:
     options: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """As people read it: ``8 x 2 + Compile``."""
+    def name(self) -> str:  # as people read it: 8 x 2 + Compile
         return " + ".join([f"{self.batch or 'batch'} x {self.accumulation}", *self.options])
 
 
@@ -102,6 +101,9 @@ class Space:
         self.effective = self.asked.batch * self.asked.accumulation
         self.left_out: dict[str, str] = {}  # options that are not tried -> why
         self.options = {option.name: option for option in self._options()}
+        made = {name: option.technique() for name, option in self.options.items() if option.technique}
+        pairs = itertools.combinations(made, 2)
+        self._excluded = {frozenset(pair) for pair in pairs if _conflict(made[name] for name in pair)}
         self.sizes = self._sizes()
         self._check_names()
 
@@ -162,18 +164,7 @@ class Space:
 
     def go_together(self, options: Iterable[str]) -> bool:
         """Whether no technique declares that it excludes another."""
-        made = [self._made[name] for name in options if name in self._made]
-        return not any(frozenset(map(id, pair)) in self._excluded for pair in itertools.combinations(made, 2))
-
-    @cached_property
-    def _made(self) -> dict[str, Declaration]:
-        return {name: option.technique() for name, option in self.options.items() if option.technique}
-
-    @cached_property
-    def _excluded(self) -> set[frozenset[int]]:
-        return {
-            frozenset(map(id, pair)) for pair in itertools.combinations(self._made.values(), 2) if not _compatible(pair)
-        }
+        return not any(frozenset(pair) in self._excluded for pair in itertools.combinations(options, 2))
 
     def _allowed(self, name: str, computes: str) -> bool:
         if computes == "same":
@@ -196,11 +187,11 @@ class Space:
                     self.left_out[option.name] = f"it changes what is computed: --allow-changes {option.name}"
                 continue
             try:
-                check_conflicts([*parts_of(self.fit.trainer), *([kind()] if kind else [])])
+                reason = _conflict([*parts_of(self.fit.trainer), *_instances([kind] if kind else [])])
             except TypeError:
-                self.left_out[option.name] = "it needs arguments: add it to the fit"
-            except ConfigurationError as error:
-                self.left_out[option.name] = str(error)
+                reason = "it needs arguments: add it to the fit"
+            if reason:
+                self.left_out[option.name] = reason
             else:
                 yield option
 
@@ -218,18 +209,15 @@ class Space:
             return [self.asked.batch]
         layers = _over_batches(self.fit)
         if layers and not self._allowed(BATCH, "batches"):
-            self.left_out[BATCH] = f"{layers} layers normalise over the batch, another one is another training"
-            self.left_out[BATCH] += f": --allow-changes {BATCH}"
+            self.left_out[BATCH] = f"{layers} layers normalise over the batch: --allow-changes {BATCH}"
             return [self.asked.batch]
         return halvings(self.effective)
 
     def _check_names(self) -> None:
-        known = [BATCH, *(option.name for option in [*_techniques(), *self._settings()]), *self.left_out, *_SETTINGS]
-        for given in ("only", "allow"):
-            names = getattr(self, given)
-            for name in () if isinstance(names, bool) or names is None else names:
-                if name not in known:
-                    raise ConfigurationError(f"tune: there is no option {name!r} to try{did_you_mean(name, known)}")
+        known = [BATCH, *(option.name for option in [*_techniques(), *self._settings()])]
+        for name in [*(self.only or ()), *(() if isinstance(self.allow, bool) else self.allow)]:
+            if name not in known:
+                raise ConfigurationError(f"tune: there is no option {name!r} to try{did_you_mean(name, known)}")
 
 
 def _techniques() -> Iterator[Option]:
@@ -249,12 +237,13 @@ def _instances(kinds: Iterable[type]) -> list[Any]:
     return [kind() for kind in kinds]
 
 
-def _compatible(pair: Iterable[object]) -> bool:
+def _conflict(parts: Iterable[object]) -> str:
+    """Why parts exclude each other; empty where they do not."""
     try:
-        check_conflicts(list(pair))
-    except ConflictError:
-        return False
-    return True
+        check_conflicts(list(parts))
+    except ConflictError as error:
+        return str(error)
+    return ""
 
 
 def _over_batches(fit: Fit) -> int:
@@ -264,4 +253,3 @@ def _over_batches(fit: Fit) -> int:
         with contextlib.suppress(Exception), torch.device("meta"):
             fit.module.configure_model()
     return sum(isinstance(layer, _BatchNorm) for layer in module.modules())
-

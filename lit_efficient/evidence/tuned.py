@@ -163,7 +163,9 @@ class Tuned:
             )
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [
-            f"{row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:])) + f" {row[-1]}"
+            f"{row[0]:<{widths[0]}}  "
+            + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:]))
+            + f" {row[-1]}"
             for row in rows
         ]
         lines = [line.rstrip() for line in lines] if search.ran else []
@@ -198,7 +200,9 @@ class Tuned:
             error = row.error if row.seconds else ""
             planned = (row.planned or "", row.peak or "", row.flops or "")
             last = (seconds, error, row.amount or "", row.unit, row.rate or "")
-            writer.writerow([one.name, one.batch, one.accumulation, " ".join(one.options), state, reason, *planned, *last])
+            writer.writerow(
+                [one.name, one.batch, one.accumulation, " ".join(one.options), state, reason, *planned, *last]
+            )
         with replacing(path) as file:
             file.write(text.getvalue().encode())
 

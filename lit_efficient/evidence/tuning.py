@@ -13,10 +13,10 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +26,13 @@ from lit_efficient.evidence.fits import Change
 from lit_efficient.mechanisms.trials.batch_size import largest_fitting
 from lit_efficient.mechanisms.trials.memory import format_bytes
 
+if TYPE_CHECKING:  # which import Lightning
+    from lit_efficient.evidence.measured_run import Measured
+    from lit_efficient.evidence.plan import Plan
+
 STEPS = 5  # that are timed in a first run; each later one has twice as many
 _RUNGS = (4, 2)  # how many of the best run on in each
-_CLOSE, _FAR = 0.01, 0.04  # shares of time: below the first two are the same, above the second never
+_CLOSE = 0.01  # share of time below which two are the same
 # Standard deviations of log time that are expected: of an option, along the accumulation, of two of them together, of a
 # measurement.
 _OPTION, _ACCUMULATION, _TOGETHER, _NOISE = 0.3, 0.3, 0.1, 0.02
@@ -36,33 +40,8 @@ _OCTAVES = 2.0  # of accumulation, over which time changes
 _FAR_BATCH = 1.5  # times the amount of a step of the fit as it is: the setting is not what its loader follows
 
 
-class Planned(Protocol):
-    """What a plan says of a candidate."""
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the peak of a step."""
-
-    @property
-    def flops(self) -> float:
-        """Of an optimizer step."""
-
-
-class Ran(Protocol):
-    """What a run of a candidate says."""
-
-    failed: str
-    peak: int  # bytes, 0 where they cannot be seen
-    unit: str
-    amounts: list[int]  # of each step
-
-    @property
-    def timed(self) -> list[float]:
-        """Seconds of each step that counts."""
-
-
-Predict = Callable[[Change], Planned]
-Measure = Callable[[Change, int], Ran]  # with the steps that are to be timed
+Predict = Callable[[Change], "Plan"]
+Measure = Callable[[Change, int], "Measured"]  # with the steps that are to be timed
 
 
 @dataclass
@@ -263,9 +242,7 @@ class Search:
         most = self.space.candidate(self.space.sizes[-1], options)
         if self._fits(most):
             return most
-        size = largest_fitting(
-            self.space.sizes[:-1], lambda size: self._fits(self.space.candidate(size, options))
-        )
+        size = largest_fitting(self.space.sizes[:-1], lambda size: self._fits(self.space.candidate(size, options)))
         return None if size is None else self.space.candidate(size, options)
 
     # What is worth a run -----------------------------------------------------------------------------------------
@@ -292,7 +269,9 @@ class Search:
             elif more > 1 + _CLOSE and self._plan(self.space.candidate(self.space.sizes[-1])).state == "":
                 self.space.leave_out(name, "all fits without it, and it computes more")
         self.every = self.space.candidates()
-        self.say(f"{len(self.every)} candidates: {len(self.space.sizes)} batch sizes, {len(self.space.options)} options")
+        self.say(
+            f"{len(self.every)} candidates: {len(self.space.sizes)} batch sizes, {len(self.space.options)} options"
+        )
 
     def _begin(self) -> None:
         """Run what tells most: the fit as it is, its other sizes, each option alone; of what fits with fewest options."""
@@ -456,7 +435,7 @@ def _covariance(a: Any, b: Any) -> Any:
 
 def _apart(slow: Row, fast: Row, least: float = _CLOSE) -> bool:
     """Whether one row is slower than another for certain, and by more than a little."""
-    return slow.cost - fast.cost > min(_FAR, max(least, 2 * math.hypot(slow.error, fast.error)))
+    return slow.cost - fast.cost > max(least, 2 * math.hypot(slow.error, fast.error))
 
 
 def _clock(seconds: float) -> str:
