@@ -21,6 +21,7 @@ PUBLIC: dict[str, str] = {
     "LitEfficientError": "errors",
     "apply": "application",
     "restore": "mechanisms.restore",
+    "plan": "evidence.plan",
     "verify": "evidence.verification",
     "tune": "evidence.tuned",
     "mix_in": "surgery",

@@ -241,7 +241,8 @@ class KindMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for item in (result,) if isinstance(result, Tensor) else () if result is None else tree_leaves(result):
             for storage, place in storages_of(item):
-                self._add(storage, place, self._kind(item))
+                if storage_id(storage) not in self._pieces and not _is_in(storage, (args, kwargs)):
+                    self._add(storage, place, self._kind(item))
         return result
 
 
@@ -306,6 +307,12 @@ def storages_of(tensor: Any) -> Iterator[tuple[Any, str]]:
             yield from storages_of(getattr(tensor, name))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage(), tensor.device.type
+
+
+def _is_in(storage: Any, arguments: Any) -> bool:
+    """Whether a result is a view of what nobody has counted, such as a row of a dataset."""
+    key = storage_id(storage)
+    return any(storage_id(other) == key for item in tree_leaves(arguments) for other, _ in storages_of(item))
 
 
 def _held(roots: Iterable[Any]) -> Iterator[Tensor]:

@@ -62,7 +62,8 @@ def test_bytes_by_kind() -> None:
     assert second.resident["weights"] == second.resident["gradients"] == second.resident["averages"] == weights
     assert second.resident["states"] == 2 * weights + 4 * 4  # and a count of steps for each of four parameters
     assert second.resident["buffers"] == 7 * 4
-    assert "states" not in first.kinds and second.kinds["states"] == second.resident["states"]
+    assert "states" not in first.kinds
+    assert second.kinds["states"] == second.resident["states"]
     assert second.kinds["logits"] == 3 * 4 * TOKENS * VOCABULARY  # logarithms, their gradient, and the logits'
     assert abs(second.peak - counted.peak) <= 0.01 * counted.peak
     for step in meter.steps:
