@@ -26,6 +26,7 @@ COMMANDS = {
     "schema": "schema",
     "check": "check",
     "verify": "verify",
+    "tune": "tune",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -37,6 +38,8 @@ usage: python -m lit_efficient COMMAND ...
 
   fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
   check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
+  tune        search the fastest way to run a fit within a memory, at the same effective batch, and write it as an
+              overlay:    -c CONFIG --device_memory 24GiB [--minutes 20] [--allow_changes]
   verify      check what ought to be true of a training, in a minute: accumulation, resuming, masks, exports, ...
               -c CONFIG [...] [--only A,B] [--full] [--json]
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE

@@ -45,6 +45,10 @@ class ConfigFit(FitSource):
         texts = [Path(path).read_text("utf-8") for path in map(configs.located, words) if path.endswith(".yaml")]
         return f"{words} {texts} {super().identity(replace(change, overlays=()))}"
 
+    def config(self) -> dict[str, Any]:
+        """The config as plain data, with defaults; nothing is built, and no device is asked for."""
+        return _Read(self.argv, self.root, None).config_dump
+
 
 class _Parts(LitEfficientCLI):
     """Builds the parts of a fit, with all that the command line adds to them, and leaves it to the caller to run it."""
@@ -76,6 +80,16 @@ class _Parts(LitEfficientCLI):
 
     def run_subcommand(self, subcommand: str) -> None:
         """Nothing runs."""
+
+
+class _Read(_Parts):
+    """Parses a config, and builds nothing."""
+
+    def before_instantiate_classes(self) -> None:
+        self.dump_config()
+
+    def instantiate_classes(self) -> None:
+        """Nothing is built."""
 
 
 def _word(value: Any) -> str:
