@@ -25,6 +25,7 @@ COMMANDS = {
     "completion": "completion",
     "schema": "schema",
     "check": "check",
+    "plan": "plan",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -36,6 +37,8 @@ usage: python -m lit_efficient COMMAND ...
 
   fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
   check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
+  plan        say what a fit will need, before it runs: memory by kind, FLOPs, the largest batch that fits, or what
+              makes it fit:    -c CONFIG [--device-memory 24GiB] [--devices 8] [--solve max_length]
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions

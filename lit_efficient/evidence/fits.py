@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import ConfigurationError
 
 # What a trainer that exists takes, and where it keeps it.
@@ -39,7 +40,8 @@ class Change:
 
     Args:
         name: How people call it.
-        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``.
+        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``; or by
+            the class of a technique that it has: ``LoRA.rank``.
         overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
         callbacks: Makes the callbacks that are added.
     """
@@ -121,9 +123,27 @@ class LiveFit(FitSource):
         fit = copy.deepcopy(self.parts)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
-        for name, value in change.settings.items():
+        for name, value in give_arguments(fit.trainer, change.settings).items():
             _set(fit, name, value)
         return fit
+
+
+def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make techniques anew with those settings that name one (``LoRA.rank``), and return the others.
+
+    Raises:
+        ConfigurationError: If the trainer has no such technique, it takes no such argument, or refuses the value.
+    """
+    given = {name: value for name, value in settings.items() if name[:1].isupper()}
+    parts = {type(part).__name__: part for part in techniques_of(trainer)} if given else {}
+    for name, value in given.items():
+        owner, _, argument = name.partition(".")
+        part = parts.get(owner)
+        if part is None or argument not in (known := part.arguments()):
+            accepted = ", ".join(known) if part is not None else f"of {', '.join(parts) or 'no technique'}"
+            raise ConfigurationError(f"{name}: there is no such argument (accepted: {accepted})")
+        part.__init__(**{**{one: getattr(part, one) for one in known}, argument: value})  # type: ignore[misc]
+    return {name: value for name, value in settings.items() if name not in given}
 
 
 def _set(fit: Fit, name: str, value: Any) -> None:
