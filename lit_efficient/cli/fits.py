@@ -39,7 +39,6 @@ class ConfigFit(FitSource):
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         return Fit(trainer, parts.model, parts.datamodule, seed if whole else 0)
 
-
     def config(self) -> dict[str, Any]:
         """The config as plain data, with defaults; nothing is built, and no device is asked for."""
         return _Read(self.argv, self.root, None).config_dump

@@ -23,7 +23,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_install
 if TYPE_CHECKING:
     from lit_efficient.evidence.advice import Advice
     from lit_efficient.evidence.plan import Plan
-    from lit_efficient.evidence.plan_search import Found, Predictions
+    from lit_efficient.evidence.plan_search import Found
     from lit_efficient.internals.lightning_strategies import Traits
 
 _DOES_NOT_FIT, _INTERRUPTED = 3, 130
@@ -165,7 +165,9 @@ class _Answer:
             from lit_efficient.evidence.plan_picture import draw_memory
 
             name = type(self.fit.module).__name__
-            draw_memory(Path(self.options.output), plan, self.limit, f"{name}: memory over one step, batch {plan.batch}")
+            draw_memory(
+                Path(self.options.output), plan, self.limit, f"{name}: memory over one step, batch {plan.batch}"
+            )
             self._tell([f"picture   {self.options.output}"], picture=self.options.output)
         if not self.options.no_advice:
             batch, why = None, ""
@@ -175,7 +177,9 @@ class _Answer:
                 why = str(error)
             if fits and batch:
                 found = batch.largest(self.predictions)
-                self._tell(["", *_found_lines("largest", found, batch.names, self.limit)], largest=_found(found, batch.names))
+                self._tell(
+                    ["", *_found_lines("largest", found, batch.names, self.limit)], largest=_found(found, batch.names)
+                )
             elif fits:
                 self._tell(wrapped(f"largest   {why}", self.width, " " * 10), largest=None)
             else:
@@ -216,7 +220,9 @@ class _Answer:
             told = {"value": count, "strategy": self.traits.name, "peak": plan.peak}
             text = f"devices: {count} with {self.traits.name}" if count else f"devices: not even {MOST} are enough"
             more = "" if count or self.traits.shards else f": with {self.traits.name} each has all of it"
-            self._tell([f"{text}{more}; peak {_size(plan.peak)} of {_size(self.limit)}"], solve={"what": wanted, **told})
+            self._tell(
+                [f"{text}{more}; peak {_size(plan.peak)} of {_size(self.limit)}"], solve={"what": wanted, **told}
+            )
             self._tell([line for note in plan.notes for line in wrapped(f"  {note}", self.width, "    ")])
             return 0 if count else _DOES_NOT_FIT
         plan = self._predict_first()
@@ -370,5 +376,3 @@ def _size(size: float) -> str:
     from lit_efficient.mechanisms.trials.memory import format_bytes
 
     return format_bytes(size)
-
-

@@ -72,7 +72,10 @@ class Advice:
     def words(self) -> list[str]:
         """What to append to the command line of the fit."""
         overlays = [word for name in self.change.overlays for word in ("-c", name)]
-        return [*overlays, *(word for name, value in self.change.settings.items() for word in (f"--{name}", str(value)))]
+        return [
+            *overlays,
+            *(word for name, value in self.change.settings.items() for word in (f"--{name}", str(value))),
+        ]
 
     @property
     def yaml(self) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, batch_setting
 from lit_efficient.evidence.plan_search import Found, Predictions, Refusal, changed, largest
-from lit_efficient.mechanisms.trials.batch_size import NAMES
 
 if TYPE_CHECKING:
     from lit_efficient.evidence.plan import Plan
@@ -52,13 +51,13 @@ def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
     Raises:
         ConfigurationError: If there is none.
     """
-    numbers = dict(_numbers_of(fit))
-    named = [name for name in numbers if name.rpartition(".")[2] in NAMES]
-    for name in dict.fromkeys([*named, *(name for name, value in numbers.items() if value == plan.batch)]):
-        for value in (2 * numbers[name], numbers[name] // 2):
+    named = batch_setting(fit)
+    if named is not None:
+        name, now = named
+        for value in (2 * now, now // 2):
             found = predictions(Change("", {name: value})) if value else Refusal("")
             if not isinstance(found, Refusal) and found.batch != plan.batch:
-                return Lever((name,), numbers[name])
+                return Lever((name,), now)
     raise ConfigurationError(
         f"plan: no setting of {_owners(fit)} changes the batch of {plan.batch}, so that its size cannot be searched: "
         "give the DataModule an argument batch_size that its loaders follow"
