@@ -34,9 +34,9 @@ def run(argv: Sequence[str]) -> int:
     """Answer ``plan``."""
     parser = argparse.ArgumentParser(
         "lit_efficient plan",
-        description="Say what a fit with these options will need: trace one step without values, and add up what lies in "
-        "memory, by kind. Then the largest batch that fits, or what to do if none does. Takes the options of "
-        "fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
+        description="Say what a fit with these options will need: trace one step without values, and add up what lies "
+        "in memory, by kind. Then the largest batch that fits, or what makes this one fit. Takes the options of fit: "
+        "-c CONFIG, --trainer.precision bf16-mixed, ...",
         epilog="exit codes: 0 fits, 3 does not, 2 what the user can mend",
         allow_abbrev=False,
     )
@@ -101,10 +101,7 @@ class _Answer:
         given = trainer["devices"]
         if isinstance(given, str) and given.lstrip("-").isdigit():
             given = int(given)
-        if isinstance(given, int) and given > 0:
-            count = given
-        else:
-            count = len(given) if isinstance(given, list) else 1
+        count = len(given) if isinstance(given, list) else given if isinstance(given, int) and given > 0 else 1
         if given in ("auto", -1) and self.fit.trainer.strategy.root_device.type != "cpu":
             import torch
 
@@ -217,11 +214,11 @@ class _Answer:
             unit = largest_unit(self.source.made.module) if self.traits.shards else (0, 0)
             count = least_devices(alone, self.limit, self.traits, unit)
             plan = self._shared(alone, count or 1)
-            told = {"value": count, "strategy": self.traits.name, "peak": plan.peak}
+            stated = {"value": count, "strategy": self.traits.name, "peak": plan.peak}
             text = f"devices: {count} with {self.traits.name}" if count else f"devices: not even {MOST} are enough"
             more = "" if count or self.traits.shards else f": with {self.traits.name} each has all of it"
             self._tell(
-                [f"{text}{more}; peak {_size(plan.peak)} of {_size(self.limit)}"], solve={"what": wanted, **told}
+                [f"{text}{more}; peak {_size(plan.peak)} of {_size(self.limit)}"], solve={"what": wanted, **stated}
             )
             self._tell([line for note in plan.notes for line in wrapped(f"  {note}", self.width, "    ")])
             return 0 if count else _DOES_NOT_FIT
@@ -249,8 +246,8 @@ class _Answer:
         return plan
 
     def _device(self) -> dict[str, Any]:
-        told = {"bytes": self.limit, "from": self.limit_from, "devices": self.devices}
-        return {**told, "strategy": self.traits.name if self.devices > 1 else None}
+        stated = {"bytes": self.limit, "from": self.limit_from, "devices": self.devices}
+        return {**stated, "strategy": self.traits.name if self.devices > 1 else None}
 
     def _tell(self, lines: Sequence[str], **data: Any) -> None:
         self.data |= data
@@ -367,9 +364,9 @@ def _found(found: "Found", names: Sequence[str]) -> dict[str, Any]:
 
 
 def _advice(advice: "Advice") -> dict[str, Any]:
-    told = {"title": advice.title, "options": advice.words, "yaml": advice.yaml, "peak": advice.plan.peak}
+    stated = {"title": advice.title, "options": advice.words, "yaml": advice.yaml, "peak": advice.plan.peak}
     techniques = [{"name": one.name, "changes": one.computes, "sets": dict(one.sets)} for one in advice.techniques]
-    return {**told, "kinds": dict(advice.plan.kinds), "techniques": techniques}
+    return {**stated, "kinds": dict(advice.plan.kinds), "techniques": techniques}
 
 
 def _size(size: float) -> str:

@@ -1,4 +1,4 @@
-"""What a fit that needs too much memory could do, each tried by a plan: the cheapest set of techniques, or a smaller batch.
+"""What a fit that needs too much memory could do, each tried by a plan: the cheapest techniques, or a smaller batch.
 
 Techniques are those that the catalogue ranks by what they cost (`helps["memory"]`). Of two sets that is the cheaper one
 whose dearest technique costs less; where it is the same one, the next counts. Sets that train the same come first, then
@@ -71,11 +71,9 @@ class Advice:
     @property
     def words(self) -> list[str]:
         """What to append to the command line of the fit."""
-        overlays = [word for name in self.change.overlays for word in ("-c", name)]
-        return [
-            *overlays,
-            *(word for name, value in self.change.settings.items() for word in (f"--{name}", str(value))),
-        ]
+        pairs = [("-c", name) for name in self.change.overlays]
+        pairs += [(f"--{name}", str(value)) for name, value in self.change.settings.items()]
+        return [word for pair in pairs for word in pair]
 
     @property
     def yaml(self) -> str:

@@ -38,9 +38,8 @@ def per_device(plan: "Plan", devices: int, traits: Traits, unit: tuple[int, int]
     sent = 2 * unit[0] + unit[1] if traits.shards else buckets
 
     def shared(kinds: Mapping[str, int]) -> dict[str, int]:
-        share = {
-            kind: -(-size // devices) if traits.shards and kind in _SHARDED else size for kind, size in kinds.items()
-        }
+        parts = {kind: devices if traits.shards and kind in _SHARDED else 1 for kind in kinds}
+        share = {kind: -(-size // parts[kind]) for kind, size in kinds.items()}
         return share | {"communication": share.get("communication", 0) + sent}
 
     timeline = tuple(replace(moment, kinds=shared(moment.kinds)) for moment in plan.timeline)
@@ -90,12 +89,8 @@ def largest_unit(module: Any) -> tuple[int, int]:
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     rest = [parameter for parameter in module.parameters() if id(parameter) not in inside]
     units = [rest, *(list(block.parameters()) for block in blocks)]
-    sizes = [
-        (sum(map(_bytes, unit)), sum(_bytes(parameter) for parameter in unit if parameter.requires_grad))
-        for unit in units
-    ]
-    return max(sizes, key=lambda size: 2 * size[0] + size[1])
+    return max((_bytes(unit), _bytes([one for one in unit if one.requires_grad])) for unit in units)
 
 
-def _bytes(parameter: Any) -> int:
-    return int(parameter.numel() * parameter.itemsize)
+def _bytes(unit: list[Any]) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in unit)

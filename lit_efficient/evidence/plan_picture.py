@@ -1,5 +1,6 @@
 """The memory over one planned step as a picture: what lies where, by kind, the peak and what the device has."""
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ _COLOURS = {
     "margin": "#dfe3e8",
 }
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-_NAMES = 9  # moments at most that are named below the axis
+_WIDE = 0.06  # of the step: what lasts less has no name below the axis
 
 
 def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory over one step") -> Any:
@@ -90,16 +91,10 @@ def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory o
 
 
 def _named(names: list[str]) -> list[tuple[float, str]]:
-    """The middle of each run of moments whose names begin alike, or of the longest ones where there are many."""
-    runs: list[tuple[int, int, str]] = []
-    for place, name in enumerate(names):
-        head = name.partition(" ")[0].partition(":")[0] if len(names) > _NAMES else name
-        if runs and runs[-1][2] == head:
-            runs[-1] = (runs[-1][0], place + 1, head)
-        else:
-            runs.append((place, place + 1, head))
-    longest = sorted(runs, key=lambda run: run[0] - run[1])[:_NAMES]
-    return [((start + stop) / 2, text) for start, stop, text in sorted(longest)]
+    """The middle of each run of moments of one name that is wide enough for it."""
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+    ends = itertools.accumulate(length for _, length in runs)
+    return [(end - length / 2, name) for (name, length), end in zip(runs, ends) if length >= _WIDE * len(names)]
 
 
 def draw_memory(path: Path, plan: "Plan", limit: int | None = None, title: str = "Memory over one step") -> None:

@@ -6,9 +6,10 @@ A straight line through what is known says where to look next, as memory grows n
 line is wrong, the interval is halved. What is refused counts as what does not fit, with its reason.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lit_efficient.errors import LitEfficientError
@@ -99,7 +100,6 @@ class Found:
         above: The smallest value known not to fit, ``None`` if every one that was tried fits.
         above_peak: Bytes that it needs; ``None`` if it is refused.
         reason: Why it is refused; empty if it needs too much.
-        settings: The settings that have the value.
     """
 
     value: int | None
@@ -108,7 +108,6 @@ class Found:
     above: int | None = None
     above_peak: int | None = None
     reason: str = ""
-    settings: tuple[str, ...] = field(default=())
 
 
 def largest(
@@ -143,31 +142,31 @@ def largest(
         else:
             high = at
         at = _next(peaks, low, high, predictions.limit, halve=len(peaks) % 3 == 0)
-    plan = predictions(change_of(low * step)) if low else None
-    above = None if high is None or high not in peaks else predictions(change_of(high * step))
-    refused = isinstance(above, Refusal)
+    best, above = (predictions(change_of(at * step)) if at in peaks else None for at in (low, high))
+    assert not isinstance(best, Refusal)
     return Found(
         low * step if low else None,
         change_of(low * step) if low else AS_IT_IS,
-        None if isinstance(plan, Refusal) else plan,
+        best,
         high * step if above is not None and high is not None else None,
         None if above is None or isinstance(above, Refusal) else above.peak,
-        above.reason if isinstance(above, Refusal) and refused else "",
+        above.reason if isinstance(above, Refusal) else "",
     )
 
 
 def _next(peaks: Mapping[int, int | None], low: int, high: int | None, limit: int, halve: bool) -> int:
-    """Where to look: at the end of a line through the two nearest values that are known, or in the middle."""
-    known = sorted((n for n, peak in peaks.items() if peak is not None), key=lambda n: abs(n - low))[:2]
-    top = high if high is not None else 64 * max(low, 1)
-    guess = 2 * low if high is None else (low + high) // 2
+    """Where to look: at the end of a line through the two values nearest the limit, or between what is known."""
+    top = 64 * max(low, 1) if high is None else high
+    between = 2 * low if high is None else math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
+    known = sorted((abs(peak - limit), n, peak) for n, peak in peaks.items() if peak is not None)[:2]
+    guess = between
     if len(known) == 2 and not (halve and high is not None):
-        (a, b), (at_a, at_b) = known, (peaks[known[0]], peaks[known[1]])
-        assert at_a is not None
-        assert at_b is not None
-        slope = (at_b - at_a) / (b - a)
-        if slope > 0:
+        (_, a, at_a), (_, b, at_b) = known
+        if (slope := (at_b - at_a) / (b - a)) > 0:
             guess = int(a + (limit - at_a) // slope)
+    if guess >= top and high is not None:  # the line leads to where nothing fits
+        near = peaks.get(high)
+        guess = high - 1 if near is not None and guess == high else between
     return max(low + 1, min(guess, top - 1))
 
 
