@@ -50,8 +50,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE.png", help="a picture of the memory over the step")
     parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     options, rest = parser.parse_known_args(argv)
-    check_choice("plan", "--solve", options.solve, SOLVES, null=True)
-    check_number("plan", "--devices", options.devices, least=1, most=4096, whole=True, null=True)
+    if options.solve is not None:
+        check_choice("plan", "--solve", options.solve, SOLVES)
+    if options.devices is not None:
+        check_number("plan", "--devices", options.devices, least=1, most=4096, whole=True)
     if options.output:
         check_installed("plan --output", "matplotlib")
         if not Path(options.output).absolute().parent.is_dir():
@@ -311,7 +313,7 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
         lines[-1] = "techniques: none"
     where = max(plan.timeline, key=lambda moment: sum(moment.kinds.values())).name if plan.timeline else ""
     each = f" of each of {answer.devices} devices ({answer.traits.name})" if answer.devices > 1 else ""
-    lines += ["", *wrapped(f"memory{each} at its peak{f', {where}' if where else ''}, and between steps", width)]
+    lines += ["", *wrapped(f"memory{each}, at its peak{f' ({where})' if where else ''} and between steps", width)]
     for kind in dict.fromkeys((*plan.kinds, *plan.resident)):
         size, stays = plan.kinds.get(kind, 0), plan.resident.get(kind, 0)
         if size or stays:
@@ -326,7 +328,7 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
 
 
 def _found_lines(what: str, found: "Found", names: Sequence[str], limit: int) -> list[str]:
-    settings = " ".join(f"--{name} {found.value}" for name in names)
+    settings = " ".join(f"--{name} {found.value}" for name in names if not name[0].isupper())  # else of a technique
     if found.value is None or found.plan is None:
         why = found.reason or f"{found.above} needs {_size(found.above_peak or 0)} of {_size(limit)}"
         return [f"{what}: none fits; {names[0]} {why}"]
@@ -370,6 +372,9 @@ def _advice(advice: "Advice") -> dict[str, Any]:
 
 
 def _size(size: float) -> str:
-    from lit_efficient.mechanisms.trials.memory import format_bytes
-
-    return format_bytes(size)
+    """Four digits or fewer, as limits are often near."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1000 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.2f} {unit}" if size < 100 else f"{size:,.1f} {unit}"

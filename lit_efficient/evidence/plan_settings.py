@@ -72,7 +72,8 @@ def length_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
     """
     if plan.unit != "tokens":
         raise refusal("plan", "--solve max_length", "asked of rows of tokens", f"rows of {plan.unit}")
-    row = plan.amount / max(1, plan.batch)
+    predictions.begin("which setting is the context", 6)
+    row = plan.amount / max(1, plan.batch * int(fit.trainer.accumulate_grad_batches))
     numbers = {name: value for name, value in _numbers_of(fit) if name.startswith("data.")}
     for name in sorted(numbers, key=lambda name: abs(numbers[name] - row)):
         for value in (2 * numbers[name], numbers[name] // 2):
