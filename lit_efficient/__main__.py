@@ -26,6 +26,7 @@ COMMANDS = {
     "schema": "schema",
     "check": "check",
     "plan": "plan",
+    "verify": "verify",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -39,6 +40,8 @@ usage: python -m lit_efficient COMMAND ...
   check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
   plan        say what a fit will need, before it runs: memory by kind, FLOPs, the largest batch that fits, or what
               makes it fit:    -c CONFIG [--device-memory 24GiB] [--devices 8] [--solve max_length]
+  verify      check what ought to be true of a training, in a minute: accumulation, resuming, masks, exports, ...
+              -c CONFIG [...] [--only A,B] [--full] [--json]
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions
