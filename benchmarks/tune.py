@@ -44,7 +44,12 @@ AGAIN = 3  # times that the answer and the fastest run at the end
 
 
 def _trainer(accumulated: int) -> L.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     counts = {"limit_val_batches": 0, "max_steps": 1, "accumulate_grad_batches": accumulated}
     return L.Trainer(accelerator="cpu", devices=1, **quiet, **counts)
 

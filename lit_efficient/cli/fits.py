@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 
 from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.cli.errors import explained
-from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, give_arguments
 from lit_efficient.files import configs
 
 
@@ -31,10 +31,12 @@ class ConfigFit(FitSource):
 
     def make(self, change: Change = AS_IT_IS) -> Fit:
         words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
-        words += [f"--{name}={_word(value)}" for name, value in change.settings.items()]
+        own = {name: value for name, value in change.settings.items() if name[:1].isupper()}  # of a technique
+        words += [f"--{name}={_word(value)}" for name, value in change.settings.items() if name not in own]
         words += [] if change.seed is None else [f"--seed_everything={change.seed}"]
         parts = _Parts(words, self.root, self.device)
         trainer: Any = parts.trainer
+        give_arguments(trainer, own)
         trainer.callbacks = [*change.callbacks(), *trainer.callbacks]
         seed = parts.part(parts.config, "seed_everything")
         whole = isinstance(seed, int) and not isinstance(seed, bool)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.mechanisms.trials.batch_size import NAMES, places_of, set_at, value_at
 from lit_efficient.mechanisms.trials.probes import batch_size_of, resize
@@ -44,7 +45,8 @@ class Change:
 
     Args:
         name: How people call it.
-        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``.
+        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``; or by
+            the class of a technique that it has: ``LoRA.rank``.
         overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
         callbacks: Makes the callbacks that are added.
         seed: What random numbers begin with, those of the weights, too, where these are made anew; ``None``: as it is.
@@ -150,7 +152,7 @@ class LiveFit(FitSource):
             fit = copy.deepcopy(self.parts, memo)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
-        fit.change(change.settings)
+        fit.change(give_arguments(fit.trainer, change.settings))
         fit.seed = fit.seed if change.seed is None else change.seed
         return fit
 
@@ -178,6 +180,24 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, str | int | float | bool | None)
+
+
+def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make techniques anew with those settings that name one (``LoRA.rank``), and return the others.
+
+    Raises:
+        ConfigurationError: If the trainer has no such technique, it takes no such argument, or refuses the value.
+    """
+    given = {name: value for name, value in settings.items() if name[:1].isupper()}
+    parts = {type(part).__name__: part for part in techniques_of(trainer)} if given else {}
+    for name, value in given.items():
+        owner, _, argument = name.partition(".")
+        part = parts.get(owner)
+        if part is None or argument not in (known := part.arguments()):
+            accepted = ", ".join(known) if part is not None else f"of {', '.join(parts) or 'no technique'}"
+            raise ConfigurationError(f"{name}: there is no such argument (accepted: {accepted})")
+        part.__init__(**{**{one: getattr(part, one) for one in known}, argument: value})  # type: ignore[misc]
+    return {name: value for name, value in settings.items() if name not in given}
 
 
 def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
