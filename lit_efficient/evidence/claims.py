@@ -14,6 +14,7 @@ import inspect
 import logging
 import math
 import signal
+import sys
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
@@ -30,11 +31,12 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_data import combined_loader
+from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
-from lit_efficient.mechanisms.trials.steps import leaves_traces
+from lit_efficient.mechanisms.trials.steps import leaves_traces, schedule
 
 T = TypeVar("T")
 
@@ -161,16 +163,17 @@ class Subject:
         self.run(trace.fit)
         return trace
 
-    def within(self, probe: Callable[[Any, Any], T], change: Change = AS_IT_IS) -> T:
-        """What ``probe(trainer, module)`` returns where a fit stands before its first batch: techniques are applied,
-        optimizers built; what the module logs goes nowhere. Nothing is trained, and the fit is thrown away.
+    def within(self, probe: Callable[[Any, Any], T], change: Change = AS_IT_IS, *, steps: int = 0) -> T:
+        """What ``probe(trainer, module)`` returns inside a fit, after some optimizer steps; without any: before the first
+        batch, where techniques are applied and optimizers built. What the module logs there goes nowhere, and the fit is
+        thrown away.
         """
-        fit = self.fit(change)
-        at_start = _AtStart(probe)
-        fit.trainer.callbacks.append(at_start)
+        fit = self.fit(change, steps=steps + 1)
+        inside = _Inside(probe, steps)
+        fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
             self.run(fit)
-        return at_start.found  # type: ignore[no-any-return]
+        return inside.found  # type: ignore[no-any-return]
 
     def batches(self, count: int, change: Change = AS_IT_IS) -> list[Any]:
         """The fit's own first training batches, as the training step gets them."""
@@ -224,14 +227,22 @@ class _Over(Exception):
     """A probe has seen what it wanted."""
 
 
-class _AtStart(Callback):
-    def __init__(self, probe: Callable[[Any, Any], Any]) -> None:
-        self.probe = probe
+class _Inside(Callback):
+    def __init__(self, probe: Callable[[Any, Any], Any], steps: int) -> None:
+        self.probe, self.steps = probe, steps
         self.found: Any = None
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        with silent(pl_module):
-            self.found = self.probe(trainer, pl_module)
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.steps:
+            schedule(trainer, lambda _: None, lambda: self._look(trainer, pl_module), order=sys.maxsize)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= self.steps > 0 and not accumulates(trainer):
+            self._look(trainer, pl_module)
+
+    def _look(self, trainer: Any, module: Any) -> None:
+        with silent(module):
+            self.found = self.probe(trainer, module)
         raise _Over
 
 
@@ -241,18 +252,17 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu", copy=True) for name, t in state.items() if isinstance(t, Tensor)}
 
 
-def first_batches(trainer: Any, count: int) -> list[Any]:
-    """The first training batches, as the training step gets them; of a trainer that has its loaders."""
-    seed_state = torch.get_rng_state()
-    found = []
-    for drawn, *_ in iter(combined_loader(trainer)):
-        found.append(arrived(trainer, drawn))
-        if len(found) == count:
-            break
-    torch.set_rng_state(seed_state)
+def drawn_batches(trainer: Any, count: int) -> list[Any]:
+    """The first training batches as the loader gives them, of a trainer that has its loaders."""
+    found = [drawn for _, (drawn, *_) in zip(range(count), iter(combined_loader(trainer)))]
     if len(found) < count:
         raise ConfigurationError(f"verify: the training data has {len(found)} batches, and {count} are needed")
     return found
+
+
+def first_batches(trainer: Any, count: int) -> list[Any]:
+    """The first training batches, as the training step gets them."""
+    return [arrived(trainer, drawn) for drawn in drawn_batches(trainer, count)]
 
 
 def twin(module: Any) -> Any:
