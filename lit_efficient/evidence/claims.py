@@ -111,6 +111,7 @@ class Trace:
         end: Weights and buffers after the last step, by name.
         trainable: Names of the parameters that require a gradient when training starts.
         stepped: Names of those that an optimizer holds.
+        tied: Names that one parameter had before the fit, for each that had several.
     """
 
     fit: Fit
@@ -124,6 +125,7 @@ class Trace:
     end: dict[str, Tensor] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
     stepped: set[str] = field(default_factory=set)
+    tied: list[list[str]] = field(default_factory=list)
 
 
 class Subject:
@@ -182,6 +184,7 @@ class Subject:
             slim: Keep no weights between the steps, and of gradients their norms.
         """
         trace = Trace(self.fit(change, steps=steps), slim)
+        trace.tied = ties(trace.fit.module)
         prepare(trace.fit)
         trace.fit.trainer.callbacks.append(Recorder(trace))
         self.run(trace.fit)
@@ -279,6 +282,14 @@ class _Inside(Callback):
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """A copy of a module's weights and buffers by name, on the CPU."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in whole_state(module).items()}
+
+
+def ties(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 def drawn_batches(trainer: Any, count: int) -> list[Any]:
