@@ -21,6 +21,8 @@ PUBLIC: dict[str, str] = {
     "LitEfficientError": "errors",
     "apply": "application",
     "restore": "mechanisms.restore",
+    "plan": "evidence.plan",
+    "verify": "evidence.verification",
     "mix_in": "surgery",
     "merge_adapters": "mechanisms.adapters.merge",
     "depth_groups": "mechanisms.blocks.freezing",

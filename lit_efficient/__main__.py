@@ -25,6 +25,7 @@ COMMANDS = {
     "completion": "completion",
     "schema": "schema",
     "check": "check",
+    "verify": "verify",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -36,6 +37,8 @@ usage: python -m lit_efficient COMMAND ...
 
   fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
   check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
+  verify      check what ought to be true of a training, in a minute: accumulation, resuming, masks, exports, ...
+              -c CONFIG [...] [--only A,B] [--full] [--json]
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions

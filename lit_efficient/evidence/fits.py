@@ -11,6 +11,7 @@ A `Change` is what one variant has that the fit as it is has not. Settings go by
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,13 +113,22 @@ class LiveFit(FitSource):
     def __init__(self, trainer: Any, module: Any, data: Any = None, seed: int = 0) -> None:
         self.parts = Fit(trainer, module, data, seed)
 
-    def make(self, change: Change = AS_IT_IS) -> Fit:
+    def make(self, change: Change = AS_IT_IS, copying: AbstractContextManager[Any] | None = None) -> Fit:
+        """The parts of the fit with a change.
+
+        Args:
+            change: The change.
+            copying: What the trainer and the module, but not the data, are copied under.
+        """
         if change.overlays:
             raise ConfigurationError(
                 f"{change.name or 'Change'}: overlays ({', '.join(change.overlays)}) are laid over a config, and this "
                 "fit has none: give callbacks"
             )
-        fit = copy.deepcopy(self.parts)
+        memo: dict[int, Any] = {}
+        copy.deepcopy(self.parts.data, memo)
+        with copying or nullcontext():
+            fit = copy.deepcopy(self.parts, memo)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
         for name, value in change.settings.items():

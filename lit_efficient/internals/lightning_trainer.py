@@ -8,6 +8,11 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
+def set_trainer(module: Any, trainer: Any) -> None:
+    """Tie a module to a trainer, of another namespace even: ``_trainer``."""
+    module.__dict__["_trainer"] = trainer
+
+
 def signal_connector(trainer: Any) -> Any:
     """What Lightning's own signal handlers belong to: ``_signal_connector``."""
     return trainer._signal_connector
@@ -63,3 +68,11 @@ def call_module(trainer: Any, hook: str) -> None:
     from lightning.pytorch.trainer import call
 
     call._call_lightning_module_hook(trainer, hook)
+
+
+def arrived(trainer: Any, batch: Any) -> Any:
+    """What a step gets of what a loader gave: ``_on_before_batch_transfer``, ``call._call_strategy_hook``."""
+    from lightning.pytorch.trainer import call
+
+    batch = trainer.lightning_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)

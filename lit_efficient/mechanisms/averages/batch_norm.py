@@ -59,7 +59,7 @@ def recompute_statistics(module: Any, batches: int, *, who: str) -> dict[str, Te
     # Callbacks do not act in here, but for those that change the loss.
     record = Rewind([module, *(c for c in trainer.callbacks if isinstance(c, LossHooks))], shallow=[trainer])
     try:
-        with _silent(module):
+        with silent(module):
             module.eval()
             for norm in batch_norms(module).values():
                 norm.reset_running_stats()
@@ -94,7 +94,7 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
 
 
 @contextmanager
-def _silent(module: Any) -> Iterator[None]:
+def silent(module: Any) -> Iterator[None]:
     """What the training step logs here belongs to no epoch."""
     for name in ("log", "log_dict"):
         wrap_method(module, name, _nothing)

@@ -35,7 +35,7 @@ from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, 
 from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
-_WRITERS = {"Checkpoint", "ProgressBar"}
+_WRITERS = {"Checkpoint", "ProgressBar", "ModelSummary"}
 
 
 class Trials:
@@ -49,7 +49,7 @@ class Trials:
 
     def __init__(self, trainer: Any, idle: Iterable[str] = ()) -> None:
         self.trainer = trainer
-        self._idle = {*idle, *_WRITERS}
+        self._idle = {*idle}
         strategy, data = trainer.strategy, trainer.datamodule
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
         roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
@@ -149,13 +149,17 @@ class Trials:
             strategy.barrier = _nothing
 
     def _acts(self, callback: object) -> bool:
-        if getattr(callback, "leaves_traces", False):
-            return False
-        return not {base.__name__ for base in type(callback).__mro__} & self._idle
+        return not leaves_traces(callback) and not {base.__name__ for base in type(callback).__mro__} & self._idle
 
     def _hook(self, name: str) -> None:
         call_callbacks(self.trainer, name)
         call_module(self.trainer, name)
+
+
+def leaves_traces(callback: object) -> bool:
+    """Whether a callback writes, draws or stops outside of what :class:`Rewind` puts back."""
+    names = {base.__name__ for base in type(callback).__mro__}
+    return bool(getattr(callback, "leaves_traces", False) or names & _WRITERS)
 
 
 @contextmanager

@@ -1,0 +1,400 @@
+"""What a claim of `verify` is, and what it is checked on: short fits of the user's own, which leave no trace.
+
+    class Causal(Claim):
+        name, sentence = "causal", "no position sees a later one"
+
+        def check(self, subject: Subject) -> Verdict: ...
+
+A claim does not trust what it tests: its reference is computed here, by autograd and arithmetic on what was recorded.
+"""
+
+import contextlib
+import copy
+import inspect
+import logging
+import math
+import signal
+import tempfile
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
+from lit_efficient.internals.lightning_data import combined_loader
+from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
+from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
+from lit_efficient.mechanisms.averages.batch_norm import silent
+from lit_efficient.mechanisms.metering import gradients_of
+from lit_efficient.mechanisms.trials.steps import leaves_traces
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out of the check of a claim.
+
+    Args:
+        claim: The claim's name.
+        held: ``None``: it does not apply here, and ``why`` says why.
+        number: What was measured.
+        tolerance: The most that ``number`` may be.
+        unit: What is measured, as in "largest relative difference of gradients".
+        why: One sentence: what was compared with what, why it does not apply, or why it could not be tried.
+        where: Of a failure: the first layer, in order of computation, whose output, gradient or weight differs.
+        uncovered: What the claim did not cover.
+    """
+
+    claim: str
+    held: bool | None
+    number: float | None = None
+    tolerance: float | None = None
+    unit: str = ""
+    why: str = ""
+    where: str = ""
+    uncovered: tuple[str, ...] = ()
+
+
+class Claim(ABC):
+    """One thing that ought to be true of a training. ``name`` is short; ``sentence`` is what is claimed."""
+
+    name: ClassVar[str]
+    sentence: ClassVar[str]
+
+    @abstractmethod
+    def check(self, subject: "Subject") -> Verdict:
+        """Whether it is true of the subject's fit."""
+
+    def measured(self, number: float, tolerance: float, unit: str, why: str, **more: Any) -> Verdict:
+        """It holds if a number is at most a tolerance; one that is not finite is more than any."""
+        held = number <= tolerance
+        return Verdict(
+            self.name, held, number, tolerance, unit, why, **{**more, "where": "" if held else more["where"]}
+        )
+
+    def idle(self, why: str) -> Verdict:
+        """It does not apply, or cannot be tried."""
+        return Verdict(self.name, None, why=why)
+
+
+@dataclass
+class Trace:
+    """What was seen of a fit, on the CPU.
+
+    Args:
+        fit: The fit, which is over.
+        start: Weights and buffers before the first step, by name.
+        losses: Of each batch.
+        batches: As the training step got them, copied.
+        gradients: By name, of each optimizer step, as they were before clipping.
+        weights: After each optimizer step, the parameters by name.
+        rates: Of each optimizer step, the learning rate of each group of all optimizers.
+        end: Weights and buffers after the last step, by name.
+    """
+
+    fit: Fit
+    start: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
+    end: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Subject:
+    """The fit that claims are checked on, made anew for each run of a few steps.
+
+    Args:
+        source: Makes the fit.
+        folder: Where runs may write.
+        full: Take a large model as it is.
+        shortened: What was done to the model to make it small, as a clause; empty for one that is as it is.
+    """
+
+    def __init__(self, source: FitSource, folder: Path, full: bool = False, shortened: str = "") -> None:
+        self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
+
+    def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
+        """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces.
+
+        Args:
+            change: What it has that the user's has not.
+            steps: Optimizer steps.
+            traces: Which of the trainer's callbacks are left out.
+        """
+        with _quiet():
+            fit = self.source.make(change)
+        trainer = fit.trainer
+        trainer.callbacks = [*(one for one in trainer.callbacks if not traces(one)), _Short(steps)]
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []
+        trainer.num_sanity_val_steps = 0
+        trainer.limit_val_batches = min(1, trainer.limit_val_batches)  # schedules and the like may ask for its metrics
+        set_default_root_dir(trainer, tempfile.mkdtemp(dir=self.folder))
+        return fit
+
+    def run(self, fit: Fit) -> None:
+        """Train in silence."""
+        with _quiet(), _interruptible():
+            fit.run()
+
+    def train(self, steps: int, change: Change = AS_IT_IS, prepare: Callable[[Fit], object] = id) -> Trace:
+        """Train a few optimizer steps, and note what happens.
+
+        Args:
+            steps: How many.
+            change: What the fit has that the user's has not.
+            prepare: Called with the fit before it is run.
+        """
+        trace = Trace(self.fit(change, steps=steps))
+        prepare(trace.fit)
+        trace.fit.trainer.callbacks.append(Recorder(trace))
+        self.run(trace.fit)
+        return trace
+
+    def within(self, probe: Callable[[Any, Any], T], change: Change = AS_IT_IS) -> T:
+        """What ``probe(trainer, module)`` returns where a fit stands before its first batch: techniques are applied,
+        optimizers built; what the module logs goes nowhere. Nothing is trained, and the fit is thrown away.
+        """
+        fit = self.fit(change)
+        at_start = _AtStart(probe)
+        fit.trainer.callbacks.append(at_start)
+        with contextlib.suppress(_Over):
+            self.run(fit)
+        return at_start.found  # type: ignore[no-any-return]
+
+    def batches(self, count: int, change: Change = AS_IT_IS) -> list[Any]:
+        """The fit's own first training batches, as the training step gets them."""
+        return self.within(lambda trainer, module: first_batches(trainer, count), change)
+
+
+class _Short(Callback):
+    """Ends a fit after so many optimizer steps; schedules have been made for its whole length by then."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loop = trainer.fit_loop
+        loop.epoch_loop.max_steps, loop.epoch_loop.min_steps = trainer.global_step + self.steps, None
+        loop.max_epochs, loop.min_epochs = -1, None
+
+
+class Recorder(Callback):
+    """Notes what happens in a fit, as the last of its callbacks."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.trace.start = state_of(pl_module)
+        self._step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.trace.batches.append(copy.deepcopy(batch))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        names = {id(p): name for name, p in pl_module.named_parameters()}
+        found = {names[id(p)]: g for p, g in gradients_of(optimizer).items() if id(p) in names}
+        self.trace.gradients.append({name: g.detach().to("cpu", copy=True) for name, g in found.items()})
+        self.trace.rates.append([float(group["lr"]) for one in trainer.optimizers for group in one.param_groups])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self.trace.losses.append(float("nan") if loss is None else float(loss))
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            self.trace.weights.append({n: p.detach().to("cpu", copy=True) for n, p in pl_module.named_parameters()})
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.trace.end = state_of(pl_module)
+
+
+class _Over(Exception):
+    """A probe has seen what it wanted."""
+
+
+class _AtStart(Callback):
+    def __init__(self, probe: Callable[[Any, Any], Any]) -> None:
+        self.probe = probe
+        self.found: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        with silent(pl_module):
+            self.found = self.probe(trainer, pl_module)
+        raise _Over
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of a module's weights and buffers by name, on the CPU."""
+    state = module.state_dict()
+    return {name: t.detach().to("cpu", copy=True) for name, t in state.items() if isinstance(t, Tensor)}
+
+
+def first_batches(trainer: Any, count: int) -> list[Any]:
+    """The first training batches, as the training step gets them; of a trainer that has its loaders."""
+    seed_state = torch.get_rng_state()
+    found = []
+    for drawn, *_ in iter(combined_loader(trainer)):
+        found.append(arrived(trainer, drawn))
+        if len(found) == count:
+            break
+    torch.set_rng_state(seed_state)
+    if len(found) < count:
+        raise ConfigurationError(f"verify: the training data has {len(found)} batches, and {count} are needed")
+    return found
+
+
+def twin(module: Any) -> Any:
+    """A deep copy of a module in a fit, which knows the same trainer."""
+    copied = copy.deepcopy(module)
+    set_trainer(copied, trainer_of(module))
+    return copied
+
+
+def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int = 0) -> Tensor:
+    """The loss that the module's own training step returns for a batch; draws follow from the seed.
+
+    Within a fit techniques act on it, and so does the trainer's precision.
+    """
+    trainer = trainer_of(module)
+    context = contextlib.nullcontext() if trainer is None else trainer.precision_plugin.train_step_context()
+    seed_everything(seed, verbose=False)
+    several = len(inspect.signature(module.training_step).parameters) > 1
+    with context:
+        output = module.training_step(batch, *([batch_idx] if several else []))
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(f"{type(module).__name__}.training_step returned no loss")
+    return loss
+
+
+def gradients(module: Any, loss: Tensor) -> dict[str, Tensor]:
+    """The gradient of a loss by autograd alone, by the parameters' names; without those that it does not reach."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g.detach() for name, g in zip(named, found) if g is not None}
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name how far tensors of ``other`` are from those of ``one``, relative to these.
+
+    A tensor far smaller than the others is compared with a thousandth of their common size: it may be rounding alone.
+    One that only one of the two has differs by infinity, and so does one with a number that is not finite.
+    """
+    sizes = {name: t.detach().double().norm().item() / max(t.numel(), 1) ** 0.5 for name, t in one.items()}
+    usual = max(sizes.values(), default=0.0) * 1e-3
+    found = {}
+    for name in dict.fromkeys([*one, *other]):
+        if name not in one or name not in other or one[name].shape != other[name].shape:
+            found[name] = float("inf")
+            continue
+        a, b = one[name].detach().cpu().double(), other[name].detach().cpu().double()
+        off = (a - b).norm().item() / max(a.numel(), 1) ** 0.5
+        size = max(sizes[name], usual)
+        found[name] = 0.0 if torch.equal(a, b) else off / size if size and math.isfinite(off) else float("inf")
+    return found
+
+
+def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
+    """Names of the modules in the order in which a training step is done with them, and last those it does not call."""
+    done: dict[str, None] = {}
+    with _hooked(module, lambda name, output: done.setdefault(name)), torch.no_grad():
+        loss_of(module, batch, seed=seed)
+    return [*done, *(name for name, _ in module.named_modules() if name not in done)]
+
+
+def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: int = 0) -> tuple[str, float]:
+    """The first module, in order of computation, whose output in a training step differs, and by how much.
+
+    Args:
+        one: What is right.
+        other: What may be wrong; modules that only one of them has are passed over.
+        batch: What both get.
+        tolerance: Relative differences up to this are none.
+        seed: What random draws follow from.
+
+    Returns:
+        Its name and difference; an empty name where no output differs.
+    """
+    outputs: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for module, found in zip((one, other), outputs):
+        with _hooked(module, lambda name, output, into=found: into.setdefault(name, _copied(output))), torch.no_grad():
+            loss_of(module, copy.deepcopy(batch), seed=seed)
+    for name, right in outputs[0].items():
+        if name in outputs[1]:
+            a, b = ({str(i): t for i, t in enumerate(_tensors(output))} for output in (right, outputs[1][name]))
+            worst = max(difference(a, b).values(), default=0.0)
+            if worst > tolerance:
+                return name, worst
+    return "", 0.0
+
+
+def first_layer(differences: Mapping[str, float], tolerance: float, order: list[str]) -> str:
+    """Of parameters that differ the one whose module comes first in an order of computation."""
+    place = {name: i for i, name in enumerate(order)}
+    wrong = [name for name, by in differences.items() if not by <= tolerance]
+    return min(wrong, key=lambda name: place.get(name.rpartition(".")[0], len(place)), default="")
+
+
+@contextlib.contextmanager
+def _hooked(module: nn.Module, note: Callable[[str, Any], object]) -> Iterator[None]:
+    def hook(name: str) -> Callable[..., None]:
+        def called(part: nn.Module, given: Any, output: Any) -> None:
+            note(name, output)
+
+        return called
+
+    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _copied(output: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C be Ctrl-C: Lightning turns it into an exit, and does not listen from then on."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from end
+        raise
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                with contextlib.suppress(ValueError):  # not in the main thread
+                    signal.signal(number, handler)
