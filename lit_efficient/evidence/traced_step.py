@@ -10,7 +10,7 @@ values, which is noted.
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from lit_efficient.declaration import in_order, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
+from lit_efficient.internals.hugging_face import fakes_pass_for_real
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode
 from lit_efficient.internals.torch_fake import (
@@ -110,11 +111,17 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
         tempfile.TemporaryDirectory() as folder,
         contextlib.suppress(_Enough),
         torch.compiler.set_stance("force_eager"),
+        contextlib.nullcontext() if _has_masks(batch) else fakes_pass_for_real(),
     ):
         _silence(trainer, observer, folder)
         with like_real_ones(), mode, _StandIns(), observer.counter:
             trainer.fit(fit.module, **data)
     return observer.traced()
+
+
+def _has_masks(batch: Any) -> bool:
+    """Whether a batch says which tokens count or where documents begin: masks are made of that."""
+    return isinstance(batch, Mapping) and not batch.keys().isdisjoint(("attention_mask", "position_ids"))
 
 
 def _silence(trainer: Any, observer: Any, folder: str) -> None:
@@ -235,6 +242,9 @@ class _StandIns(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
+            made = func(*(one.to(torch.bfloat16) for one in args[:2]), *args[2:], **kwargs)  # fakes know it in 16 bits
+            return made.to(args[0].dtype)
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
