@@ -42,8 +42,8 @@ def line_chart(
 
 def picture(title: str, *drawn: Markup, height: float, words: str = "") -> Markup:
     """What is drawn, as wide as a phone at least; with its title, and in words, for those who cannot see it."""
-    told = tag("desc", words) if words else Markup()
-    return tag("svg", told, *drawn, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=title)
+    words = tag("desc", words) if words else Markup()
+    return tag("svg", words, *drawn, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=title)
 
 
 def frame(x_axis: Axis, y_axis: Axis, *, whole: bool = False) -> Iterator[Markup]:
