@@ -9,6 +9,7 @@ from lit_efficient.errors import DivergedError as DivergedError
 from lit_efficient.errors import LitEfficientError as LitEfficientError
 from lit_efficient.application import apply as apply
 from lit_efficient.mechanisms.restore import restore as restore
+from lit_efficient.evidence.compare import compare as compare
 from lit_efficient.evidence.plan import plan as plan
 from lit_efficient.evidence.verification import verify as verify
 from lit_efficient.surgery import mix_in as mix_in

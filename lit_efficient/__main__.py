@@ -26,6 +26,7 @@ COMMANDS = {
     "schema": "schema",
     "check": "check",
     "verify": "verify",
+    "compare": "compare",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -39,6 +40,7 @@ usage: python -m lit_efficient COMMAND ...
   check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
   verify      check what ought to be true of a training, in a minute: accumulation, resuming, masks, exports, ...
               -c CONFIG [...] [--only A,B] [--full] [--json]
+  compare     what each technique saves in time and memory on a config, measured:    -c CONFIG --with lora ema | --all
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions

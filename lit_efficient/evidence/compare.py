@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lit_efficient import __version__
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.evidence.comparison import BASELINE, Comparison
 from lit_efficient.evidence.comparison_rows import Row, Rows, metric_of, results, time_ratio
 from lit_efficient.evidence.fits import Change, FitSource, LiveFit
@@ -127,7 +127,7 @@ class Comparing:
         source: Makes the fit.
         changes: What is compared with it as it is.
         schedule: How much is run.
-        folder: For the runs.
+        folder: For the runs; ``None`` is one that only this comparison has, below ``runs/compare``.
         elsewhere: Makes other held-out data.
         said: Gets the progress.
         alone: Leave out all together and all but one.
@@ -139,7 +139,7 @@ class Comparing:
         source: FitSource,
         changes: Sequence[Change],
         schedule: Schedule,
-        folder: Path,
+        folder: Path | None = None,
         elsewhere: Callable[[], Any] | None = None,
         said: Callable[[str], None] = lambda line: None,
         alone: bool = False,
@@ -148,7 +148,7 @@ class Comparing:
         self.source, self.schedule, self.elsewhere, self.said = source, schedule, elsewhere, said
         self.planner = planner or source
         self.variants = {one.name: one for one in variants(changes, alone)}
-        self.folder, self.alone = folder, alone
+        self.alone = alone
         settled = {
             "fit": _sum(source.identity()),
             "steps": schedule.length,
@@ -158,7 +158,8 @@ class Comparing:
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         }
         self.about = json.loads(json.dumps(settled))
-        self.rows = Rows(folder, self.about)
+        self.folder = folder if folder is not None else Path("runs", "compare", _sum(json.dumps(self.about))[:12])
+        self.rows = Rows(self.folder, self.about)
         self.keys = {name: _sum(f"{name}\n{source.identity(one)}") for name, one in self.variants.items()}
         self._costs: dict[tuple[str, bool], float] = {}  # seconds of the last run, with the start of its process
         self._lost: dict[str, Row] = {}  # runs that another call may have time for
@@ -176,7 +177,7 @@ class Comparing:
             names = self._alive
             for i in range(len(names)):
                 name = names[(turn + i) % len(names)]
-                if not self._has(name, turn) and not (self._one(name, turn) and self._makes_sense):
+                if not self._has(name, turn) and not (self._one(name, turn) and not self.refused):
                     return
 
     @property
@@ -212,9 +213,9 @@ class Comparing:
         return Comparison(command, about, metric, results(rows, metric))
 
     @property
-    def _makes_sense(self) -> bool:
-        """Whether there is a fit to compare with: one that memory is too small for is, one that is refused is not."""
-        return not _refused(self.rows.of(self.keys[BASELINE]))
+    def refused(self) -> bool:
+        """Whether there is no fit to compare with; one that memory is too small for is one."""
+        return _refused(self.rows.of(self.keys[BASELINE]))
 
     def _has(self, name: str, turn: int) -> bool:
         whole = turn < self.schedule.seeds
@@ -322,7 +323,10 @@ def _change(name: str, given: Change | Sequence[Any] | Callable[[], list[Any]]) 
 
 
 def _peak(source: FitSource, change: Change, tell: Callable[[int], None]) -> int:
-    return plan(source, change).peak
+    found = plan(source, change)
+    if left := [note for note in found.notes if "did not take part" in note]:
+        raise ConfigurationError(left[0])
+    return found.peak
 
 
 def _refused(rows: Sequence[Row]) -> bool:
