@@ -23,6 +23,7 @@ PUBLIC: dict[str, str] = {
     "restore": "mechanisms.restore",
     "plan": "evidence.plan",
     "verify": "evidence.verification",
+    "tune": "evidence.tuned",
     "mix_in": "surgery",
     "merge_adapters": "mechanisms.adapters.merge",
     "depth_groups": "mechanisms.blocks.freezing",

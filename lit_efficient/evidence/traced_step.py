@@ -36,7 +36,7 @@ from lit_efficient.internals.torch_fake import (
 )
 from lit_efficient.internals.torch_trees import tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
-from lit_efficient.mechanisms.trials.steps import is_writer
+from lit_efficient.mechanisms.trials.steps import leaves_traces
 from lit_efficient.surgery import count
 
 _STEPS = 2
@@ -81,6 +81,10 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         try:
             traced = _trace(fit, batch, batches, mode)
         except Exception as error:
+            import os, traceback
+
+            if os.environ.get("PLN"):
+                traceback.print_exc()
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if guilty is None or isinstance(error, LitEfficientError):
                 raise
@@ -118,7 +122,7 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
 
 def _silence(trainer: Any, observer: Any, folder: str) -> None:
     """Leave only what takes part in steps."""
-    trainer.callbacks = [one for one in trainer.callbacks if not is_writer(one) and not isinstance(one, ModelSummary)]
+    trainer.callbacks = [one for one in trainer.callbacks if _takes_part(one)]
     for technique in techniques_of(trainer):
         technique.worst_case = True
     trainer.callbacks.append(observer)
@@ -127,6 +131,13 @@ def _silence(trainer: Any, observer: Any, folder: str) -> None:
     set_default_root_dir(trainer, folder)
     trainer.save_checkpoint = trainer.strategy.teardown = _nothing
     trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+
+
+def _takes_part(callback: Any) -> bool:
+    """Whether a callback has a part in what a step holds: techniques, though they write what they hold to files."""
+    if getattr(callback, "phase", None) is not None:
+        return True
+    return not leaves_traces(callback) and not isinstance(callback, ModelSummary)
 
 
 class _Enough(Exception):

@@ -49,11 +49,7 @@ class Trials:
 
     def __init__(self, trainer: Any, idle: Iterable[str] = ()) -> None:
         self.trainer = trainer
-<<<<<<< HEAD
-        self._idle = set(idle)
-=======
         self._idle = {*idle}
->>>>>>> int16
         strategy, data = trainer.strategy, trainer.datamodule
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
         roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
@@ -153,28 +149,17 @@ class Trials:
             strategy.barrier = _nothing
 
     def _acts(self, callback: object) -> bool:
-<<<<<<< HEAD
-        return not is_writer(callback, self._idle)
-=======
         return not leaves_traces(callback) and not {base.__name__ for base in type(callback).__mro__} & self._idle
->>>>>>> int16
 
     def _hook(self, name: str) -> None:
         call_callbacks(self.trainer, name)
         call_module(self.trainer, name)
 
 
-<<<<<<< HEAD
-def is_writer(callback: object, idle: Iterable[str] = ()) -> bool:
-    """Whether a callback leaves traces, or is of a class that is to be idle: steps that are undone leave it out."""
-    names = {base.__name__ for base in type(callback).__mro__}
-    return getattr(callback, "leaves_traces", False) or not names.isdisjoint(_WRITERS.union(idle))
-=======
 def leaves_traces(callback: object) -> bool:
     """Whether a callback writes, draws or stops outside of what :class:`Rewind` puts back."""
     names = {base.__name__ for base in type(callback).__mro__}
     return bool(getattr(callback, "leaves_traces", False) or names & _WRITERS)
->>>>>>> int16
 
 
 @contextmanager
