@@ -32,8 +32,11 @@ from lit_efficient.evidence.comparison import BASELINE, Comparison
 from lit_efficient.evidence.comparison_rows import Row, Rows, metric_of, results, time_ratio
 from lit_efficient.evidence.fits import Change, FitSource, LiveFit
 from lit_efficient.evidence.measured_run import WARM_UP, measured
+from lit_efficient.evidence.own_process import TaskFailed, own_process
+from lit_efficient.evidence.plan import plan
 
 _TIMED = 12  # steps of a run that is there for its time alone
+_PLANNING = 90.0  # seconds that a plan may take
 _ROUNDS = 3, 40  # with fewer an interval says little, with more it hardly narrows
 With = Mapping[str, Change | Sequence[Any] | Callable[[], list[Any]]]
 
@@ -128,6 +131,7 @@ class Comparing:
         elsewhere: Makes other held-out data.
         said: Gets the progress.
         alone: Leave out all together and all but one.
+        planner: Makes the fit for its plan; ``None``: ``source``.
     """
 
     def __init__(
@@ -139,8 +143,10 @@ class Comparing:
         elsewhere: Callable[[], Any] | None = None,
         said: Callable[[str], None] = lambda line: None,
         alone: bool = False,
+        planner: FitSource | None = None,
     ) -> None:
         self.source, self.schedule, self.elsewhere, self.said = source, schedule, elsewhere, said
+        self.planner = planner or source
         self.variants = {one.name: one for one in variants(changes, alone)}
         self.folder, self.alone = folder, alone
         settled = {
@@ -182,14 +188,11 @@ class Comparing:
         ratios = [time_ratio(rows, baseline) for rows in others]
         return all(ratio.n >= _ROUNDS[0] and ratio.width <= self.schedule.narrow for ratio in ratios)
 
-    def result(
-        self, metric: str | None = None, planned: Mapping[str, int] | None = None, command: str = ""
-    ) -> Comparison:
+    def result(self, metric: str | None = None, command: str = "") -> Comparison:
         """What all runs in the folder say of these variants; those that are refused from the start are left out.
 
         Args:
             metric: As in :func:`compare`.
-            planned: Predicted peaks by variant.
             command: What made the comparison.
         """
         rows = {name: self.rows.of(key) or [*filter(None, [self._lost.get(name)])] for name, key in self.keys.items()}
@@ -206,7 +209,7 @@ class Comparing:
             "settled": self.settled,
             "left_out": left_out,
         }
-        return Comparison(command, about, metric, results(rows, metric, planned or {}))
+        return Comparison(command, about, metric, results(rows, metric))
 
     @property
     def _makes_sense(self) -> bool:
@@ -251,14 +254,20 @@ class Comparing:
             heard=heard,
             most_seconds=60 * self.schedule.minutes,
         )
-        row = Row(self.keys[name], turn, whole, found)
         self._costs[name, whole] = time.monotonic() - begun
-        if found.failed and self._costs[name, whole] >= 60 * self.schedule.minutes:
+        row = Row(self.keys[name], turn, whole, found, self._planned(name) if turn == 0 and not found.failed else None)
+        if found.late:
             self._lost[name] = row  # more time may help
         else:
             self.rows.add(row)
         self.said(f"{title}: {self._outcome(name, row)}; {self._time_left(turn)}")
         return True
+
+    def _planned(self, name: str) -> int | None:
+        try:
+            return int(own_process(_peak, self.planner, self.variants[name], most_seconds=_PLANNING))
+        except TaskFailed:
+            return None
 
     def _outcome(self, name: str, row: Row) -> str:
         if row.run.failed:
@@ -310,6 +319,10 @@ def _change(name: str, given: Change | Sequence[Any] | Callable[[], list[Any]]) 
     if isinstance(given, Change):
         return replace(given, name=name)
     return Change(name, callbacks=given if callable(given) else lambda: copy.deepcopy(list(given)))
+
+
+def _peak(source: FitSource, change: Change, tell: Callable[[int], None]) -> int:
+    return plan(source, change).peak
 
 
 def _refused(rows: Sequence[Row]) -> bool:

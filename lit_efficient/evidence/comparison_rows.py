@@ -30,12 +30,14 @@ class Row:
         round: Of the schedule; runs of one round are compared in time.
         whole: Whether it trains and validates as long as was asked; else it is there for its time alone.
         run: What was measured.
+        planned: What `plan` predicts for the peak; ``None`` where it was not asked, or cannot.
     """
 
     key: str
     round: int
     whole: bool
     run: Measured
+    planned: int | None = None
 
 
 class Rows:
@@ -96,18 +98,16 @@ def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
     return ratio_of([a for a, _ in pairs], [b for _, b in pairs])
 
 
-def results(rows: Mapping[str, Sequence[Row]], metric: str, planned: Mapping[str, int]) -> list[VariantResult]:
+def results(rows: Mapping[str, Sequence[Row]], metric: str) -> list[VariantResult]:
     """What runs say of each variant.
 
     Args:
         rows: The runs of each variant by its name; the first is the baseline.
         metric: From :func:`metric_of`.
-        planned: Predicted peaks by name.
     """
     first = next(iter(rows))
     found = [_result(name, runs, rows[first], metric) for name, runs in rows.items()]
     for one in found:
-        one.planned = planned.get(one.name)
         one.peak_ratio = one.peak / found[0].peak if one.peak and found[0].peak else math.nan
     for question in ("time", "loss", "loss_at_time", "steps_to_loss", "time_to_loss", "forgetting"):
         answers = {one.name: answer for one in found[1:] if (answer := getattr(one, question)) is not None}
@@ -157,6 +157,7 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
         step_seconds=statistics.median(row.run.step_time for row in good),
         peak=latest.peak,
         kinds=latest.kinds,
+        planned=next((row.planned for row in good if row.planned is not None), None),
         checkpoint_bytes=latest.checkpoint_bytes,
         trainable=latest.trainable,
         final_loss=statistics.fmean(final) if final else math.nan,
