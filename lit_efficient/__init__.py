@@ -24,6 +24,7 @@ PUBLIC: dict[str, str] = {
     "compare": "evidence.compare",
     "plan": "evidence.plan",
     "verify": "evidence.verification",
+    "tune": "evidence.tuned",
     "mix_in": "surgery",
     "merge_adapters": "mechanisms.adapters.merge",
     "depth_groups": "mechanisms.blocks.freezing",

@@ -54,3 +54,18 @@ def traits_of(strategy: Any) -> Traits:
         recomputes=bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),
         saves_one_file=getattr(strategy, "_save_distributed_checkpoint", True) is False,
     )
+
+
+def traits_named(given: Any) -> Traits:
+    """The traits of the strategy that a config names: ``auto`` (DDP, where there are several devices), a short name of
+    Lightning's, or a class path with its arguments.
+    """
+    from pydoc import locate
+
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+    path = given.get("class_path") if isinstance(given, dict) else given
+    if path in (None, "auto"):
+        return traits_of(DDPStrategy.__new__(DDPStrategy))
+    kind: Any = StrategyRegistry[path]["strategy"] if path in StrategyRegistry else locate(str(path))
+    return traits_of(kind.__new__(kind))
