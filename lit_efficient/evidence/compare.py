@@ -51,7 +51,7 @@ def compare(
     seeds: int = 3,
     minutes: float = 10.0,
     validations: int = 10,
-    narrow: float = 0.05,
+    narrow: float | None = 0.05,
     metric: str | None = None,
     forgetting: Callable[[], Any] | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -70,7 +70,8 @@ def compare(
         seeds: Trainings of each variant, each from other random numbers.
         minutes: Begin no run after so many.
         validations: In each training.
-        narrow: Relative width of the intervals of all ratios of times that is enough.
+        narrow: Relative width of the intervals of all ratios of times that is enough; ``None`` runs nothing for times
+            alone.
         metric: What is compared, lower is better; ``None``: the validation loss, or where there is none the training
             loss.
         forgetting: Makes a DataModule or a loader of other held-out data, on which the loss is taken before and after.
@@ -83,7 +84,7 @@ def compare(
     Example:
         >>> from lit_efficient import EMA, compare
         >>> from lit_efficient.testing import Toy, data, trainer
-        >>> found = compare(trainer(), Toy(), data(), with_={"ema": [EMA()]}, steps=4, seeds=1, minutes=0.2, narrow=9)
+        >>> found = compare(trainer(), Toy(), data(), with_={"ema": [EMA()]}, steps=4, seeds=1, narrow=None)
         >>> found["ema"].kinds["averages"] == found["ema"].kinds["weights"]
         True
     """
@@ -104,14 +105,14 @@ class Schedule:
     seeds: int = 3
     minutes: float = 10.0
     validations: int = 10
-    narrow: float = 0.05
+    narrow: float | None = 0.05
 
     def __post_init__(self) -> None:
         for name in ("steps", "seeds"):
             check_number("compare", name, getattr(self, name), least=1, whole=True)
         check_number("compare", "validations", self.validations, least=0, whole=True)
-        for name in ("minutes", "narrow"):
-            check_number("compare", name, getattr(self, name), above=0)
+        check_number("compare", "minutes", self.minutes, above=0)
+        check_number("compare", "narrow", self.narrow, above=0, null=True)
 
     @property
     def length(self) -> int:
@@ -183,11 +184,12 @@ class Comparing:
     @property
     def settled(self) -> bool:
         """Whether all intervals of ratios are narrow, or there are none."""
-        if BASELINE not in self._alive:
+        narrow = self.schedule.narrow
+        if BASELINE not in self._alive or narrow is None:
             return True
         baseline, *others = (self.rows.of(self.keys[name]) for name in self._alive)
         ratios = [time_ratio(rows, baseline) for rows in others]
-        return all(ratio.n >= _ROUNDS[0] and ratio.width <= self.schedule.narrow for ratio in ratios)
+        return all(ratio.n >= _ROUNDS[0] and ratio.width <= narrow for ratio in ratios)
 
     def result(self, metric: str | None = None, command: str = "") -> Comparison:
         """What all runs in the folder say of these variants; those that are refused from the start are left out.
