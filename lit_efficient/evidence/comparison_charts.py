@@ -75,7 +75,7 @@ def scatter(spots: Sequence[Spot]) -> tuple[Markup, dict[int, str]]:
     order = [*best, *(i for i in range(len(spots)) if i not in best)]
     area = x_axis.start, _TOP, RIGHT, _BOTTOM
     labels = _labels([spot.name for spot in spots], places, order, [*whiskers, *lines], area)
-    told = ", ".join(f"{spots[i].name} (time {number(spots[i].at[0])}, memory {number(spots[i].at[1])})" for i in best)
+    names = ", ".join(f"{spots[i].name} (time {number(spots[i].at[0])}, memory {number(spots[i].at[1])})" for i in best)
     (x, y), edge = places[0], "L".join(f"{x:.1f} {y:.1f}" for x, y in stairs)
     drawn = [
         *frame(x_axis, y_axis),
@@ -90,7 +90,7 @@ def scatter(spots: Sequence[Spot]) -> tuple[Markup, dict[int, str]]:
         kind = "line1" if i == 0 else "line0" if i in best else "line7"
         words = f"{spot.name}: step time {number(spot.at[0])}, peak memory {number(spot.memory)} of the baseline's"
         drawn.append(tag("path", tag("title", words), d=f"M{x:.1f} {y:.1f}h0", class_=f"{kind} dots"))
-    words = f"{len(spots)} variants; lower left is better. The frontier, fastest first: {told}."
+    words = f"{len(spots)} variants; lower left is better. The frontier, fastest first: {names}."
     drawing = picture("Peak memory against step time", *drawn, height=_BOTTOM + 44, words=words)
     return drawing, {i: text for i, (_, text) in sorted(labels.items())}
 
@@ -111,7 +111,7 @@ def bars(rows: Sequence[tuple[str, int, Mapping[str, int], int | None]], unit: U
         others = sum(kinds.values()) - sum(kinds.get(kind, 0) for kind in shown)
         parts = [(kind, kinds.get(kind, others if kind == OTHER else 0), i) for i, kind in enumerate(shown)]
         drawn.append(tag("text", _cut(name, 60), x=0, y=top + 10))
-        for kind, part, colour in [*parts, ("not told apart", max(peak - sum(kinds.values()), 0), -1)]:
+        for kind, part, colour in [*parts, ("not known", max(peak - sum(kinds.values()), 0), -1)]:
             words = tag("title", f"{name}: {kind} {unit.of(part)} {unit.name}")
             place = {"x": f"{x:.1f}", "y": top + 15, "width": f"{part * scale:.1f}", "height": 12}
             if part:
@@ -122,8 +122,8 @@ def bars(rows: Sequence[tuple[str, int, Mapping[str, int], int | None]], unit: U
         if planned is not None:
             words = tag("title", f"{name}: planned {unit.of(planned)} {unit.name}")
             drawn.append(tag("path", words, d=f"M{planned * scale:.1f} {top + 12}v18", class_="tick"))
-    told = "; ".join(f"{name}: {unit.of(peak)} {unit.name}" for name, peak, _, _ in rows)
-    return picture("Memory at the peak by kind", *drawn, height=8 + 34 * len(rows), words=told)
+    words = "; ".join(f"{name}: {unit.of(peak)} {unit.name}" for name, peak, _, _ in rows)
+    return picture("Memory at the peak by kind", *drawn, height=8 + 34 * len(rows), words=words)
 
 
 OTHER = "other"

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from lit_efficient.evidence.comparison import Comparison, VariantResult
 from lit_efficient.evidence.comparison_charts import Spot, bars, frontier, scatter, shown_kinds
-from lit_efficient.evidence.comparison_tables import Unit, csv_text, facts, markdown, notes, numbers, one_line, tables
+from lit_efficient.evidence.comparison_tables import (
+    Unit,
+    csv_text,
+    facts,
+    failures,
+    markdown,
+    notes,
+    numbers,
+    one_line,
+    tables,
+)
 from lit_efficient.evidence.line_chart import COLOURS, line_chart, number
 from lit_efficient.evidence.markup import Markup, document, grid, joined, table, tag
 from lit_efficient.files.atomic_file import replacing
@@ -19,12 +29,12 @@ NAME = "comparison"  # of the files, but for what follows the dot
 def html(comparison: Comparison) -> str:
     """The whole page."""
     done = [each for each in comparison.variants if not each.failed]
-    failed = [each for each in comparison.variants if each.failed]
     title = f"{one_line(comparison.variants[0].name)}, and {len(comparison.variants) - 1} variants of it"
     rows = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(comparison).items())
+    command = tag("pre", comparison.command, class_="command") if comparison.command else ""
     sections = {
-        "": tag("section", tag("dl", *rows), tag("pre", comparison.command, class_="command"), class_="card"),
-        "What failed": table([(each.name, each.failed) for each in failed]),
+        "": tag("section", tag("dl", *rows), command, class_="card"),
+        "What failed": table(failures(comparison)),
         "Memory and speed": grid("runs tops", *_memory(done)),
         "Loss": grid("runs", *_curves(done, comparison.metric)),
         "All numbers": joined(*_tables(comparison), *(tag("p", note) for note in notes(comparison))),
@@ -128,4 +138,4 @@ def _tables(comparison: Comparison) -> Iterator[Markup]:
 
 
 def _soft(cell: str) -> str:
-    return tag("span", cell, class_="soft") if cell.startswith("no evidence") else cell
+    return tag("span", cell, class_="soft") if cell.endswith("no evidence") else cell

@@ -1,6 +1,6 @@
 """What ``compare`` measured, as text: tables for a terminal and for Markdown, raw numbers for CSV.
 
-Ratios and differences stand with their 95 % interval, and "no evidence" in the place of those with p > 0.05.
+Ratios and differences stand with their 95 % interval, and with "no evidence" where p > 0.05.
 """
 
 from __future__ import annotations
@@ -17,70 +17,73 @@ from lit_efficient.evidence.line_chart import number
 from lit_efficient.evidence.markup import plain
 from lit_efficient.evidence.text_table import room_of, text_lines, text_row, text_table
 
-NONE = "-"
-_MORE_DIGITS = 3  # to tell a bound from what no difference is
+NONE, _UNTESTED = "-", ", not tested"
+_TWO_DIGITS = 3.55  # half an interval of 0.035 is given in two digits, of 0.036 in one
+_MORE_DIGITS = 3  # to tell a bound from no difference
 Columns = Mapping[str, Sequence[str]]
 
 
-def said(estimate: Estimate | None, no_difference: float) -> str:
+def said(estimate: Estimate | None, no_difference: float | None = None) -> str:
     """An estimate for people, in as many digits as its interval warrants.
 
     Args:
         estimate: What was measured.
-        no_difference: What it is between equals: 1 for a ratio, 0 for a difference.
+        no_difference: What it is between equals: 1 for a ratio, 0 for a difference; an interval that excludes it is
+            written such that one sees that.
 
     Example:
-        >>> said(Estimate(0.9312, 0.91, 0.953, 0.01, 5), 1).replace("\N{NO-BREAK SPACE}", " ")
-        '0.931 [0.910, 0.953]'
+        >>> said(Estimate(0.9312, 0.91, 0.953, 0.2, 5), 1).replace("\N{NO-BREAK SPACE}", " ")
+        '0.931 [0.910, 0.953], no evidence'
     """
     if estimate is None or not math.isfinite(estimate.value):
         return NONE
-    shown = [estimate.value, estimate.low, estimate.high]
-    half = (estimate.high - estimate.low) / 2
+    value, low, high = estimate.value, estimate.low, estimate.high
+    p, half = estimate.p, (high - low) / 2
+    evidence = _UNTESTED if p is None or math.isnan(p) else "" if estimate.evidence else ", no evidence"
     if not 0 < half < math.inf:
-        interval, value = "", number(estimate.value)
-    else:
-        power = math.floor(math.log10(half))
-        step = 10.0 ** (power - (half / 10.0**power < 3.55))
-        for _ in range(_MORE_DIGITS):
-            if all(bound == no_difference or round(bound / step) != round(no_difference / step) for bound in shown[1:]):
-                break
-            step /= 10
-        value, low, high = (number(each, step, max(map(abs, shown))) for each in shown)
-        interval = f" [{low},\N{NO-BREAK SPACE}{high}]"
-    if not tested(estimate):
-        return f"{value}{interval}, not tested"
-    return f"{'no evidence' if lacks_evidence(estimate) else value}{interval}"
-
-
-def tested(estimate: Estimate | None) -> bool:
-    """Whether there is a p."""
-    return estimate is not None and estimate.p is not None and not math.isnan(estimate.p)
-
-
-def lacks_evidence(estimate: Estimate | None) -> bool:
-    """Whether p > 0.05."""
-    return estimate is not None and estimate.p is not None and estimate.p > 0.05
+        return number(value) + evidence
+    power = math.floor(math.log10(half))
+    step = 10.0 ** (power - (half / 10.0**power < _TWO_DIGITS))
+    for _ in range(_MORE_DIGITS if no_difference is not None else 0):
+        if all(
+            bound == no_difference or round(bound / step) != round((no_difference or 0) / step) for bound in (low, high)
+        ):
+            break
+        step /= 10
+    texts = [number(each, step, max(abs(value), abs(low), abs(high))) for each in (value, low, high)]
+    return "{} [{},\N{NO-BREAK SPACE}{}]".format(*texts) + evidence
 
 
 def tables(comparison: Comparison) -> dict[str, Columns]:
     """Tables by their titles, each of columns by their heads, with a cell for each variant that did not fail."""
     done = [each for each in comparison.variants if not each.failed]
+    if not done:
+        return {}
     memory, files = Unit([each.peak for each in done]), Unit([each.checkpoint_bytes for each in done])
     units = sorted({one_line(each.unit) for each in done})
     own = " {}" if len(units) > 1 else ""
+
+    def beside(name: str, no_difference: float | None = None) -> list[str]:
+        one, *others = (said(getattr(each, name), no_difference) for each in done)
+        if done[0] is comparison.variants[0]:  # the baseline is compared with nothing
+            one = one.removesuffix(_UNTESTED) if no_difference is None else f"{no_difference:g}"
+        return [one, *others]
+
     speed = {
-        "step time": [_beside(each, each.time, 1, comparison) for each in done],
+        "step time, ratio": beside("time", 1),
         f"{' or '.join(units)} a second": [number(each.rate.value) + own.format(one_line(each.unit)) for each in done],
-        f"peak memory, {memory.name}": [f"{memory.of(each.peak)} ({_short(each.peak_ratio)})" for each in done],
+        f"peak memory, {memory.name}": [
+            f"{memory.of(each.peak)} ({_short(each.peak_ratio)})" if each.peak else NONE for each in done
+        ],
         f"planned, {memory.name}": [_planned(each, memory) for each in done],
     }
     loss = {
-        "at equal steps": [_beside(each, each.loss, 0, comparison) for each in done],
-        "at equal time": [_beside(each, each.loss_at_time, 0, comparison) for each in done],
-        "steps to equal": [_beside(each, each.steps_to_loss, 1, comparison) for each in done],
-        "time to equal": [_beside(each, each.time_to_loss, 1, comparison) for each in done],
-        "forgetting": [_beside(each, each.forgetting, 0, comparison) for each in done],
+        "at the end": [number(each.final_loss) if math.isfinite(each.final_loss) else NONE for each in done],
+        "difference at equal steps": beside("loss", 0),
+        "difference at equal time": beside("loss_at_time", 0),
+        "steps to the baseline's": beside("steps_to_loss"),
+        "seconds to the baseline's": beside("time_to_loss"),
+        "forgetting": beside("forgetting"),
     }
     sizes = {
         "trained parameters": [number(each.trainable) for each in done],
@@ -90,13 +93,11 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
         for kind in kinds_of([each.kinds for each in done])
     }
     found = {
-        "Speed and memory: step time and (peak) as ratios to the baseline's": speed,
-        f"Loss ({one_line(comparison.metric)}): differences from the baseline's; steps and time as ratios": {
-            head: cells for head, cells in loss.items() if set(cells) - {"0", "1", NONE}
-        },
-        f"Sizes: what trains, what is saved, and memory at the peak by kind in {memory.name}": sizes,
+        "Speed and memory": speed,
+        f"Loss ({one_line(comparison.metric)})": {k: cells for k, cells in loss.items() if set(cells) - {"0", NONE}},
+        f"Sizes, and memory at the peak by kind in {memory.name}": sizes,
     }
-    return {title: columns for title, columns in found.items() if columns and done}
+    return {title: columns for title, columns in found.items() if columns}
 
 
 def kinds_of(all_kinds: Sequence[Mapping[str, int]]) -> list[str]:
@@ -130,28 +131,39 @@ class Unit:
 def notes(comparison: Comparison) -> list[str]:
     """How the tables are to be read."""
     done = [each for each in comparison.variants if not each.failed]
-    estimates = [value for each in done for value in vars(each).values() if isinstance(value, Estimate)]
-    count = sum(map(tested, estimates))
     seeds, rounds = ({getattr(each, name) for each in done} or {0} for name in ("seeds", "rounds"))
     found = [
-        f"In brackets: the 95 % interval, from {_range(seeds)} seeds and {_range(rounds)} rounds. A ratio below 1 and "
-        "a difference below 0 are less than the baseline's; no evidence: p > 0.05, so there may be no difference."
+        f"In brackets: the 95 % interval, from {_range(seeds)} seeds and {_range(rounds)} rounds. In parentheses: the "
+        "ratio to the baseline's peak; how wrong the planned peak is. No evidence: p > 0.05, so there may be no "
+        "difference from the baseline; p allows for the number of variants (Holm), an interval does not. "
+        "Not tested: too few runs, or all alike."
     ]
-    if count:
-        found.append(f"Of the {count} tests about {number(count / 20)} would find a difference where there is none.")
+    if names := ", ".join(map(one_line, left_out(comparison))):
+        found.append(f"Left out, as they cannot be added to this fit: {names}.")
     if failed := len(comparison.variants) - len(done):
         found.append(f"{failed} of {len(comparison.variants)} variants failed.")
     return found
 
 
+def failures(comparison: Comparison) -> list[tuple[str, str]]:
+    """What failed, and what was left out, with the reasons."""
+    failed = [(each.name, each.failed) for each in comparison.variants if each.failed]
+    return failed + [(name, f"left out: {reason}") for name, reason in left_out(comparison).items()]
+
+
+def left_out(comparison: Comparison) -> Mapping[str, str]:
+    """What could not be compared, each with its reason."""
+    found = comparison.about.get("left_out")
+    return found if isinstance(found, Mapping) else {}
+
+
 def facts(comparison: Comparison) -> dict[str, str]:
     """Where and how it was measured."""
-    return {
-        one_line(key): ", ".join(f"{name} {part}" for name, part in value.items())
-        if isinstance(value, Mapping)
-        else one_line(value)
-        for key, value in comparison.about.items()
-    }
+    found = {}
+    for key, value in comparison.about.items():
+        parts = value.items() if isinstance(value, Mapping) else []
+        found[one_line(key)] = one_line(", ".join(f"{name} {part}" for name, part in parts) if parts else value)
+    return {key: text for key, text in found.items() if key != "left_out"}
 
 
 def terminal_table(comparison: Comparison, width: int = 80) -> str:
@@ -178,16 +190,15 @@ def terminal_table(comparison: Comparison, width: int = 80) -> str:
 def markdown(comparison: Comparison) -> str:
     """The tables as Markdown."""
     done = [each for each in comparison.variants if not each.failed]
-    failed = [each for each in comparison.variants if each.failed]
     command = plain(comparison.command)
     fence = "`" * (3 + max(map(len, re.findall("`+", command)), default=0))
-    parts = ["# Comparison", f"{fence}bash\n{command}\n{fence}"]
+    parts = ["# Comparison", *[f"{fence}bash\n{command}\n{fence}"] * bool(command)]
     for title, columns in tables(comparison).items():
         rows = [["variant", *columns], ["---"] * (len(columns) + 1)]
         rows += [[each.name, *cells] for each, *cells in zip(done, *columns.values(), strict=True)]
         parts += [f"## {_in_markdown(title)}", _rows(rows)]
-    if failed:
-        parts.append(_rows([["failed", "reason"], ["---"] * 2, *([each.name, each.failed] for each in failed)]))
+    if failed := failures(comparison):
+        parts.append(_rows([["failed", "reason"], ["---"] * 2, *failed]))
     parts += map(_in_markdown, notes(comparison))
     parts.append(_rows([["about", ""], ["---"] * 2, *map(list, facts(comparison).items())]))
     return "\n\n".join(parts) + "\n"
@@ -213,11 +224,6 @@ def numbers(comparison: Comparison) -> list[dict[str, object]]:
 def one_line(text: object) -> str:
     """A text of anybody's on one line, without what a terminal obeys."""
     return " ".join(plain(text).split())
-
-
-def _beside(each: VariantResult, estimate: Estimate | None, no_difference: float, comparison: Comparison) -> str:
-    """An estimate, which for the baseline is beside itself."""
-    return f"{no_difference:g}" if each is comparison.variants[0] else said(estimate, no_difference)
 
 
 def _planned(each: VariantResult, unit: Unit) -> str:

@@ -119,7 +119,7 @@ def number(value: float, step: float | None = None, beside: float = 0.0) -> str:
     size = math.floor(math.log10(max(abs(value), abs(beside))) + 1e-9)
     unit = 3 * (size // 3) if 4 <= size < 12 else 0 if -4 < size < 4 else size
     finest = size - 3 if step is None else max(size - 6, math.floor(math.log10(step) + 1e-9))
-    text = f"{value / 10.0**unit:.{max(0, unit - finest)}f}"
+    text = f"{value / 10.0**unit:z.{max(0, unit - finest)}f}"
     text = text.rstrip("0").rstrip(".") if step is None and "." in text else text
     return text + ({0: "", 3: "k", 6: "M", 9: "G"}[unit] if 0 <= unit < 12 else f"e{unit}")
 

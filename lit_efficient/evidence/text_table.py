@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -64,17 +65,18 @@ def _blocks(
 
 
 def text_lines(text: str, width: int) -> list[str]:
-    """A text in lines of a width, in columns of a terminal; words that are longer are broken."""
+    """A text in lines of a width, in columns of a terminal; longer words are broken, best behind a _."""
     lines = [""]
     for word in text.split(" "):
         if lines[-1] and room_of(f"{lines[-1]} {word}") <= width:
             lines[-1] += f" {word}"
             continue
         lines += [""] if lines[-1] else []
-        for letter in word:
-            if lines[-1] and room_of(lines[-1] + letter) > width:
-                lines.append("")
-            lines[-1] += letter
+        for part in re.split(r"(?<=_)", word):
+            lines += [""] if lines[-1] and room_of(lines[-1] + part) > width else []
+            for letter in part:
+                lines += [""] if lines[-1] and room_of(lines[-1] + letter) > width else []
+                lines[-1] += letter
     return lines
 
 

@@ -18,13 +18,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lit_efficient.evidence.comparison import Comparison, Estimate, VariantResult
+from lit_efficient.evidence.comparison import Comparison, VariantResult
 from lit_efficient.evidence.comparison_charts import Spot, bars, frontier, scatter
 from lit_efficient.evidence.comparison_page import html, log_to_wandb, write_report
 from lit_efficient.evidence.comparison_tables import Unit, csv_text, markdown, one_line, said, tables, terminal_table
+from lit_efficient.evidence.estimates import UNKNOWN, Estimate
 from tests.html_page import Page, alone
 
-NONE = Estimate(math.nan, math.nan, math.nan, None, 0)
 HOSTILE = [
     "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>",
     "</svg></style></title>--><svg onload=alert(1)>",
@@ -62,9 +62,10 @@ def variant(
         "planned": int(peak * 1.01),
         "checkpoint_bytes": 41_000_000,
         "trainable": 124_000,
+        "final_loss": 1.5,
         "loss": estimate(-0.021, p=p),
         "loss_at_time": estimate(0.03, p=p),
-        "steps_to_loss": estimate(0.9, p=p),
+        "steps_to_loss": estimate(90, p=p),
         "time_to_loss": None,
         "forgetting": None,
         "curve": [(step, step * time / 10 + 0.1, 4 / (1 + step / 50)) for step in range(0, 101, 10)],
@@ -75,9 +76,7 @@ def variant(
 
 
 def failed(name: str, reason: str) -> VariantResult:
-    empty = {"peak": 0, "peak_ratio": math.nan, "kinds": {}, "planned": None, "curve": [], "steps_to_loss": None}
-    nothing = dict.fromkeys(("time", "rate", "loss", "loss_at_time"), NONE)
-    return dataclasses.replace(variant(name, 1.0, 1.0), failed=reason, **empty, **nothing)
+    return VariantResult(name, failed=reason)
 
 
 def compared(*variants: VariantResult, **changes: Any) -> Comparison:
@@ -104,7 +103,8 @@ def hostile() -> Comparison:
     ]
     reasons = [failed(f"broken {i}", name) for i, name in enumerate(HOSTILE)]
     text = "".join(HOSTILE)
-    return compared(*variants, *reasons, command=text, metric=text, about={text: text, "more": {text: text}})
+    about = {text: text, "more": {text: text}, "left_out": {text: text}}
+    return compared(*variants, *reasons, command=text, metric=text, about=about)
 
 
 def test_a_page_stays_a_page_whatever_names_say() -> None:
@@ -127,11 +127,12 @@ def test_markdown_stays_markdown() -> None:
     names = ["as it is", *map(one_line, HOSTILE)]
     for part in found[:3]:
         assert [row[0] for row in part[2:]] == names
-    assert [row[1] for row in found[3][2:]] == names[1:]
+    reasons = [row[1] for row in found[3][2:]]
+    assert reasons == [*names[1:], f"left out: {one_line(''.join(HOSTILE))}"]
     fence = re.match(r"# Comparison\n\n(`{4,})bash\n", text)[1]
     outside = "".join(text.split(fence)[::2])
     assert not re.search(r"<\w|(?<!\\)\[(?![-\d.e, ]+\])", outside)
-    assert {line[:2] for line in outside.splitlines() if line} <= {"# ", "##", "| ", "In", "Of", "14"}
+    assert {line[:2] for line in outside.splitlines() if line} <= {"# ", "##", "| ", "In", "Le", "14"}
 
 
 def test_csv_holds_each_number_as_it_was_measured_and_no_formula() -> None:
@@ -183,7 +184,7 @@ def test_no_evidence_is_said_exactly_where_p_is_above_5_percent(p: float | None)
     comparison = compared(variant("lora", 0.9, 0.5, p=p), variant("ema", 1.1, 1.2, p=0.04, forgetting=estimate(3, p=p)))
     lacking = p is not None and p > 0.05
     texts = [markdown(comparison), terminal_table(comparison, 400), Page(html(comparison)).text]
-    told = [len(re.findall(r"no evidence \[", re.sub(r"\s+", " ", text))) for text in texts]
+    told = [len(re.findall(r"\], no evidence", re.sub(r"\s+", " ", text))) for text in texts]
     assert told == [5 * lacking] * 3  # time, loss, loss at equal time, steps to equal loss; forgetting
     untested = p is None or math.isnan(p)
     assert [text.count("not tested") for text in texts] == [5 * untested] * 3
@@ -275,7 +276,7 @@ def test_bars_are_as_long_as_bytes_are_many() -> None:
     assert float(tick.split()[0][1:]) == pytest.approx(total["one"] * 1900 / 2000, abs=0.2)
     assert total["two"] == pytest.approx(total["one"] * sum(kinds.values()) / 2000, abs=1)
     assert [rect.find("title").text for rect in parts["one"]] == [
-        "one: gradients 0.977 KiB", "one: weights 0.488 KiB", "one: not told apart 0.488 KiB"
+        "one: gradients 0.977 KiB", "one: weights 0.488 KiB", "one: not known 0.488 KiB"
     ]  # fmt: skip
     assert len(parts["two"]) == 6  # of eight colours two are the other one's, and the last is for all others
     assert all(float(rect.get("x")) + float(rect.get("width")) < 400 for rect in svg.iter("rect"))
@@ -284,7 +285,7 @@ def test_bars_are_as_long_as_bytes_are_many() -> None:
 
 
 def test_what_is_missing_is_no_error() -> None:
-    bare = variant("bare", 0.9, 0.5, kinds={}, planned=None, curve=[], loss=NONE, steps_to_loss=None)
+    bare = variant("bare", 0.9, 0.5, kinds={}, planned=None, curve=[], loss=UNKNOWN, steps_to_loss=None)
     cases = [compared(), compared(bare), compared(failed("a", "no"), failed("b", "no")), compared(bare)]
     cases[2].variants[0] = failed("as it is", "no")
     cases[3].variants[0] = failed("as it is", "no")
