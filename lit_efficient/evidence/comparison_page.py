@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lit_efficient.evidence.comparison import Comparison, VariantResult
 from lit_efficient.evidence.comparison_charts import bars, scatter, shown_kinds
-from lit_efficient.evidence.comparison_tables import csv_text, facts, failures, markdown, notes, numbers, tables
+from lit_efficient.evidence.comparison_tables import csv_text, facts, left_out, markdown, notes, numbers, tables
 from lit_efficient.evidence.line_chart import COLOURS, Unit, line_chart, number
 from lit_efficient.evidence.markup import Markup, document, grid, joined, table, tag
 from lit_efficient.files.atomic_file import replacing
@@ -22,12 +22,14 @@ def html(comparison: Comparison) -> str:
     title = f"Comparison of {len(comparison.variants)} variants"
     rows = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(comparison).items())
     command = tag("pre", comparison.command, class_="command") if comparison.command else ""
+    others = left_out(comparison)
     sections = {
         "": tag("section", tag("dl", *rows), command, class_="card"),
-        "What failed": table(failures(comparison)),
+        "What failed": table([(each.name, each.failed) for each in comparison.variants if each.failed]),
         "Memory and speed": grid("runs tops", *_memory(done)),
         "Loss": grid("runs", *_curves(done, comparison.metric)),
         "All numbers": joined(*_tables(comparison), *(tag("p", note) for note in notes(comparison))),
+        "More": tag("details", tag("summary", "Left out"), table([*others.items()])) if others else "",
     }
     heads = (joined(tag("h2", name) if name else "", content) for name, content in sections.items() if content)
     return "<!doctype html>" + document(title, tag("h1", title), *heads)

@@ -117,12 +117,6 @@ def notes(comparison: Comparison) -> list[str]:
     return found
 
 
-def failures(comparison: Comparison) -> list[tuple[str, str]]:
-    """What failed, and what was left out, with the reasons."""
-    failed = [(each.name, each.failed) for each in comparison.variants if each.failed]
-    return failed + [(name, f"left out: {reason}") for name, reason in left_out(comparison).items()]
-
-
 def left_out(comparison: Comparison) -> Mapping[str, str]:
     """What could not be compared, each with its reason."""
     found = comparison.about.get("left_out")
@@ -169,8 +163,9 @@ def markdown(comparison: Comparison) -> str:
         rows = [["variant", *columns], ["---"] * (len(columns) + 1)]
         rows += [[each.name, *cells] for each, *cells in zip(done, *columns.values(), strict=True)]
         parts += [f"## {_in_markdown(title)}", _rows(rows)]
-    if failed := failures(comparison):
-        parts.append(_rows([["failed", "reason"], ["---"] * 2, *failed]))
+    failed = {each.name: each.failed for each in comparison.variants if each.failed}
+    for title, reasons in {"failed": failed, "left out": left_out(comparison)}.items():
+        parts += [_rows([[title, "reason"], ["---"] * 2, *map(list, reasons.items())])] * bool(reasons)
     parts += map(_in_markdown, notes(comparison))
     parts.append(_rows([["about", ""], ["---"] * 2, *map(list, facts(comparison).items())]))
     return "\n\n".join(parts) + "\n"
