@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 
 from lit_efficient import __version__
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.evidence.candidates import Candidate, Space
+from lit_efficient.evidence.candidates import Space
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, Measured, measured
 from lit_efficient.evidence.tuning import STEPS, Ledger, Measure, Predict, Row, Search
@@ -189,8 +189,22 @@ class Tuned:
         text = io.StringIO(newline="")
         writer = csv.writer(text)
         writer.writerow(
-            "candidate batch accumulation options state reason planned_bytes peak_bytes flops step_seconds "
-            "relative_error amount unit rate".split()
+            [
+                "candidate",
+                "batch",
+                "accumulation",
+                "options",
+                "state",
+                "reason",
+                "planned_bytes",
+                "peak_bytes",
+                "flops",
+                "step_seconds",
+                "relative_error",
+                "amount",
+                "unit",
+                "rate",
+            ]
         )
         rows = self.search.rows
         for one in dict.fromkeys([*(row.candidate for row in self.search.ran), *rows, *self.search.every]):

@@ -2,14 +2,13 @@
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from lit_efficient.evidence.candidates import Candidate, Option, Space
 from lit_efficient.evidence.fits import Change, Fit
-from lit_efficient.evidence.tuning import Ledger, Search
+from lit_efficient.evidence.tuning import Search
 from tests.support import Toy, data, trainer
 
 
