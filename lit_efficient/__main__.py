@@ -27,6 +27,7 @@ COMMANDS = {
     "check": "check",
     "plan": "plan",
     "verify": "verify",
+    "compare": "compare",
     "tune": "tune",
 }
 RUNS = ("fit", "validate", "test", "predict")
@@ -45,6 +46,7 @@ usage: python -m lit_efficient COMMAND ...
               overlay:    -c CONFIG --device_memory 24GiB [--minutes 20] [--allow_changes]
   verify      check what ought to be true of a training, in a minute: accumulation, resuming, masks, exports, ...
               -c CONFIG [...] [--only A,B] [--full] [--json]
+  compare     what each technique saves in time and memory on a config, measured:    -c CONFIG --with lora ema | --all
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lit_efficient import __version__
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.evidence.comparison import BASELINE, Comparison
 from lit_efficient.evidence.comparison_rows import Row, Rows, metric_of, results, time_ratio
 from lit_efficient.evidence.fits import Change, FitSource, LiveFit
@@ -51,7 +51,7 @@ def compare(
     seeds: int = 3,
     minutes: float = 10.0,
     validations: int = 10,
-    narrow: float = 0.05,
+    narrow: float | None = 0.05,
     metric: str | None = None,
     forgetting: Callable[[], Any] | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -70,7 +70,8 @@ def compare(
         seeds: Trainings of each variant, each from other random numbers.
         minutes: Begin no run after so many.
         validations: In each training.
-        narrow: Relative width of the intervals of all ratios of times that is enough.
+        narrow: Relative width of the intervals of all ratios of times that is enough; ``None`` runs nothing for times
+            alone.
         metric: What is compared, lower is better; ``None``: the validation loss, or where there is none the training
             loss.
         forgetting: Makes a DataModule or a loader of other held-out data, on which the loss is taken before and after.
@@ -83,7 +84,7 @@ def compare(
     Example:
         >>> from lit_efficient import EMA, compare
         >>> from lit_efficient.testing import Toy, data, trainer
-        >>> found = compare(trainer(), Toy(), data(), with_={"ema": [EMA()]}, steps=4, seeds=1, minutes=0.2, narrow=9)
+        >>> found = compare(trainer(), Toy(), data(), with_={"ema": [EMA()]}, steps=4, seeds=1, narrow=None)
         >>> found["ema"].kinds["averages"] == found["ema"].kinds["weights"]
         True
     """
@@ -104,14 +105,14 @@ class Schedule:
     seeds: int = 3
     minutes: float = 10.0
     validations: int = 10
-    narrow: float = 0.05
+    narrow: float | None = 0.05
 
     def __post_init__(self) -> None:
         for name in ("steps", "seeds"):
             check_number("compare", name, getattr(self, name), least=1, whole=True)
         check_number("compare", "validations", self.validations, least=0, whole=True)
-        for name in ("minutes", "narrow"):
-            check_number("compare", name, getattr(self, name), above=0)
+        check_number("compare", "minutes", self.minutes, above=0)
+        check_number("compare", "narrow", self.narrow, above=0, null=True)
 
     @property
     def length(self) -> int:
@@ -127,7 +128,7 @@ class Comparing:
         source: Makes the fit.
         changes: What is compared with it as it is.
         schedule: How much is run.
-        folder: For the runs.
+        folder: For the runs; ``None`` is one that only this comparison has, below ``runs/compare``.
         elsewhere: Makes other held-out data.
         said: Gets the progress.
         alone: Leave out all together and all but one.
@@ -139,7 +140,7 @@ class Comparing:
         source: FitSource,
         changes: Sequence[Change],
         schedule: Schedule,
-        folder: Path,
+        folder: Path | None = None,
         elsewhere: Callable[[], Any] | None = None,
         said: Callable[[str], None] = lambda line: None,
         alone: bool = False,
@@ -148,7 +149,7 @@ class Comparing:
         self.source, self.schedule, self.elsewhere, self.said = source, schedule, elsewhere, said
         self.planner = planner or source
         self.variants = {one.name: one for one in variants(changes, alone)}
-        self.folder, self.alone = folder, alone
+        self.alone = alone
         settled = {
             "fit": _sum(source.identity()),
             "steps": schedule.length,
@@ -158,7 +159,8 @@ class Comparing:
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         }
         self.about = json.loads(json.dumps(settled))
-        self.rows = Rows(folder, self.about)
+        self.folder = folder if folder is not None else Path("runs", "compare", _sum(json.dumps(self.about))[:12])
+        self.rows = Rows(self.folder, self.about)
         self.keys = {name: _sum(f"{name}\n{source.identity(one)}") for name, one in self.variants.items()}
         self._costs: dict[tuple[str, bool], float] = {}  # seconds of the last run, with the start of its process
         self._lost: dict[str, Row] = {}  # runs that another call may have time for
@@ -176,17 +178,18 @@ class Comparing:
             names = self._alive
             for i in range(len(names)):
                 name = names[(turn + i) % len(names)]
-                if not self._has(name, turn) and not (self._one(name, turn) and self._makes_sense):
+                if not self._has(name, turn) and not (self._one(name, turn) and not self.refused):
                     return
 
     @property
     def settled(self) -> bool:
         """Whether all intervals of ratios are narrow, or there are none."""
-        if BASELINE not in self._alive:
+        narrow = self.schedule.narrow
+        if BASELINE not in self._alive or narrow is None:
             return True
         baseline, *others = (self.rows.of(self.keys[name]) for name in self._alive)
         ratios = [time_ratio(rows, baseline) for rows in others]
-        return all(ratio.n >= _ROUNDS[0] and ratio.width <= self.schedule.narrow for ratio in ratios)
+        return all(ratio.n >= _ROUNDS[0] and ratio.width <= narrow for ratio in ratios)
 
     def result(self, metric: str | None = None, command: str = "") -> Comparison:
         """What all runs in the folder say of these variants; those that are refused from the start are left out.
@@ -212,9 +215,9 @@ class Comparing:
         return Comparison(command, about, metric, results(rows, metric))
 
     @property
-    def _makes_sense(self) -> bool:
-        """Whether there is a fit to compare with: one that memory is too small for is, one that is refused is not."""
-        return not _refused(self.rows.of(self.keys[BASELINE]))
+    def refused(self) -> bool:
+        """Whether there is no fit to compare with; one that memory is too small for is one."""
+        return _refused(self.rows.of(self.keys[BASELINE]))
 
     def _has(self, name: str, turn: int) -> bool:
         whole = turn < self.schedule.seeds
@@ -322,7 +325,10 @@ def _change(name: str, given: Change | Sequence[Any] | Callable[[], list[Any]]) 
 
 
 def _peak(source: FitSource, change: Change, tell: Callable[[int], None]) -> int:
-    return plan(source, change).peak
+    found = plan(source, change)
+    if left := [note for note in found.notes if "did not take part" in note]:
+        raise ConfigurationError(left[0])
+    return found.peak
 
 
 def _refused(rows: Sequence[Row]) -> bool:

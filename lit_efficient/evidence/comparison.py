@@ -34,11 +34,12 @@ class VariantResult:
         final_loss: The metric at the end, mean over the seeds.
         loss: Its difference to the baseline's after the same steps, over the seeds.
         loss_at_time: The difference after the same seconds: those of whichever of the two is done first.
-        steps_to_loss: Steps until the metric is as low as the baseline's at its end, p of the difference to the
-            baseline's; ``None`` where a seed does not come so far.
+        steps_to_loss: Steps until the metric is as low as the baseline's at its end, as a ratio to the baseline's;
+            ``None`` where a seed does not come so far.
         time_to_loss: The same in seconds of training.
-        forgetting: What the loss on other held-out data gains over the training, p of the difference to the baseline's;
-            ``None`` where no such data was given.
+        forgotten: What the loss on other held-out data gains over the training, mean over the seeds; NaN where no such
+            data was given.
+        forgetting: Its difference to the baseline's; ``None`` where no such data was given.
         curve: Step, seconds of training and metric, the median over the seeds.
         seeds: Runs whose losses are compared.
         rounds: Runs whose times are compared.
@@ -61,6 +62,7 @@ class VariantResult:
     loss_at_time: Estimate = UNKNOWN
     steps_to_loss: Estimate | None = None
     time_to_loss: Estimate | None = None
+    forgotten: float = math.nan
     forgetting: Estimate | None = None
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     seeds: int = 0

@@ -148,6 +148,7 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
     latest = counted[-1] if counted else good[-1].run
     pairs = [(curves[seed], others[seed]) for seed in seeds if curves[seed] and others[seed]]
     final = [curve[-1][2] for curve in curves.values() if curve]
+    gained, others_gained = (_gained([side[seed] for seed in seeds], metric) for side in (whole, plain))
     steps, seconds = (_reached(pairs, axis) for axis in (0, 1))
     return VariantResult(
         name,
@@ -165,7 +166,8 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
         loss_at_time=_difference([_at_the_end(a, b, 1) for a, b in pairs]),
         steps_to_loss=steps,
         time_to_loss=seconds,
-        forgetting=_forgetting([(whole[seed], plain[seed]) for seed in seeds], metric),
+        forgotten=statistics.fmean(gained) if gained else math.nan,
+        forgetting=_difference(list(zip(gained, others_gained))) if gained and others_gained else None,
         curve=_middle(list(curves.values())),
         seeds=len(seeds),
         rounds=len(good),
@@ -222,9 +224,8 @@ def _reached(pairs: Sequence[tuple[_Curve, _Curve]], axis: int) -> Estimate | No
     ends = [(_first(a, b[-1][2], axis), _first(b, b[-1][2], axis)) for a, b in pairs]
     if not ends or any(a is None or b is None for a, b in ends):
         return None
-    mine, theirs = [float(a or 0) for a, _ in ends], [float(b or 0) for _, b in ends]
-    p = None if _seeds_say_nothing(list(zip(mine, theirs))) and axis == 0 else ratio_of(mine, theirs).p
-    return replace(mean_of(mine), p=None if mine == theirs else p)
+    found = ratio_of([float(a or 0) for a, _ in ends], [float(b or 0) for _, b in ends])
+    return replace(found, p=None) if _seeds_say_nothing([(a[-1][2], b[-1][2]) for a, b in pairs]) else found
 
 
 def _first(curve: _Curve, loss: float, axis: int) -> float | None:
@@ -239,10 +240,10 @@ def _first(curve: _Curve, loss: float, axis: int) -> float | None:
     return None
 
 
-def _forgetting(pairs: Sequence[tuple[Measured, Measured]], metric: str) -> Estimate | None:
-    names = [name for a, b in pairs for name in a.elsewhere if name in b.elsewhere]
+def _gained(runs: Sequence[Measured], metric: str) -> list[float]:
+    """What the loss on other held-out data is higher by after each run; nothing where one has none."""
+    names = sorted(set.intersection(*(set(run.elsewhere) for run in runs))) if runs else []
     if not names:
-        return None
+        return []
     name = metric if metric in names else next((name for name in names if "loss" in name), names[0])
-    gained = [tuple(run.elsewhere[name][1] - run.elsewhere[name][0] for run in pair) for pair in pairs]
-    return replace(mean_of([a for a, _ in gained]), p=_difference([(a, b) for a, b in gained]).p)
+    return [run.elsewhere[name][1] - run.elsewhere[name][0] for run in runs]
