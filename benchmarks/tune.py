@@ -75,7 +75,7 @@ PROBLEMS = {
     "GPT": Problem(
         _gpt, ("batch_size", "ActivationCheckpointing", "ChunkedCrossEntropy", "MemoryEfficientLayers"), (), 0.6
     ),
-    "ResNet": Problem(_resnet, ("batch_size", "ActivationCheckpointing", "ChannelsLast"), ("batch_size",), 0.5),
+    "ResNet": Problem(_resnet, ("batch_size", "ActivationCheckpointing", "ChannelsLast"), ("batch_size",), 0.8),
 }
 
 

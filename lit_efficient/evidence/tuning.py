@@ -108,9 +108,6 @@ class Ledger:
             except (ValueError, KeyError, TypeError):  # torn when its writer was killed
                 continue
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def result(self, asked: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result of before, or a new one."""
         if asked not in self._known:
@@ -157,7 +154,7 @@ class Search:
         check_number("tune", "steps", steps, least=1, whole=True)
         self.space, self.predict, self.measure, self.limit, self.steps = space, predict, measure, limit, steps
         self.rows: dict[Candidate, Row] = {}
-        self.ledger, self.say = ledger or Ledger(), say
+        self.ledger, self.say = Ledger() if ledger is None else ledger, say
         self.complete = False
         self._begun = time.monotonic()
         self._seconds = seconds
@@ -232,9 +229,10 @@ class Search:
         return self._plan(candidate).state in ("", "ran")
 
     def _too_large_below(self, candidate: Candidate) -> Candidate | None:
-        same = (one for one in self.rows.values() if one.candidate.options == candidate.options)
-        found = (one.candidate for one in same if one.state == "too large" and one.candidate.batch < candidate.batch)
-        return min(found, default=None)
+        """One that is too large and takes less: no larger batch, and every option of this one that saves."""
+        saving = self._saving.intersection(candidate.options)
+        large = (row.candidate for row in self.rows.values() if row.state == "too large")
+        return next((one for one in large if one.batch <= candidate.batch and saving.issubset(one.options)), None)
 
     def _largest(self, options: Iterable[str]) -> Candidate | None:
         """The largest batch of a set of options that fits."""
@@ -262,12 +260,8 @@ class Search:
             self._flops[name] = math.log(more)
             if not (row.planned and base.planned) or row.planned < base.planned:
                 self._saving.add(name)
-            if not (option.only_saves and row.planned and base.planned):
-                continue
-            if name not in self._saving:
+            elif option.only_saves:
                 self.space.leave_out(name, "it saves nothing here")
-            elif more > 1 + _CLOSE and self._plan(self.space.candidate(self.space.sizes[-1])).state == "":
-                self.space.leave_out(name, "all fits without it, and it computes more")
         self.every = self.space.candidates()
         self.say(
             f"{len(self.every)} candidates: {len(self.space.sizes)} batch sizes, {len(self.space.options)} options"
@@ -292,6 +286,10 @@ class Search:
                 best = min(best, row.cost if row.state == "ran" else math.inf)
                 if slower == 2:
                     break
+        if self._row(self.space.candidate(self.space.sizes[-1])).state == "ran":
+            for name in [name for name, option in self.space.options.items() if option.only_saves]:
+                if self._flops[name] > _CLOSE:
+                    self.space.leave_out(name, "all fits without it, and it computes more")
         base = next((row.candidate for row in self.ran), None)
         for name in list(self.space.options) if base else ():
             if name not in base.options and self.space.go_together(options := (*base.options, name)):
