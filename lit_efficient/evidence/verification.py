@@ -17,12 +17,13 @@ from typing import Any
 
 from lit_efficient.errors import did_you_mean, refusal
 from lit_efficient.evidence.claims import Claim, Subject, Verdict
+from lit_efficient.evidence.claims_of_checkpoints import OF_CHECKPOINTS
 from lit_efficient.evidence.claims_of_training import OF_TRAINING
 from lit_efficient.evidence.claims_of_weights import OF_WEIGHTS
 from lit_efficient.evidence.fits import FitSource, LiveFit
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
 
-CLAIMS: tuple[Claim, ...] = (*OF_TRAINING, *OF_WEIGHTS)
+CLAIMS: tuple[Claim, ...] = (*OF_TRAINING, *OF_WEIGHTS, *OF_CHECKPOINTS)
 _WORDS = {True: "PASS", False: "FAIL", None: "-"}
 
 
