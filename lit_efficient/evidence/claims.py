@@ -32,11 +32,13 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_strategies import run_alone
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
+from lit_efficient.mechanisms.rewind import set_random_states
 from lit_efficient.mechanisms.trials.steps import leaves_traces, schedule
 
 T = TypeVar("T")
@@ -111,6 +113,7 @@ class Trace:
         end: Weights and buffers after the last step, by name.
         trainable: Names of the parameters that require a gradient when training starts.
         stepped: Names of those that an optimizer holds.
+        tied: Names that one parameter had before the fit, for each that had several.
     """
 
     fit: Fit
@@ -124,6 +127,7 @@ class Trace:
     end: dict[str, Tensor] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
     stepped: set[str] = field(default_factory=set)
+    tied: list[list[str]] = field(default_factory=list)
 
 
 class Subject:
@@ -134,10 +138,14 @@ class Subject:
         folder: Where runs may write.
         full: Take a large model as it is.
         shortened: What was done to the model to make it small, as a clause; empty for one that is as it is.
+        alone: Whether a fit of several processes is one of this process alone.
     """
 
-    def __init__(self, source: FitSource, folder: Path, full: bool = False, shortened: str = "") -> None:
+    def __init__(
+        self, source: FitSource, folder: Path, full: bool = False, shortened: str = "", alone: bool = True
+    ) -> None:
         self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
+        self.alone = alone
         self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
@@ -151,6 +159,8 @@ class Subject:
         with _quiet():
             fit = self.source.make(change)
         trainer = fit.trainer
+        if self.alone and trainer.world_size > 1:
+            run_alone(trainer)
         trainer.callbacks = [*(one for one in trainer.callbacks if not traces(one)), _Short(steps)]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.num_sanity_val_steps = 0
@@ -182,6 +192,7 @@ class Subject:
             slim: Keep no weights between the steps, and of gradients their norms.
         """
         trace = Trace(self.fit(change, steps=steps), slim)
+        trace.tied = ties(trace.fit.module)
         prepare(trace.fit)
         trace.fit.trainer.callbacks.append(Recorder(trace))
         self.run(trace.fit)
@@ -281,6 +292,14 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in whole_state(module).items()}
 
 
+def ties(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
 def drawn_batches(trainer: Any, count: int) -> list[Any]:
     """The first training batches as the loader gives them, of a trainer that has its loaders."""
     found = [drawn for _, (drawn, *_) in zip(range(count), iter(combined_loader(trainer)))]
@@ -301,14 +320,17 @@ def twin(module: Any) -> Any:
     return copied
 
 
-def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int = 0) -> Tensor:
-    """The loss that the module's own training step returns for a batch; draws follow from the seed.
+def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int | dict[str, Any] = 0) -> Tensor:
+    """The loss that the module's own training step returns for a batch; draws follow from the seed, or states.
 
     Within a fit techniques act on it, and so does the trainer's precision.
     """
     trainer = trainer_of(module)
     context = contextlib.nullcontext() if trainer is None else trainer.precision_plugin.train_step_context()
-    seed_everything(seed, verbose=False)
+    if isinstance(seed, int):
+        seed_everything(seed, verbose=False)
+    else:
+        set_random_states(seed)
     several = len(inspect.signature(module.training_step).parameters) > 1
     with context:
         output = module.training_step(batch, *([batch_idx] if several else []))
