@@ -164,6 +164,7 @@ class Subject:
         trainer.callbacks = [*(one for one in trainer.callbacks if not traces(one)), _Short(steps)]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.num_sanity_val_steps = 0
+        trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
         trainer.limit_val_batches = min(1, trainer.limit_val_batches)  # schedules and the like may ask for its metrics
         set_default_root_dir(trainer, tempfile.mkdtemp(dir=self.folder))
         return fit
@@ -198,13 +199,20 @@ class Subject:
         self.run(trace.fit)
         return trace
 
-    def within(self, probe: Callable[[Any, Any], T], change: Change = AS_IT_IS, *, steps: int = 0) -> T:
+    def within(
+        self,
+        probe: Callable[[Any, Any], T],
+        change: Change = AS_IT_IS,
+        *,
+        steps: int = 0,
+        traces: Callable[[Any], bool] = leaves_traces,
+    ) -> T:
         """What ``probe(trainer, module)`` returns inside a fit, after some optimizer steps.
 
         Without any that is before the first batch, where techniques are applied and optimizers built. What the module
         logs there goes nowhere, and the fit is thrown away.
         """
-        fit = self.fit(change, steps=steps + 1)
+        fit = self.fit(change, steps=steps + 1, traces=traces)
         inside = _Inside(probe, steps)
         fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
@@ -222,10 +230,13 @@ class _Short(Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         loop = trainer.fit_loop
-        loop.epoch_loop.max_steps, loop.epoch_loop.min_steps = trainer.global_step + self.steps, None
-        loop.max_epochs, loop.min_epochs = -1, None
+        loop.max_epochs = loop.epoch_loop.max_steps = -1  # what is resumed may be at its end
+        loop.min_epochs = loop.epoch_loop.min_steps = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + self.steps
 
 
 class Recorder(Callback):
@@ -375,6 +386,29 @@ def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
     return [*done, *(name for name, _ in module.named_modules() if name not in done)]
 
 
+def outputs_of(module: Any, batch: Any, seed: int = 0) -> dict[str, Any]:
+    """What each module returns in a training step, in order of computation, and the loss; without gradients."""
+    outputs: dict[str, Any] = {}
+
+    def note(name: str, output: Any) -> None:
+        outputs.pop(name, None)  # the last call counts: a network may be probed first
+        outputs[name] = _copied(output)
+
+    with _hooked(module, note), torch.no_grad():
+        loss = loss_of(module, copy.deepcopy(batch), seed=seed)
+    return {**outputs, "the loss": loss.detach()}
+
+
+def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """In order of computation how far outputs are from the right ones; modules that only one has are passed over."""
+    off = {}
+    for name, output in right.items():
+        if name in found:
+            a, b = ({str(i): t for i, t in enumerate(_tensors(one))} for one in (output, found[name]))
+            off[name] = max(difference(a, b).values(), default=0.0)
+    return off
+
+
 def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: int = 0) -> tuple[str, float]:
     """The first module, in order of computation, whose output in a training step differs, and by how much.
 
@@ -388,17 +422,8 @@ def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: i
     Returns:
         Its name and difference; an empty name where no output differs.
     """
-    outputs: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for module, found in zip((one, other), outputs):
-        with _hooked(module, lambda name, output, into=found: into.setdefault(name, _copied(output))), torch.no_grad():
-            loss_of(module, copy.deepcopy(batch), seed=seed)
-    for name, right in outputs[0].items():
-        if name in outputs[1]:
-            a, b = ({str(i): t for i, t in enumerate(_tensors(output))} for output in (right, outputs[1][name]))
-            worst = max(difference(a, b).values(), default=0.0)
-            if worst > tolerance:
-                return name, worst
-    return "", 0.0
+    off = output_differences(outputs_of(one, batch, seed), outputs_of(other, batch, seed))
+    return next(((name, by) for name, by in off.items() if not by <= tolerance), ("", 0.0))
 
 
 def tolerance_of(trainer: Any, module: nn.Module) -> float:

@@ -72,6 +72,8 @@ class Accumulated(Claim):
         for part in module.modules():
             if isinstance(part, BatchNorm | nn.modules.dropout._DropoutNd):
                 part.eval()
+        with torch.no_grad():
+            loss_of(module, arrived(trainer, whole))  # a network may probe itself the first time
         draws = Draws()
         with draws:
             loss = loss_of(module, arrived(trainer, whole))
