@@ -65,7 +65,7 @@ class Compiled(Claim):
             own = bench.gradients(compiled=True)
         if not compiled and counts() == before:
             return self.idle("nothing is compiled; --full compiles it")
-        off, tolerance = difference(plain, own), _COARSE if bench.coarse else 10 * _EXACT
+        off, tolerance = difference(plain, own), _COARSE if bench.coarse else _EXACT
         why = f"a compiled step ({counts()[0] - before[0]} new graphs) and the same one uncompiled"
         return self.measured(
             max(off.values()), tolerance, _UNIT, why, lambda: first_layer(off, tolerance, bench.order()), uncovered

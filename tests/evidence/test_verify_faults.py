@@ -1,4 +1,4 @@
-"""Each fault that is planted in a run is found by the claim that it breaks, which names where; healthy runs have none."""
+"""Each planted fault is found by the claim that it breaks, which says where; of healthy runs nothing is reported."""
 
 import pytest
 
