@@ -463,7 +463,7 @@ FAULTS: dict[str, Fault] = {
     "a schedule that moves an optimizer which is gone": Fault(
         toy(lambda: Toy(scheduler="lambda"), NewOptimizer), "schedule", "LambdaLR"
     ),
-    "an adapter that is frozen": Fault(toy(FreezesAdapter, adapters), "trains", "blocks.1.up.lora_"),
+    "an adapter that is frozen": Fault(toy(FreezesAdapter, adapters), "runs", "blocks.1.up.lora_"),
     "a head that no optimizer holds": Fault(toy(ByName), "trains", "net.head"),
     "layers that no gradient reaches": Fault(toy(Cut), "trains", "net.stem"),
     "a base that trains beside its adapters": Fault(toy(Toy, adapters, ThawsBase), "frozen", "net.head.weight"),
