@@ -32,11 +32,13 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_strategies import run_alone
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
+from lit_efficient.mechanisms.rewind import set_random_states
 from lit_efficient.mechanisms.trials.steps import leaves_traces, schedule
 
 T = TypeVar("T")
@@ -136,10 +138,14 @@ class Subject:
         folder: Where runs may write.
         full: Take a large model as it is.
         shortened: What was done to the model to make it small, as a clause; empty for one that is as it is.
+        alone: Whether a fit of several processes is one of this process alone.
     """
 
-    def __init__(self, source: FitSource, folder: Path, full: bool = False, shortened: str = "") -> None:
+    def __init__(
+        self, source: FitSource, folder: Path, full: bool = False, shortened: str = "", alone: bool = True
+    ) -> None:
         self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
+        self.alone = alone
         self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
@@ -153,6 +159,8 @@ class Subject:
         with _quiet():
             fit = self.source.make(change)
         trainer = fit.trainer
+        if self.alone and trainer.world_size > 1:
+            run_alone(trainer)
         trainer.callbacks = [*(one for one in trainer.callbacks if not traces(one)), _Short(steps)]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.num_sanity_val_steps = 0
@@ -323,14 +331,17 @@ def twin(module: Any) -> Any:
     return copied
 
 
-def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int = 0) -> Tensor:
-    """The loss that the module's own training step returns for a batch; draws follow from the seed.
+def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int | dict[str, Any] = 0) -> Tensor:
+    """The loss that the module's own training step returns for a batch; draws follow from the seed, or states.
 
     Within a fit techniques act on it, and so does the trainer's precision.
     """
     trainer = trainer_of(module)
     context = contextlib.nullcontext() if trainer is None else trainer.precision_plugin.train_step_context()
-    seed_everything(seed, verbose=False)
+    if isinstance(seed, int):
+        seed_everything(seed, verbose=False)
+    else:
+        set_random_states(seed)
     several = len(inspect.signature(module.training_step).parameters) > 1
     with context:
         output = module.training_step(batch, *([batch_idx] if several else []))
