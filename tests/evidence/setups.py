@@ -165,6 +165,7 @@ class Setup:
         """Trainer, module and data."""
         torch.manual_seed(0)
         how = {"max_steps": 4, "limit_val_batches": 0, **dict(self.trainer)}
+        how = {name: value() if callable(value) else value for name, value in how.items()}
         return trainer(self.callbacks(), **how), self.module(), self.data()
 
     def but(self, **changes: Any) -> Setup:
