@@ -83,7 +83,9 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
             traced = _trace(fit, batch, batches, mode)
         except Exception as error:
             import os, traceback
-            if os.environ.get("PLN"): traceback.print_exc()
+
+            if os.environ.get("PLN"):
+                traceback.print_exc()
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if guilty is None or isinstance(error, LitEfficientError):
                 raise
