@@ -51,6 +51,7 @@ def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
     Raises:
         ConfigurationError: If there is none.
     """
+    predictions.begin("which setting is the batch", 2)
     named = batch_setting(fit)
     if named is not None:
         name, now = named
