@@ -190,7 +190,7 @@ class _Answer:
         from lit_efficient.evidence.advice import Adviser, candidates
         from lit_efficient.evidence.plan_settings import length_lever
 
-        self._tell(["", "what makes it fit, each with the peak of its own plan; append to `fit -c CONFIG`:"], advice=[])
+        self._tell(["", "what makes it fit, each with its own plan's peak; append to `fit -c CONFIG`:"], advice=[])
         adviser = Adviser(
             self.predictions,
             candidates(self.config, self.fit.trainer),
@@ -332,7 +332,8 @@ def _found_lines(what: str, found: "Found", names: Sequence[str], limit: int) ->
     if found.value is None or found.plan is None:
         why = found.reason or f"{found.above} needs {_size(found.above_peak or 0)} of {_size(limit)}"
         return [f"{what}: none fits; {names[0]} {why}"]
-    lines = [f"{what}: {names[0]} {found.value:,}, peak {_size(found.plan.peak)} of {_size(limit)}    {settings}"]
+    lines = [f"{what}: {names[0]} {found.value:,}, peak {_size(found.plan.peak)} of {_size(limit)}"]
+    lines += [f"    {settings}"] if settings else []
     if found.above is not None:
         why = found.reason or f"needs {_size(found.above_peak or 0)}"
         return [*lines, f"  {found.above:,}: {why}"]

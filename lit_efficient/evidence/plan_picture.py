@@ -41,7 +41,7 @@ def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory o
 
     moments = plan.timeline
     sums = [sum(moment.kinds.values()) for moment in moments]
-    unit = next((name for name, size in _UNITS.items() if plan.peak >= size / 10), "KiB")
+    unit = next((name for name, size in _UNITS.items() if plan.peak >= size / 2), "KiB")
     scale = _UNITS[unit]
     figure = Figure(figsize=(9.0, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()

@@ -15,7 +15,9 @@ PLAN = plan_of({"weights": 40 * MIB, "activations": 90 * MIB}, timeline=TIMELINE
 
 
 def test_the_areas_are_the_kinds_and_their_top_is_the_peak():
-    (axes,) = memory_figure(PLAN, 150 * MIB).axes
+    figure = memory_figure(PLAN, 150 * MIB)
+    figure.canvas.draw()
+    (axes,) = figure.axes
     tops = {area.get_label().partition(",")[0]: area.get_paths()[0].vertices for area in axes.collections}
     assert tops["weights"][:, 1].max() == 40
     assert tops["activations"][:, 1].max() == PLAN.peak / MIB == 130
