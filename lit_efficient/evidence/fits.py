@@ -49,12 +49,14 @@ class Change:
             the class of a technique that it has: ``LoRA.rank``.
         overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
         callbacks: Makes the callbacks that are added.
+        seed: What random numbers begin with, those of the weights, too, where these are made anew; ``None``: as it is.
     """
 
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     overlays: tuple[str, ...] = ()
     callbacks: Callable[[], list[Any]] = list
+    seed: int | None = None
 
 
 AS_IT_IS = Change()
@@ -70,17 +72,28 @@ class Fit:
         data: A DataModule, a loader to train on, a pair of one to train and one to validate on, or ``None`` where the
             module has them.
         seed: What the random numbers of its run begin with.
+        resumed: The checkpoint that it goes on from, ``None`` for a new one.
     """
 
     trainer: Any
     module: Any
     data: Any = None
     seed: int = 0
+    resumed: Any = None
 
     @property
     def datamodule(self) -> Any:
         """The DataModule, ``None`` where there is none."""
         return self.data if hasattr(self.data, "prepare_data") else None
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Set what goes by these names in a config.
+
+        Raises:
+            ConfigurationError: If one cannot be set any more, or is none of the part's.
+        """
+        for name, value in settings.items():
+            _set(self, name, value)
 
     def run(self) -> None:
         """Train, from the same random numbers each time."""
@@ -88,10 +101,10 @@ class Fit:
 
         seed_everything(self.seed, verbose=False)
         if self.datamodule is not None or self.data is None:
-            self.trainer.fit(self.module, datamodule=self.datamodule)
+            self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=self.resumed)
         else:
             loaders = self.data if isinstance(self.data, tuple) else (self.data,)
-            self.trainer.fit(self.module, *loaders)
+            self.trainer.fit(self.module, *loaders, ckpt_path=self.resumed)
 
 
 class FitSource(ABC):
@@ -104,6 +117,10 @@ class FitSource(ABC):
         Raises:
             ConfigurationError: If it cannot be changed so.
         """
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        """A text that is another one for another fit, by which a folder of results knows whose it is."""
+        return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"
 
 
 class LiveFit(FitSource):
@@ -137,9 +154,34 @@ class LiveFit(FitSource):
             fit = copy.deepcopy(self.parts, memo)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
-        for name, value in give_arguments(fit.trainer, change.settings).items():
-            _set(fit, name, value)
+        fit.change(give_arguments(fit.trainer, change.settings))
+        fit.seed = fit.seed if change.seed is None else change.seed
         return fit
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        fit = self.parts
+        trainer = {name: getattr(fit.trainer, name, None) for name in ("accumulate_grad_batches", "gradient_clip_val")}
+        weights = sum(float(p.detach().double().sum()) for p in fit.module.parameters() if p.device.type != "meta")
+        parts = [_described(part) for part in (*fit.trainer.callbacks, fit.data)]
+        return f"{super().identity(change)} {fit.module} {weights} {trainer} {fit.trainer.precision} {parts}"
+
+
+def _each(change: Change) -> list[str]:
+    return [_described(callback) for callback in change.callbacks()]
+
+
+def _described(part: Any) -> str:
+    """A part by its class and those of its attributes that are plain."""
+    if isinstance(part, tuple):
+        return str([_described(one) for one in part])
+    plain = {name: value for name, value in getattr(part, "__dict__", {}).items() if _is_plain(value)}
+    return f"{type(part).__qualname__}{plain}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | bool | None)
 
 
 def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
