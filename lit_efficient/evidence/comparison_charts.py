@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from lit_efficient.evidence.comparison_tables import Unit, kinds_of
-from lit_efficient.evidence.line_chart import COLOURS, RIGHT, WIDTH, Axis, frame, number, picture
+from lit_efficient.evidence.comparison import VariantResult
+from lit_efficient.evidence.line_chart import COLOURS, RIGHT, WIDTH, Axis, Unit, frame, number, picture
 from lit_efficient.evidence.markup import Markup, joined, tag
+from lit_efficient.evidence.text_table import room_of
 
 _TOP, _BOTTOM = 26, 276
 _LETTER, _LINE = 6.2, 12  # width and height of a letter
@@ -18,27 +18,8 @@ _LONGEST = 24  # letters of a label
 _REACHES = (8, 16, 27, 40, 56, 74)  # from a point to its label
 _DIRECTIONS = ((1, 0), (-1, 0), (0, -1), (0, 1), (0.8, -0.6), (-0.8, -0.6), (0.8, 0.6), (-0.8, 0.6))
 _LOGARITHMIC = 5  # from which span on
+_OTHER = "other"  # kinds of memory
 Box = tuple[float, float, float, float]  # left, top, right, bottom
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A variant in the picture; what is measured is relative to the baseline.
-
-    Args:
-        name: Of the variant.
-        time: The time of its step, with the ends of its interval.
-        memory: Its peak.
-    """
-
-    name: str
-    time: tuple[float, float, float]
-    memory: float
-
-    @property
-    def at(self) -> tuple[float, float]:
-        """Where it stands: time, memory."""
-        return self.time[0], self.memory
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -50,32 +31,33 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
     return found
 
 
-def scatter(spots: Sequence[Spot]) -> tuple[Markup, dict[int, str]]:
+def scatter(variants: Sequence[VariantResult]) -> tuple[Markup, list[int], dict[int, str]]:
     """Memory against step time; lower left is better.
 
     Args:
-        spots: The variants, the baseline first.
+        variants: Those of which both are known, the baseline first.
 
     Returns:
-        The picture, and its labels, by the place of their variant: a name, or a number from 1 for want of room.
+        The picture, the places of the frontier's variants, and by place the labels: names, numbers from 1 for want of
+        room.
     """
-    times = [spot.time[0] for spot in spots]
-    least, most = min(times) / 2, max(times) * 2
-    ends = [min(max(end, least), most) for spot in spots for end in spot.time if math.isfinite(end)]
-    y_axis = _axis([spot.memory for spot in spots], _BOTTOM, _TOP)
-    x_axis = _axis(ends, y_axis.room(), RIGHT)
-    places = [(x_axis.at(x), y_axis.at(y)) for x, y in (spot.at for spot in spots)]
-    best = frontier([spot.at for spot in spots])
-    whiskers = [_whisker(spot, x_axis, y) for spot, (_, y) in zip(spots, places, strict=True)]
+    points = [(each.time.value, each.peak_ratio) for each in variants]
+    best = frontier(points)
+    least, most = min(points)[0] / 2, max(points)[0] * 2
+    bounds = [end for each in variants for end in (each.time.low, each.time.high) if least < end < most]
+    y_axis = _axis([memory for _, memory in points], _BOTTOM, _TOP)
+    x_axis = _axis([*bounds, *(time for time, _ in points)], y_axis.room(), RIGHT)
+    places = [(x_axis.at(x), y_axis.at(y)) for x, y in points]
+    whiskers = [_whisker(each, x_axis, y) for each, (_, y) in zip(variants, places, strict=True)]
     stairs = [(places[best[0]][0], float(_TOP)), places[best[0]]]
     for i, j in itertools.pairwise(best):
         stairs += [(places[j][0], places[i][1]), places[j]]
     stairs.append((float(RIGHT), stairs[-1][1]))
     lines = [(min(a, c), min(b, d), max(a, c), max(b, d)) for (a, b), (c, d) in itertools.pairwise(stairs)]
-    order = [*best, *(i for i in range(len(spots)) if i not in best)]
+    order = [*best, *(i for i in range(len(points)) if i not in best)]
     area = x_axis.start, _TOP, RIGHT, _BOTTOM
-    labels = _labels([spot.name for spot in spots], places, order, [*whiskers, *lines], area)
-    names = ", ".join(f"{spots[i].name} (time {number(spots[i].at[0])}, memory {number(spots[i].at[1])})" for i in best)
+    labels = _labels([each.name for each in variants], places, order, [*whiskers, *lines], area)
+    names = ", ".join(variants[i].name for i in best)
     (x, y), edge = places[0], "L".join(f"{x:.1f} {y:.1f}" for x, y in stairs)
     drawn = [
         *frame(x_axis, y_axis),
@@ -86,54 +68,60 @@ def scatter(spots: Sequence[Spot]) -> tuple[Markup, dict[int, str]]:
         *(tag("path", d=f"M{a:.1f} {b:.1f}H{c:.1f}", class_="whisker") for a, b, c, _ in whiskers),
         *(label for label, _ in labels.values()),
     ]
-    for i, (spot, (x, y)) in enumerate(zip(spots, places, strict=True)):
+    for i, (each, (x, y)) in enumerate(zip(variants, places, strict=True)):
         kind = "line1" if i == 0 else "line0" if i in best else "line7"
-        words = f"{spot.name}: step time {number(spot.at[0])}, peak memory {number(spot.memory)} of the baseline's"
+        words = f"{each.name}: step time {number(each.time.value)}, peak memory {number(each.peak_ratio)}"
         drawn.append(tag("path", tag("title", words), d=f"M{x:.1f} {y:.1f}h0", class_=f"{kind} dots"))
-    words = f"{len(spots)} variants; lower left is better. The frontier, fastest first: {names}."
+    words = f"{len(variants)} variants; lower left is better. The frontier, fastest first: {names}."
     drawing = picture("Peak memory against step time", *drawn, height=_BOTTOM + 44, words=words)
-    return drawing, {i: text for i, (_, text) in sorted(labels.items())}
+    return drawing, best, {i: text for i, (_, text) in sorted(labels.items())}
 
 
-def bars(rows: Sequence[tuple[str, int, Mapping[str, int], int | None]], unit: Unit) -> Markup:
+def bars(variants: Sequence[VariantResult], kinds: Sequence[str], unit: Unit) -> Markup:
     """Memory by kind, a bar for each variant, with a tick where a prediction is.
 
     Args:
-        rows: Name, peak, bytes by kind and prediction of each.
+        variants: Those whose peak is known.
+        kinds: From :func:`shown_kinds`.
         unit: Of the sizes.
     """
-    shown = shown_kinds([kinds for _, _, kinds, _ in rows])
-    most = max(max(peak, sum(kinds.values()), planned or 0) for _, peak, kinds, planned in rows) or 1
+    most = max(max(each.peak, sum(each.kinds.values()), each.planned or 0) for each in variants)
     scale = (WIDTH - 70) / most
     drawn: list[Markup] = []
-    for row, (name, peak, kinds, planned) in enumerate(rows):
-        top, x = 4 + 34 * row, 0.0
-        others = sum(kinds.values()) - sum(kinds.get(kind, 0) for kind in shown)
-        parts = [(kind, kinds.get(kind, others if kind == OTHER else 0), i) for i, kind in enumerate(shown)]
-        drawn.append(tag("text", _cut(name, 60), x=0, y=top + 10))
-        for kind, part, colour in [*parts, ("not known", max(peak - sum(kinds.values()), 0), -1)]:
-            words = tag("title", f"{name}: {kind} {unit.of(part)} {unit.name}")
-            place = {"x": f"{x:.1f}", "y": top + 15, "width": f"{part * scale:.1f}", "height": 12}
-            if part:
-                drawn.append(tag("rect", words, **place, class_=f"line{colour}" if colour >= 0 else "rest"))
-            x += part * scale
-        end = max(x, (planned or 0) * scale) + 6
-        drawn.append(tag("text", f"{unit.of(peak)} {unit.name}", x=f"{end:.1f}", y=top + 25))
-        if planned is not None:
-            words = tag("title", f"{name}: planned {unit.of(planned)} {unit.name}")
-            drawn.append(tag("path", words, d=f"M{planned * scale:.1f} {top + 12}v18", class_="tick"))
-    words = "; ".join(f"{name}: {unit.of(peak)} {unit.name}" for name, peak, _, _ in rows)
-    return picture("Memory at the peak by kind", *drawn, height=8 + 34 * len(rows), words=words)
-
-
-OTHER = "other"
+    for row, each in enumerate(variants):
+        top, x, all_kinds = 4 + 34 * row, 0.0, sum(each.kinds.values())
+        others = all_kinds - sum(each.kinds.get(kind, 0) for kind in kinds)
+        parts = [each.kinds.get(kind, others if kind == _OTHER else 0) for kind in kinds]
+        drawn.append(tag("text", _cut(each.name, 60), x=0, y=top + 10))
+        for i, (kind, part) in enumerate(zip((*kinds, "not known"), (*parts, each.peak - all_kinds))):
+            if part > 0:
+                words = tag("title", f"{each.name}: {kind} {unit.of(part)} {unit.name}")
+                place = {"x": f"{x:.1f}", "y": top + 15, "width": f"{part * scale:.1f}", "height": 12}
+                drawn.append(tag("rect", words, **place, class_=f"line{i}" if i < len(kinds) else "rest"))
+                x += part * scale
+        end = max(x, (each.planned or 0) * scale) + 6
+        drawn.append(tag("text", f"{unit.of(each.peak)} {unit.name}", x=f"{end:.1f}", y=top + 25))
+        if each.planned is not None:
+            words = tag("title", f"{each.name}: planned {unit.of(each.planned)} {unit.name}")
+            drawn.append(tag("path", words, d=f"M{each.planned * scale:.1f} {top + 12}v18", class_="tick"))
+    words = "; ".join(f"{each.name}: {unit.of(each.peak)} {unit.name}" for each in variants)
+    return picture("Memory at the peak by kind", *drawn, height=8 + 34 * len(variants), words=words)
 
 
 def shown_kinds(all_kinds: Sequence[Mapping[str, int]]) -> list[str]:
     """The kinds that have a colour of their own, what takes most first; the last is for all others, if there are."""
     found = kinds_of(all_kinds)
-    kept = [kind for kind in found if kind != OTHER][: COLOURS - 1]
-    return found if len(found) <= COLOURS else [*kept, OTHER]
+    kept = [kind for kind in found if kind != _OTHER][: COLOURS - 1]
+    return found if len(found) <= COLOURS else [*kept, _OTHER]
+
+
+def kinds_of(all_kinds: Sequence[Mapping[str, int]]) -> list[str]:
+    """The kinds of memory that some variants have, what takes most of any of them first."""
+    most: dict[str, int] = {}
+    for kinds in all_kinds:
+        for kind, size in kinds.items():
+            most[kind] = max(size, most.get(kind, 0))
+    return sorted((kind for kind in most if most[kind]), key=lambda kind: -most[kind])
 
 
 def _axis(values: Sequence[float], start: float, end: float) -> Axis:
@@ -142,9 +130,9 @@ def _axis(values: Sequence[float], start: float, end: float) -> Axis:
     return Axis(low, high, start, end, log=0 < low < high / _LOGARITHMIC, margin=0.06)
 
 
-def _whisker(spot: Spot, axis: Axis, y: float) -> Box:
+def _whisker(each: VariantResult, axis: Axis, y: float) -> Box:
     """An interval, as far as it is in the picture."""
-    low, high = (end if math.isfinite(end) else spot.time[0] for end in spot.time[1:])
+    low, high = (end if math.isfinite(end) else each.time.value for end in (each.time.low, each.time.high))
     lowest = 10.0**axis.low if axis.log else axis.low
     highest = 10.0**axis.high if axis.log else axis.high
     return axis.at(min(max(low, lowest), highest)), y, axis.at(min(max(high, lowest), highest)), y
@@ -158,7 +146,8 @@ def _labels(
     taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
     for i in order:
         for text, also in ((_cut(names[i]), lines), (_cut(names[i]), ()), (str(i + 1), ())):
-            room = next(_rooms(places[i], _LETTER * len(text), area, [*taken, *also], taken[len(places) :]), None)
+            width = _LETTER * (room_of(text) + 0.4 * sum(map(str.isupper, text)))
+            room = next(_rooms(places[i], width, area, [*taken, *also], taken[len(places) :]), None)
             if room is None:
                 continue
             x, y, anchor, box = room

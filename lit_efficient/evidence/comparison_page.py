@@ -7,19 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lit_efficient.evidence.comparison import Comparison, VariantResult
-from lit_efficient.evidence.comparison_charts import Spot, bars, frontier, scatter, shown_kinds
-from lit_efficient.evidence.comparison_tables import (
-    Unit,
-    csv_text,
-    facts,
-    failures,
-    markdown,
-    notes,
-    numbers,
-    one_line,
-    tables,
-)
-from lit_efficient.evidence.line_chart import COLOURS, line_chart, number
+from lit_efficient.evidence.comparison_charts import bars, scatter, shown_kinds
+from lit_efficient.evidence.comparison_tables import csv_text, facts, left_out, markdown, notes, numbers, tables
+from lit_efficient.evidence.line_chart import COLOURS, Unit, line_chart, number
 from lit_efficient.evidence.markup import Markup, document, grid, joined, table, tag
 from lit_efficient.files.atomic_file import replacing
 
@@ -29,15 +19,17 @@ NAME = "comparison"  # of the files, but for what follows the dot
 def html(comparison: Comparison) -> str:
     """The whole page."""
     done = [each for each in comparison.variants if not each.failed]
-    title = f"{one_line(comparison.variants[0].name)}, and {len(comparison.variants) - 1} variants of it"
+    title = f"Comparison of {len(comparison.variants)} variants"
     rows = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(comparison).items())
     command = tag("pre", comparison.command, class_="command") if comparison.command else ""
+    others = left_out(comparison)
     sections = {
         "": tag("section", tag("dl", *rows), command, class_="card"),
-        "What failed": table(failures(comparison)),
+        "What failed": table([(each.name, each.failed) for each in comparison.variants if each.failed]),
         "Memory and speed": grid("runs tops", *_memory(done)),
         "Loss": grid("runs", *_curves(done, comparison.metric)),
         "All numbers": joined(*_tables(comparison), *(tag("p", note) for note in notes(comparison))),
+        "More": tag("details", tag("summary", "Left out"), table([*others.items()])) if others else "",
     }
     heads = (joined(tag("h2", name) if name else "", content) for name, content in sections.items() if content)
     return "<!doctype html>" + document(title, tag("h1", title), *heads)
@@ -90,28 +82,28 @@ def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequenc
 
 def _memory(done: Sequence[VariantResult]) -> Iterator[Markup]:
     placed = [each for each in done if math.isfinite(each.time.value) and math.isfinite(each.peak_ratio)]
-    spots = [Spot(each.name, (each.time.value, each.time.low, each.time.high), each.peak_ratio) for each in placed]
-    if spots:
-        drawn, labels = scatter(spots)
-        numbered = [f"{i + 1}: {spots[i].name}" for i, label in labels.items() if label == str(i + 1)]
-        hidden = [spot.name for i, spot in enumerate(spots) if i not in labels]
-        best = ", ".join(spots[i].name for i in frontier([spot.at for spot in spots]))
+    if placed:
+        drawn, best, labels = scatter(placed)
+        numbered = ", ".join(f"{i + 1}: {placed[i].name}" for i, label in labels.items() if label == str(i + 1))
+        hidden = ", ".join(each.name for i, each in enumerate(placed) if i not in labels)
+        absent = ", ".join(each.name for each in done if each not in placed)
         yield tag(
             "figure",
             tag("figcaption", "Peak memory against step time"),
             drawn,
             tag("p", "Lower left is better: less memory, less time. On the line, the frontier, is what no other ",
-                f"variant beats in both; the fastest first: {best}. Bars are 95 % intervals of the time."),
-            tag("p", ", ".join(numbered)) if numbered else "",
-            tag("p", "Too close to others for a label: ", ", ".join(hidden)) if hidden else "",
+                f"variant beats in both; the fastest first: {', '.join(placed[i].name for i in best)}. ",
+                "Bars are 95 % intervals of the time."),
+            tag("p", numbered) if numbered else "",
+            tag("p", "Too close to others for a label: ", hidden) if hidden else "",
+            tag("p", "Not here, as time or memory is not known: ", absent) if absent else "",
         )  # fmt: skip
-    if done:
-        unit = Unit([each.peak for each in done])
-        kinds = shown_kinds([each.kinds for each in done])
+    if seen := [each for each in done if each.peak]:
+        kinds = shown_kinds([each.kinds for each in seen])
         keys = [tag("span", kind, class_=f"key line{colour}") for colour, kind in enumerate(kinds)]
-        keys += [tag("span", "planned", class_="key tick")] * any(each.planned is not None for each in done)
-        rows = [(each.name, each.peak, each.kinds, each.planned) for each in done]
-        yield tag("figure", tag("figcaption", "Memory at the peak by kind", grid("keys", *keys)), bars(rows, unit))
+        keys += [tag("span", "planned", class_="key tick")] * any(each.planned is not None for each in seen)
+        drawn = bars(seen, kinds, Unit([each.peak for each in seen]))
+        yield tag("figure", tag("figcaption", "Memory at the peak by kind", grid("keys", *keys)), drawn)
 
 
 def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:

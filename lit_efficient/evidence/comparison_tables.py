@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from lit_efficient.evidence.comparison import Comparison, Estimate, VariantResult
-from lit_efficient.evidence.line_chart import number
+from lit_efficient.evidence.comparison_charts import kinds_of
+from lit_efficient.evidence.line_chart import Unit, number
 from lit_efficient.evidence.markup import plain
 from lit_efficient.evidence.text_table import room_of, text_lines, text_row, text_table
 
@@ -44,12 +45,9 @@ def said(estimate: Estimate | None, no_difference: float | None = None) -> str:
         return number(value) + evidence
     power = math.floor(math.log10(half))
     step = 10.0 ** (power - (half / 10.0**power < _TWO_DIGITS))
-    for _ in range(_MORE_DIGITS if no_difference is not None else 0):
-        if all(
-            bound == no_difference or round(bound / step) != round((no_difference or 0) / step) for bound in (low, high)
-        ):
-            break
-        step /= 10
+    ends = [end for end in (low, high) if no_difference not in (None, end)]
+    for _ in range(_MORE_DIGITS):
+        step /= 10 if any(round(end / step) == round((no_difference or 0) / step) for end in ends) else 1
     texts = [number(each, step, max(abs(value), abs(low), abs(high))) for each in (value, low, high)]
     return "{} [{},\N{NO-BREAK SPACE}{}]".format(*texts) + evidence
 
@@ -73,7 +71,7 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
         "step time, ratio": beside("time", 1),
         f"{' or '.join(units)} a second": [number(each.rate.value) + own.format(one_line(each.unit)) for each in done],
         f"peak memory, {memory.name}": [
-            f"{memory.of(each.peak)} ({_short(each.peak_ratio)})" if each.peak else NONE for each in done
+            memory.of(each.peak) + _ratio(each.peak_ratio) if each.peak else NONE for each in done
         ],
         f"planned, {memory.name}": [_planned(each, memory) for each in done],
     }
@@ -100,34 +98,6 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
     return {title: columns for title, columns in found.items() if columns}
 
 
-def kinds_of(all_kinds: Sequence[Mapping[str, int]]) -> list[str]:
-    """The kinds of memory that some variants have, what takes most of any of them first."""
-    most: dict[str, int] = {}
-    for kinds in all_kinds:
-        for kind, size in kinds.items():
-            most[kind] = max(size, most.get(kind, 0))
-    return sorted((kind for kind in most if most[kind]), key=lambda kind: -most[kind])
-
-
-class Unit:
-    """One unit, and one number of digits, for several sizes, so that they can be compared at a glance.
-
-    Example:
-        >>> Unit([1_590_000_000, 12_000_000]).of(12_000_000), Unit([3000]).name
-        ('0.011', 'KiB')
-    """
-
-    def __init__(self, sizes: Sequence[float]) -> None:
-        largest = max([*sizes, 1])
-        power = min(int(math.log2(largest) // 10), 3)
-        self.bytes, self.name = 1024.0**power, ("B", "KiB", "MiB", "GiB")[power]
-        self.digits = max(0, 3 - int(math.log10(largest / self.bytes))) if power else 0
-
-    def of(self, size: float) -> str:
-        """A size in this unit, without its name."""
-        return f"{size / self.bytes:,.{self.digits}f}"
-
-
 def notes(comparison: Comparison) -> list[str]:
     """How the tables are to be read."""
     done = [each for each in comparison.variants if not each.failed]
@@ -138,17 +108,13 @@ def notes(comparison: Comparison) -> list[str]:
         "difference from the baseline; p allows for the number of variants (Holm), an interval does not. "
         "Not tested: too few runs, or all alike."
     ]
+    if comparison.about.get("settled") is False:
+        found.append("The time was over before all intervals were as narrow as was asked: the same command goes on.")
     if names := ", ".join(map(one_line, left_out(comparison))):
         found.append(f"Left out, as they cannot be added to this fit: {names}.")
     if failed := len(comparison.variants) - len(done):
         found.append(f"{failed} of {len(comparison.variants)} variants failed.")
     return found
-
-
-def failures(comparison: Comparison) -> list[tuple[str, str]]:
-    """What failed, and what was left out, with the reasons."""
-    failed = [(each.name, each.failed) for each in comparison.variants if each.failed]
-    return failed + [(name, f"left out: {reason}") for name, reason in left_out(comparison).items()]
 
 
 def left_out(comparison: Comparison) -> Mapping[str, str]:
@@ -163,7 +129,7 @@ def facts(comparison: Comparison) -> dict[str, str]:
     for key, value in comparison.about.items():
         parts = value.items() if isinstance(value, Mapping) else []
         found[one_line(key)] = one_line(", ".join(f"{name} {part}" for name, part in parts) if parts else value)
-    return {key: text for key, text in found.items() if key != "left_out"}
+    return {key: text for key, text in found.items() if key not in ("left_out", "settled", "fit")}
 
 
 def terminal_table(comparison: Comparison, width: int = 80) -> str:
@@ -197,8 +163,9 @@ def markdown(comparison: Comparison) -> str:
         rows = [["variant", *columns], ["---"] * (len(columns) + 1)]
         rows += [[each.name, *cells] for each, *cells in zip(done, *columns.values(), strict=True)]
         parts += [f"## {_in_markdown(title)}", _rows(rows)]
-    if failed := failures(comparison):
-        parts.append(_rows([["failed", "reason"], ["---"] * 2, *failed]))
+    failed = {each.name: each.failed for each in comparison.variants if each.failed}
+    for title, reasons in {"failed": failed, "left out": left_out(comparison)}.items():
+        parts += [_rows([[title, "reason"], ["---"] * 2, *map(list, reasons.items())])] * bool(reasons)
     parts += map(_in_markdown, notes(comparison))
     parts.append(_rows([["about", ""], ["---"] * 2, *map(list, facts(comparison).items())]))
     return "\n\n".join(parts) + "\n"
@@ -233,10 +200,8 @@ def _planned(each: VariantResult, unit: Unit) -> str:
     return unit.of(each.planned) + error
 
 
-def _short(value: float) -> str:
-    """Three digits."""
-    power = math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
-    return number(value, 10.0 ** (power - 2))
+def _ratio(value: float) -> str:
+    return f" ({number(value, value / 100)})" if value > 0 else ""
 
 
 def _range(counts: set[int]) -> str:

@@ -72,12 +72,14 @@ class Fit:
         data: A DataModule, a loader to train on, a pair of one to train and one to validate on, or ``None`` where the
             module has them.
         seed: What the random numbers of its run begin with.
+        resumed: The checkpoint that it goes on from, ``None`` for a new one.
     """
 
     trainer: Any
     module: Any
     data: Any = None
     seed: int = 0
+    resumed: Any = None
 
     @property
     def datamodule(self) -> Any:
@@ -99,10 +101,10 @@ class Fit:
 
         seed_everything(self.seed, verbose=False)
         if self.datamodule is not None or self.data is None:
-            self.trainer.fit(self.module, datamodule=self.datamodule)
+            self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=self.resumed)
         else:
             loaders = self.data if isinstance(self.data, tuple) else (self.data,)
-            self.trainer.fit(self.module, *loaders)
+            self.trainer.fit(self.module, *loaders, ckpt_path=self.resumed)
 
 
 class FitSource(ABC):

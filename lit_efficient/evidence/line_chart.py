@@ -124,6 +124,25 @@ def number(value: float, step: float | None = None, beside: float = 0.0) -> str:
     return text + ({0: "", 3: "k", 6: "M", 9: "G"}[unit] if 0 <= unit < 12 else f"e{unit}")
 
 
+class Unit:
+    """One unit, and one number of digits, for several sizes, so that they can be compared at a glance.
+
+    Example:
+        >>> Unit([1_590_000_000, 12_000_000]).of(12_000_000), Unit([3000]).name
+        ('0.011', 'KiB')
+    """
+
+    def __init__(self, sizes: Sequence[float]) -> None:
+        largest = max([*sizes, 1])
+        power = min(int(math.log2(largest) // 10), 3)
+        self.bytes, self.name = 1024.0**power, ("B", "KiB", "MiB", "GiB")[power]
+        self.digits = max(0, 3 - int(math.log10(largest / self.bytes))) if power else 0
+
+    def of(self, size: float) -> str:
+        """A size in this unit, without its name."""
+        return f"{size / self.bytes:,.{self.digits}f}"
+
+
 def thinned(points: Sequence[Point], low: float, high: float, pixels: int) -> list[Point]:
     """Of the points that share a pixel's width the lowest, the highest and one that is not finite, in their order."""
     if len(points) <= 2 * pixels:

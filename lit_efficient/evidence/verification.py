@@ -17,12 +17,26 @@ from typing import Any
 
 from lit_efficient.errors import did_you_mean, refusal
 from lit_efficient.evidence.claims import Claim, Subject, Verdict
-from lit_efficient.evidence.claims_of_training import OF_TRAINING
+from lit_efficient.evidence.claims_of_checkpoints import OF_CHECKPOINTS
+from lit_efficient.evidence.claims_of_data import OF_DATA
+from lit_efficient.evidence.claims_of_execution import OF_EXECUTION
+from lit_efficient.evidence.claims_of_labels import OF_LABELS
+from lit_efficient.evidence.claims_of_shards import OF_SHARDS
+from lit_efficient.evidence.claims_of_training import OF_TRAINING, RUNS
 from lit_efficient.evidence.claims_of_weights import OF_WEIGHTS
 from lit_efficient.evidence.fits import FitSource, LiveFit
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
 
-CLAIMS: tuple[Claim, ...] = (*OF_TRAINING, *OF_WEIGHTS)
+CLAIMS: tuple[Claim, ...] = (
+    RUNS,
+    *OF_TRAINING,
+    *OF_WEIGHTS,
+    *OF_CHECKPOINTS,
+    *OF_DATA,
+    *OF_LABELS,
+    *OF_EXECUTION,
+    *OF_SHARDS,
+)
 _WORDS = {True: "PASS", False: "FAIL", None: "-"}
 
 
@@ -111,7 +125,7 @@ def verify(
         fit: A trainer, which is left as it is, or a :class:`~lit_efficient.evidence.fits.FitSource`.
         module: With a trainer: the LightningModule.
         data: With a trainer: a DataModule, a loader, a pair of one to train and one to validate on, or ``None``.
-        only: Names of the claims to check, all by default.
+        only: Names of the claims to check, all by default; `runs` comes first all the same, as all stand on it.
         full: Take a model of more than 50 million parameters as it is, not two narrow blocks of it.
         seed: With a trainer: what random numbers begin with.
         tell: Gets a line on the progress now and then.
@@ -129,8 +143,10 @@ def verify(
     left: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, other_randomness(random_states()):
         subject = Subject(source, Path(folder), full)
-        subject.within(lambda trainer, module: None)  # what is wrong with the fit itself is no verdict
+        subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
         try:
+            if not (runs := RUNS.check(subject)).held:
+                claims, verdicts = [], [runs]  # nothing can be checked
             for i, claim in enumerate(claims):
                 if tell is not None:
                     tell(_progress(claim, i, len(claims), time.monotonic() - began))

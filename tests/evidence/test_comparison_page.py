@@ -19,10 +19,11 @@ from xml.etree import ElementTree
 import pytest
 
 from lit_efficient.evidence.comparison import Comparison, VariantResult
-from lit_efficient.evidence.comparison_charts import Spot, bars, frontier, scatter
+from lit_efficient.evidence.comparison_charts import bars, frontier, scatter, shown_kinds
 from lit_efficient.evidence.comparison_page import html, log_to_wandb, write_report
-from lit_efficient.evidence.comparison_tables import Unit, csv_text, markdown, one_line, said, tables, terminal_table
+from lit_efficient.evidence.comparison_tables import csv_text, markdown, one_line, said, tables, terminal_table
 from lit_efficient.evidence.estimates import UNKNOWN, Estimate
+from lit_efficient.evidence.line_chart import Unit
 from tests.html_page import Page, alone
 
 HOSTILE = [
@@ -121,14 +122,14 @@ def test_markdown_stays_markdown() -> None:
     comparison = hostile()
     text = markdown(comparison)
     found = rows_of(text)
-    assert len(found) == 5
+    assert len(found) == 6
     for part in found:
         assert {len(row) for row in part} == {len(part[0])}
     names = ["as it is", *map(one_line, HOSTILE)]
     for part in found[:3]:
         assert [row[0] for row in part[2:]] == names
-    reasons = [row[1] for row in found[3][2:]]
-    assert reasons == [*names[1:], f"left out: {one_line(''.join(HOSTILE))}"]
+    assert [row[1] for row in found[3][2:]] == names[1:]
+    assert found[4][2:] == [[one_line("".join(HOSTILE))] * 2]
     fence = re.match(r"# Comparison\n\n(`{4,})bash\n", text)[1]
     outside = "".join(text.split(fence)[::2])
     assert not re.search(r"<\w|(?<!\\)\[(?![-\d.e, ]+\])", outside)
@@ -235,11 +236,15 @@ def boxes(svg: ElementTree.Element) -> dict[str, tuple[float, float, float, floa
 @pytest.mark.parametrize("count", [1, 2, 8, 30])
 def test_labels_are_in_the_picture_and_apart(count: int, spread: float) -> None:
     draw = random.Random(count)
-    spots = [Spot("as it is", (1.0, math.nan, math.nan), 1.0)]
+    spots = [dataclasses.replace(variant("as it is", 1.0, 1.0), time=Estimate(1.0, math.nan, math.nan, None, 1))]
     for i in range(1, count):
         time, half = math.exp(draw.gauss(0, spread)), draw.choice((0.01, 3.0))
-        spots.append(Spot(f"all but number {i}", (time, time - half, time + half), math.exp(draw.gauss(0, spread))))
-    drawn, labels = scatter(spots)
+        wide = Estimate(time, time - half, time + half, 0.5, 3)
+        one = variant(f"all but number {i}", time, math.exp(draw.gauss(0, spread)))
+        spots.append(dataclasses.replace(one, time=wide))
+    points = [(spot.time.value, spot.peak_ratio) for spot in spots]
+    drawn, best, labels = scatter(spots)
+    assert best == frontier(points)
     svg = ElementTree.fromstring(drawn)
     found = boxes(svg)
     assert list(found)
@@ -254,20 +259,21 @@ def test_labels_are_in_the_picture_and_apart(count: int, spread: float) -> None:
     dots = [path for path in svg.iter("path") if path.get("class", "").endswith("dots")]
     places = [tuple(map(float, re.fullmatch(r"M(\S+) (\S+)h0", dot.get("d")).groups())) for dot in dots]
     assert all(0 < x < 400 and 20 < y < 280 for x, y in places)
-    by_time = sorted(range(count), key=lambda i: spots[i].at[0])
+    by_time = sorted(range(count), key=lambda i: points[i][0])
     assert [places[i][0] for i in by_time] == sorted(x for x, _ in places)
-    by_memory = sorted(range(count), key=lambda i: -spots[i].at[1])
+    by_memory = sorted(range(count), key=lambda i: -points[i][1])
     assert [places[i][1] for i in by_memory] == sorted(y for _, y in places)
     blue = {i for i, dot in enumerate(dots) if dot.get("class") == "line0 dots"}
-    assert blue == set(frontier([spot.at for spot in spots])) - {0}
+    assert blue == set(best) - {0}
     ends = re.findall(r"M(\S+) (\S+)H(\S+)\"", drawn)
     assert all(0 <= float(x) <= 400.1 for a, _, b in ends for x in (a, b))
 
 
 def test_bars_are_as_long_as_bytes_are_many() -> None:
     kinds = {f"kind {i}": 100 - i for i in range(12)}
-    rows = [("one", 2000, {"weights": 500, "gradients": 1000}, 1900), ("two", sum(kinds.values()), kinds, None)]
-    svg = ElementTree.fromstring(bars(rows, Unit([2000])))
+    one = variant("one", 1.0, 1.0, peak=2000, kinds={"weights": 500, "gradients": 1000}, planned=1900)
+    two = variant("two", 1.0, 1.0, peak=sum(kinds.values()), kinds=kinds, planned=None)
+    svg = ElementTree.fromstring(bars([one, two], shown_kinds([one.kinds, two.kinds]), Unit([2000])))
     parts: dict[str, list[ElementTree.Element]] = {"one": [], "two": []}
     for rect in svg.iter("rect"):
         parts[rect.find("title").text.partition(":")[0]].append(rect)
@@ -286,7 +292,8 @@ def test_bars_are_as_long_as_bytes_are_many() -> None:
 
 def test_what_is_missing_is_no_error() -> None:
     bare = variant("bare", 0.9, 0.5, kinds={}, planned=None, curve=[], loss=UNKNOWN, steps_to_loss=None)
-    cases = [compared(), compared(bare), compared(failed("a", "no"), failed("b", "no")), compared(bare)]
+    unseen = variant("compiled", 0.7, 1.0, peak=0, peak_ratio=math.nan)
+    cases = [compared(), compared(bare, unseen), compared(failed("a", "no"), failed("b", "no")), compared(bare)]
     cases[2].variants[0] = failed("as it is", "no")
     cases[3].variants[0] = failed("as it is", "no")
     for comparison in cases:
