@@ -18,7 +18,7 @@ from lit_efficient.evidence.line_chart import Unit, number
 from lit_efficient.evidence.markup import plain
 from lit_efficient.evidence.text_table import room_of, text_lines, text_row, text_table
 
-NONE, _UNTESTED, _NO_EVIDENCE = "-", ", not\N{NO-BREAK SPACE}tested", ", no\N{NO-BREAK SPACE}evidence"
+NONE = "-"
 _TWO_DIGITS = 3.55  # half an interval of 0.035 is given in two digits, of 0.036 in one
 _MORE_DIGITS = 3  # to tell a bound from no difference
 Columns = Mapping[str, Sequence[str]]
@@ -40,7 +40,8 @@ def said(estimate: Estimate | None, no_difference: float) -> str:
         return NONE
     value, low, high = estimate.value, estimate.low, estimate.high
     p, half = estimate.p, (high - low) / 2
-    evidence = _UNTESTED if p is None or math.isnan(p) else "" if estimate.evidence else _NO_EVIDENCE
+    lack = "not tested" if p is None or math.isnan(p) else "" if estimate.evidence else "no evidence"
+    evidence = ", " + lack.replace(" ", "\N{NO-BREAK SPACE}") if lack else ""
     if not 0 < half < math.inf:
         return number(value) + evidence
     power = math.floor(math.log10(half))
