@@ -81,8 +81,7 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         try:
             traced = _trace(fit, batch, batches, mode)
         except Exception as error:
-            import os
-            import traceback
+            import os, traceback
             if os.environ.get("PLN"): traceback.print_exc()
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if guilty is None or isinstance(error, LitEfficientError):
