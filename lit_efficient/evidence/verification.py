@@ -25,6 +25,7 @@ from lit_efficient.evidence.claims_of_shards import OF_SHARDS
 from lit_efficient.evidence.claims_of_training import OF_TRAINING, RUNS
 from lit_efficient.evidence.claims_of_weights import OF_WEIGHTS
 from lit_efficient.evidence.fits import FitSource, LiveFit
+from lit_efficient.evidence.small_builds import small
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
 
 CLAIMS: tuple[Claim, ...] = (
@@ -142,7 +143,10 @@ def verify(
     began, verdicts, environment = time.monotonic(), [], dict(os.environ)
     left: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, other_randomness(random_states()):
-        subject = Subject(source, Path(folder), full)
+        said = ""
+        if not full:
+            source, said = small(source, lambda changed: Subject(changed, Path(folder)).train(1))
+        subject = Subject(source, Path(folder), full, said)
         subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
         try:
             if not (runs := RUNS.check(subject)).held:
