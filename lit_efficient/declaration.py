@@ -90,11 +90,15 @@ class Declaration:
     # costs; 0: it needs something else beside it, or is another training, and is not what to try first.
     helps: ClassVar[Mapping[str, tuple[int, str]]] = {}
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
+    # What a step computes beside one without it: the "same" but for the order of sums, "rounded" to fewer bits, or what
+    # is an "other" training.
+    computes: ClassVar[str] = "other"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
     draws_work: ClassVar[bool] = False  # what a step computes is drawn: figures of one step say little of another
     leaves_traces: ClassVar[bool] = False  # writes or stops outside of the process: steps that are undone leave it out
+    tries_steps: ClassVar[bool] = False  # runs steps before the first one and undoes them
     changes_accumulation: ClassVar[bool] = False  # sets trainer.accumulate_grad_batches in the run
     seeds_batches: ClassVar[bool] = False  # each batch is read with draws of its own, in whatever process
     resumes_with: ClassVar[Mapping[str, str]] = {}  # key of a config that a resumed run does not heed -> why

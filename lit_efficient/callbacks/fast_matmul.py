@@ -13,6 +13,7 @@ These switches belong to the process, not to the network: what was there before 
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from lightning_utilities.core import rank_zero
@@ -77,6 +78,7 @@ class FastMatmul(Technique):
         ConfigurationError: For an argument out of range.
     """
 
+    computes: ClassVar[str] = "rounded"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (2, "float32 products on tensor cores, from Ampere on")}
 
     def __init__(self, precision: str = "high", reduced_reductions: bool = True, cudnn_benchmark: bool = True) -> None:
@@ -91,6 +93,7 @@ class FastMatmul(Technique):
         self._runs: list[tuple[int, dict[str, Any]]] = []  # of trainers in each other: id, switches before
         self._said = ""
         _silence_advice()
+        _LIVE.add(self)
 
     def capability(self, trainer: Any) -> tuple[int, int] | None:
         """Of the run's GPU; ``None`` for another device."""
@@ -132,9 +135,14 @@ class FastMatmul(Technique):
         return Report(self._said or "nothing is set yet")
 
 
+_LIVE: "WeakSet[FastMatmul]" = WeakSet()
+
+
 class _Heeded(logging.Filter):
+    """Advice is left out while there is who heeds it."""
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_ADVICE)
+        return not (_LIVE and record.getMessage().startswith(_ADVICE))
 
 
 def _silence_advice() -> None:

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.declaration import techniques_of
+from lit_efficient.declaration import in_order, techniques_of
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.flops import FlopMeter, Flops, peak_flops_of
 from lit_efficient.mechanisms.host_waits import unwatch, watch
@@ -58,6 +58,7 @@ class ThroughputMeter(RunFigures):
         self.flops: Flops | None = None  # of a position and a pair of positions, once they are counted
         self._by_type: Counter[torch.dtype] = Counter()
         self._trained = 0  # elements of the parameters that trained when it was counted
+        self._beside: list[Any] | None = None  # the techniques of the run that counted, of a checkpoint
         self._meter: FlopMeter | None = None  # while it counts
         self._tries = 0  # steps that had no operation to count
         self._left = 1  # steps to count
@@ -139,12 +140,20 @@ class ThroughputMeter(RunFigures):
         if self.flops is None:
             return {}
         by_type = {str(dtype).removeprefix("torch."): count for dtype, count in self._by_type.items()}
-        return {"flops": asdict(self.flops), "by_type": by_type, "trained": self._trained}
+        return {"flops": asdict(self.flops), "by_type": by_type, "trained": self._trained, "techniques": self._beside}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was counted."""
         self.flops, self._trained, self._left = Flops(**state_dict["flops"]), state_dict["trained"], 0
         self._by_type = Counter({getattr(torch, name): count for name, count in state_dict["by_type"].items()})
+        self._beside = state_dict.get("techniques")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        techniques = [one.record() for one in in_order(techniques_of(trainer))]
+        if self._beside not in (None, techniques):
+            self.flops, self._left = None, _steps(trainer)  # others may compute more, or less
+        self._beside = techniques
 
     def _watches(self, trainer: Any) -> bool:
         return True

@@ -10,6 +10,7 @@ Losses, gradients and drawn tokens are those of the unpadded network: what is pa
 Rows of zeros get gradients of zero and stay zeros, so checkpoints and exports hold the V rows alone, under their names.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -77,6 +78,7 @@ class Tiling(Technique):
     training_only = True
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str, str]] = {}
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (9, "sizes that tensor cores like")}
 
     def __init__(self, pad_vocabulary: int | None = None) -> None:
@@ -106,6 +108,17 @@ class Tiling(Technique):
         details |= {"vocabulary": before, "padded_vocabulary": after}
         cost = f"{format_bytes(added)} more, {after / before - 1:.2%} more of the head's product"
         return Report(f"vocabulary {before:,} -> {after:,}: {cost}; {said}{further}", modules=names, details=details)
+
+    @classmethod
+    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Cut the padding off averages, too, by whichever callback and under whichever key they stand."""
+        for tensors, name, (rows, _) in _padded_entries(module, checkpoint):
+            tensors[name] = tensors[name][:rows]
+
+    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+        for tensors, name, (rows, size) in _padded_entries(module, checkpoint):
+            if tensors is not checkpoint["state_dict"] and len(tensors[name]) == rows:
+                tensors[name] = _pad(tensors[name], size)
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -169,6 +182,28 @@ def _pad_vocabularies(module: nn.Module, multiple: int) -> tuple[tuple[str, ...]
             setattr(part, name, grown[id(parameter)])
         mix_in(part, kind, _rows=rows, _plain=tuple(name for name, _ in part.named_parameters()))
     return (table_name, head_name), added, rows, size
+
+
+def _padded_entries(
+    module: nn.Module, checkpoint: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], str, tuple[int, int]]]:
+    """Where tensors of padded parameters stand in a checkpoint: the dict, the name, and rows without and with padding.
+
+    They are found by their names, among the weights and in the states of callbacks.
+    """
+    sizes = {
+        f"{prefix}.{name}".lstrip("."): (part._rows, len(parameter))
+        for prefix, part in module.named_modules()
+        if isinstance(part, _Padded)
+        for name, parameter in part.named_parameters(recurse=False)
+    }
+    dicts: list[Any] = [checkpoint.get("state_dict"), checkpoint.get("callbacks")]
+    while dicts:
+        found = dicts.pop()
+        if isinstance(found, dict):
+            dicts += found.values()
+            for name in [name for name in sizes if isinstance(found.get(name), Tensor)]:
+                yield found, name, sizes[name]
 
 
 def _pad(value: Tensor, rows: int) -> Tensor:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_efficient.cli.run import SaveRunConfig, callbacks_of
 from lit_efficient.cli.run_folder import LastCheckpoint
+from lit_efficient.mechanisms.adapters.base import leaves_base_out
 
 COMMAND = "python -m lit_efficient"
 
@@ -36,11 +37,12 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     folder, commands = trainer.default_root_dir, []
     if last and not interrupted:
         output = short(Path(folder, f"drawn_{trainer.global_step}"))
-        own = getattr(trainer.lightning_module, "commands_after_fit", ())
+        lost = _base_is_nowhere(trainer.lightning_module)
+        own = () if lost else getattr(trainer.lightning_module, "commands_after_fit", ())
         commands += [f"{COMMAND} {command.format(ckpt=short(best), output=output)}" for command in own]
         commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
         output = short(Path(folder, f"export_{trainer.global_step}"))
-        commands.append(f"{COMMAND} export {short(best)} --output {output}")
+        commands.append(f"{COMMAND} export {short(best)}{' --format peft' if lost else ''} --output {output}")
     commands.append(f"{COMMAND} report {short(folder)}")
     if interrupted:
         commands.insert(0, f"{program} fit{given} --ckpt_path {short(interrupted)}")
@@ -81,6 +83,12 @@ def _checkpoints(trainer: Trainer) -> tuple[str, str, Any]:
         c for c in savers if getattr(c, "best_model_score", None) is not None and os.path.exists(c.best_model_path)
     ]
     return (rated[0].best_model_path if rated else str(last)), str(last), (rated[0] if rated else None)
+
+
+def _base_is_nowhere(module: Any) -> bool:
+    """Whether checkpoints hold adapters alone, and no file what they stand beside: it was drawn at random."""
+    parts = vars(module).values()
+    return leaves_base_out(module) and any(getattr(part, "draws_weights", False) for part in parts)
 
 
 def _of_loggers(trainer: Trainer) -> list[str]:

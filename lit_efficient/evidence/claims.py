@@ -217,7 +217,7 @@ class Subject:
         fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
             self.run(fit)
-        return inside.found  # type: ignore[no-any-return]
+        return inside.found
 
     def batches(self, count: int, change: Change = AS_IT_IS) -> list[Any]:
         """The fit's own first training batches, as the training step gets them."""

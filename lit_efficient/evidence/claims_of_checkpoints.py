@@ -132,7 +132,8 @@ class Averaged(Claim):
                         setattr(technique, name, 1)
 
         trace = subject.train(steps, prepare=soon)
-        off, kinds = {}, []
+        off: dict[str, float] = {}
+        kinds = []
         for technique in _averages(trace.fit):
             shares, found = technique.shares(steps), technique.average(trace.fit.module)
             if shares is None or found is None:
@@ -140,7 +141,7 @@ class Averaged(Claim):
                 continue
             kinds.append(type(technique).__name__)
             right = {name: sum(s * w[name].double() for s, w in zip(shares, trace.weights)) for name in found}
-            off |= difference(right, found)  # type: ignore[arg-type]
+            off |= difference(right, found)
         if not kinds:
             return self.idle(f"there is no average of weights{': ' if notes else ''}{'; '.join(notes)}")
         why = f"the average of {' and '.join(kinds)} after {steps} steps, and the sum in float64"

@@ -38,7 +38,7 @@ class Trains(Claim):
         wrong |= dict.fromkeys(zero & ours, "its gradient is zero in every step")
         wrong |= dict.fromkeys(still & reached - zero - rounded, "it has a gradient and does not move")
         notes = {"that the training step leaves aside": aside, "whose steps 16 bits round away": rounded}
-        notes |= {"that are frozen for now": later}
+        notes |= {"that are frozen for now": set(later)}
         uncovered = tuple(
             f"{len(names)} parameters {what}, first {min(names)}" for what, names in notes.items() if names
         )

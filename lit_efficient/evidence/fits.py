@@ -11,10 +11,16 @@ A `Change` is what one variant has that the fit as it is has not. Settings go by
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from torch.utils.data import DataLoader
+
+from lit_efficient.declaration import techniques_of
+from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.mechanisms.trials.batch_size import NAMES, places_of, set_at, value_at
+from lit_efficient.mechanisms.trials.probes import batch_size_of, resize
 
 # What a trainer that exists takes, and where it keeps it.
 _OF_TRAINER = {
@@ -39,15 +45,18 @@ class Change:
 
     Args:
         name: How people call it.
-        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``.
+        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``; or by
+            the class of a technique that it has: ``LoRA.rank``.
         overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
         callbacks: Makes the callbacks that are added.
+        seed: What random numbers begin with, those of the weights, too, where these are made anew; ``None``: as it is.
     """
 
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     overlays: tuple[str, ...] = ()
     callbacks: Callable[[], list[Any]] = list
+    seed: int | None = None
 
 
 AS_IT_IS = Change()
@@ -77,6 +86,15 @@ class Fit:
         """The DataModule, ``None`` where there is none."""
         return self.data if hasattr(self.data, "prepare_data") else None
 
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Set what goes by these names in a config.
+
+        Raises:
+            ConfigurationError: If one cannot be set any more, or is none of the part's.
+        """
+        for name, value in settings.items():
+            _set(self, name, value)
+
     def run(self) -> None:
         """Train, from the same random numbers each time."""
         from lightning.pytorch import seed_everything
@@ -100,6 +118,10 @@ class FitSource(ABC):
             ConfigurationError: If it cannot be changed so.
         """
 
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        """A text that is another one for another fit, by which a folder of results knows whose it is."""
+        return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"
+
 
 class LiveFit(FitSource):
     """Makes deep copies of a trainer, a module and data that exist, which are left as they are.
@@ -114,22 +136,106 @@ class LiveFit(FitSource):
     def __init__(self, trainer: Any, module: Any, data: Any = None, seed: int = 0) -> None:
         self.parts = Fit(trainer, module, data, seed)
 
-    def make(self, change: Change = AS_IT_IS) -> Fit:
+    def make(self, change: Change = AS_IT_IS, copying: AbstractContextManager[Any] | None = None) -> Fit:
+        """The parts of the fit with a change.
+
+        Args:
+            change: The change.
+            copying: What the trainer and the module, but not the data, are copied under.
+        """
         if change.overlays:
             raise ConfigurationError(
                 f"{change.name or 'Change'}: overlays ({', '.join(change.overlays)}) are laid over a config, and this "
                 "fit has none: give callbacks"
             )
-        fit = copy.deepcopy(self.parts)
+        memo: dict[int, Any] = {}
+        copy.deepcopy(self.parts.data, memo)
+        with copying or nullcontext():
+            fit = copy.deepcopy(self.parts, memo)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
-        for name, value in change.settings.items():
-            _set(fit, name, value)
+        fit.change(give_arguments(fit.trainer, change.settings))
+        fit.seed = fit.seed if change.seed is None else change.seed
         return fit
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        fit = self.parts
+        trainer = {name: getattr(fit.trainer, name, None) for name in ("accumulate_grad_batches", "gradient_clip_val")}
+        weights = sum(float(p.detach().double().sum()) for p in fit.module.parameters() if p.device.type != "meta")
+        parts = [_described(part) for part in (*fit.trainer.callbacks, fit.data)]
+        return f"{super().identity(change)} {fit.module} {weights} {trainer} {fit.trainer.precision} {parts}"
+
+
+def _each(change: Change) -> list[str]:
+    return [_described(callback) for callback in change.callbacks()]
+
+
+def _described(part: Any) -> str:
+    """A part by its class and those of its attributes that are plain."""
+    if isinstance(part, tuple):
+        return str([_described(one) for one in part])
+    plain = {name: value for name, value in getattr(part, "__dict__", {}).items() if _is_plain(value)}
+    return f"{type(part).__qualname__}{plain}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | bool | None)
+
+
+def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make techniques anew with those settings that name one (``LoRA.rank``), and return the others.
+
+    Raises:
+        ConfigurationError: If the trainer has no such technique, it takes no such argument, or refuses the value.
+    """
+    given = {name: value for name, value in settings.items() if name[:1].isupper()}
+    parts = {type(part).__name__: part for part in techniques_of(trainer)} if given else {}
+    for name, value in given.items():
+        owner, _, argument = name.partition(".")
+        part = parts.get(owner)
+        if part is None or argument not in (known := part.arguments()):
+            accepted = ", ".join(known) if part is not None else f"of {', '.join(parts) or 'no technique'}"
+            raise ConfigurationError(f"{name}: there is no such argument (accepted: {accepted})")
+        part.__init__(**{**{one: getattr(part, one) for one in known}, argument: value})  # type: ignore[misc]
+    return {name: value for name, value in settings.items() if name not in given}
+
+
+def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
+    """The setting that holds the size of the training batches, and what it is; ``None`` where none is found.
+
+    Args:
+        fit: The fit.
+        name: The setting, or ``auto`` for the usual ones: of a loader, the DataModule or the module.
+
+    Raises:
+        ConfigurationError: If there is no such setting, or it is no size.
+    """
+    if fit.data is not None and fit.datamodule is None:
+        loader = (fit.data if isinstance(fit.data, tuple) else (fit.data,))[0]
+        size = batch_size_of(loader) if isinstance(loader, DataLoader) else None
+        return None if size is None else ("data.batch_size", size)
+    parts = {"data": fit.datamodule, "model": fit.module}
+    wanted = [f"{part}.{one}" for one in NAMES for part in parts] if name == "auto" else [name]
+    for one in wanted:
+        part, _, key = one.partition(".")
+        places = places_of(parts.get(part), key) if key else []
+        if places:
+            value = value_at(places[0])
+            check_number("Fit", one, value, least=1, whole=True)
+            return one, value
+    if name == "auto":
+        return None
+    raise refusal("Fit", "the setting of the batch size", "an attribute of data or model, as in data.batch_size", name)
 
 
 def _set(fit: Fit, name: str, value: Any) -> None:
     part, _, key = name.partition(".")
+    if name == "data.batch_size" and fit.data is not None and fit.datamodule is None:
+        train, *others = fit.data if isinstance(fit.data, tuple) else (fit.data,)
+        fit.data = (resize(train, value), *others)
+        return
     owner = {"trainer": fit.trainer, "model": fit.module, "data": fit.data}.get(part)
     path = _OF_TRAINER.get(key) if part == "trainer" else key
     if owner is None or path is None:
@@ -137,9 +243,7 @@ def _set(fit: Fit, name: str, value: Any) -> None:
             f"{name}: a trainer that exists cannot be given it; of `trainer` it takes {', '.join(_OF_TRAINER)}. "
             "Make the fit from a config, or write a FitSource of your own"
         )
-    *owners, last = path.split(".")
-    for each in owners:
-        owner = getattr(owner, each)
-    if not hasattr(owner, last):
-        raise ConfigurationError(f"{name}: {type(owner).__name__} has no {last}")
-    setattr(owner, last, value)
+    places = places_of(owner, path)
+    if not places:
+        raise ConfigurationError(f"{name}: {type(owner).__name__} has no {path}")
+    set_at(places, value)

@@ -70,3 +70,18 @@ def _namespace(kind: type) -> str:
     """Which of Lightning's two packages a class derives from."""
     names = [base.__module__ for base in kind.__mro__]
     return "pytorch_lightning" if any(name.startswith("pytorch_lightning.") for name in names) else "lightning.pytorch"
+
+
+def traits_named(given: Any) -> Traits:
+    """The traits of the strategy that a config names: ``auto`` (DDP, where there are several devices), a short name of
+    Lightning's, or a class path with its arguments.
+    """
+    from pydoc import locate
+
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+    path = given.get("class_path") if isinstance(given, dict) else given
+    if path in (None, "auto"):
+        return traits_of(DDPStrategy.__new__(DDPStrategy))
+    kind: Any = StrategyRegistry[path]["strategy"] if path in StrategyRegistry else locate(str(path))
+    return traits_of(kind.__new__(kind))

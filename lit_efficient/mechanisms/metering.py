@@ -41,7 +41,7 @@ def count_batch(batch: Any) -> tuple[int, str]:
     """How much a batch holds: tokens if it has ``input_ids``, else samples (the first tensor's first dimension)."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return batch["input_ids"].numel(), "tokens"
-    return _samples(batch), "samples"
+    return samples_of(batch), "samples"
 
 
 def measure(batch: Any) -> tuple[Amount, str]:
@@ -94,13 +94,14 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     return sum(sizes.values())
 
 
-def _samples(batch: Any) -> int:
+def samples_of(batch: Any) -> int:
+    """How many rows a batch has: the first dimension of its first tensor."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return next((count for count in map(_samples, batch) if count), 0)
+        return next((count for count in map(samples_of, batch) if count), 0)
     return 0
 
 

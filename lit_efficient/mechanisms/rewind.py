@@ -64,14 +64,13 @@ class Rewind:
     ) -> None:
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
-        self._outside = outside
         roots, shallow = list(roots), list(shallow)
         self._restless = _restless([*roots, *shallow])
         self._rest()
-        self._seen: dict[int, object] = {}  # the objects too, so that no id is used twice
         for item in shallow:
             self._undo.append(_undo_mapping(vars(item)))
-        self._walk(roots)
+        for item in reachable(roots, outside):
+            self._record(item)
         self._random = random_states()
 
     def restore(self) -> None:
@@ -86,33 +85,41 @@ class Rewind:
         for item in self._restless:
             item.come_to_rest()
 
-    def _walk(self, stack: list[object]) -> None:
-        while stack:
-            item = stack.pop()
-            kind = type(item)
-            if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in self._seen:
-                continue
-            if self._outside(kind) or _is_machinery(kind) or hasattr(kind, "come_to_rest"):
-                continue
-            self._seen[id(item)] = item
-            undo = _undo_for(item)
-            if undo is not None:
-                self._undo.append(undo)
-            if isinstance(item, Tensor):
-                self.tensors.append(item)
-                stack.append(item.grad if item.is_leaf else None)
-            elif issubclass(kind, dict):
-                stack += [*item.keys(), *item.values()]  # type: ignore[attr-defined]
-            elif issubclass(kind, list | tuple | set | frozenset | deque):
-                stack += item  # type: ignore[arg-type]
-            if _has_state(kind):
-                if hasattr(item, "__dict__"):
-                    self._undo.append(_undo_mapping(vars(item)))
-                    stack += vars(item).values()
-                slots = {name: getattr(item, name) for name in _slots(kind) if hasattr(item, name)}
-                if slots:
-                    self._undo.append(_undo_slots(item, slots))
-                    stack += slots.values()
+    def _record(self, item: Any) -> None:
+        undo = _undo_for(item)
+        if undo is not None:
+            self._undo.append(undo)
+        if isinstance(item, Tensor):
+            self.tensors.append(item)
+        if _has_state(type(item)):
+            if hasattr(item, "__dict__"):
+                self._undo.append(_undo_mapping(vars(item)))
+            if slots := _slots_of(item):
+                self._undo.append(_undo_slots(item, slots))
+
+
+def reachable(roots: Iterable[object], outside: Callable[[type], bool] = lambda kind: False) -> Iterator[Any]:
+    """Every mutable thing that can be reached from some roots, each once; see :class:`Rewind` for where this stops."""
+    stack = list(roots)
+    seen: dict[int, object] = {}  # the objects too, so that no id is used twice
+    while stack:
+        item: Any = stack.pop()
+        kind = type(item)
+        if issubclass(kind, (*_LEAVES, *_OUTSIDE)) or id(item) in seen:
+            continue
+        if outside(kind) or _is_machinery(kind) or hasattr(kind, "come_to_rest"):
+            continue
+        seen[id(item)] = item
+        yield item
+        if isinstance(item, Tensor):
+            stack.append(item.grad if item.is_leaf else None)
+        elif issubclass(kind, dict):
+            stack += [*item.keys(), *item.values()]
+        elif issubclass(kind, list | tuple | set | frozenset | deque):
+            stack += item
+        if _has_state(kind):
+            stack += vars(item).values() if hasattr(item, "__dict__") else ()
+            stack += _slots_of(item).values()
 
 
 def _restless(roots: list[object]) -> list[Any]:
@@ -134,6 +141,10 @@ def _has_state(kind: type) -> bool:
     if root == "torch":
         return issubclass(kind, (*_TORCH, nn.Parameter))
     return root not in sys.stdlib_module_names or root in _STDLIB or kind.__module__ == "__main__"
+
+
+def _slots_of(item: Any) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in _slots(type(item)) if hasattr(item, name)}
 
 
 def _slots(kind: type) -> Iterator[str]:

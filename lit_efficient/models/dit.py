@@ -14,7 +14,7 @@ https://arxiv.org/abs/2310.00426.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,8 @@ class DiTConfig:
         context_width: Features of the text tokens that each block attends to; 0 for no text.
         variant: Positions, norms of queries and keys, and the time's frequencies.
     """
+
+    draws_weights: ClassVar[bool] = True  # no file has any
 
     channels: int = 4
     size: int = 8

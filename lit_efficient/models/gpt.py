@@ -9,6 +9,7 @@ https://arxiv.org/abs/1608.05859, scaled residual initialisation: GPT-2.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,8 @@ class GPTConfig:
         tie_embeddings: share one matrix between the embedding and the head.
         constants: of the rotary positions and of RMSNorm.
     """
+
+    draws_weights: ClassVar[bool] = True  # no file has any
 
     vocab_size: int | None = None
     dim: int = 256

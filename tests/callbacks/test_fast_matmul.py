@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -142,12 +143,17 @@ def test_the_pure_function_changes_what_it_is_given_and_returns_what_was() -> No
 
 
 def test_lightning_does_not_advise_what_is_about_to_be_set(caplog: pytest.LogCaptureFixture) -> None:
-    FastMatmul()
+    advice = "You are using a CUDA device ('H200') that has Tensor Cores. To properly utilize"
+    heeds = FastMatmul()
     with caplog.at_level(logging.INFO):
-        rank_zero.rank_zero_info("You are using a CUDA device ('H200') that has Tensor Cores. To properly utilize")
+        rank_zero.rank_zero_info(advice)
         rank_zero.rank_zero_info("GPU available: True")
-    assert "GPU available" in caplog.text
-    assert "Tensor Cores" not in caplog.text
+        assert "GPU available" in caplog.text
+        assert "Tensor Cores" not in caplog.text
+        del heeds
+        gc.collect()
+        rank_zero.rank_zero_info(advice)
+    assert "Tensor Cores" in caplog.text  # to those who do not use it
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,18 @@ def test_a_resumed_run_does_not_count_again(tmp_path: Any, monkeypatch: pytest.M
     assert second._by_type == first._by_type
 
 
+def test_a_resumed_run_with_other_techniques_counts_what_it_computes(tmp_path: Any) -> None:
+    run = trainer([ThroughputMeter()], max_epochs=1, log_every_n_steps=1)
+    run.fit(Model(), rows())
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    resumed, whole = ThroughputMeter(), ThroughputMeter()
+    for meter, path in ((resumed, tmp_path / "one.ckpt"), (whole, None)):
+        again = trainer([meter, ActivationCheckpointing()], max_epochs=2, log_every_n_steps=1)
+        again.fit(Model(), rows(), ckpt_path=path, weights_only=True)
+    assert whole.flops is not None
+    assert resumed.flops == whole.flops
+
+
 class Thawing(L.Callback):
     """Freezes all but the head until the second batch."""
 

@@ -88,6 +88,7 @@ def test_a_padded_run_is_the_plain_one_and_its_checkpoint_resumes_it(tmp_path: P
         saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
         runner = trainer([*callbacks, saving], max_epochs=2, limit_val_batches=0, enable_checkpointing=True)
         runner.fit(module, data(), data(4), ckpt_path=path)
+        runner.save_checkpoint(folder / "alone.ckpt", weights_only=True)
         return module
 
     plain = run()
@@ -98,9 +99,12 @@ def test_a_padded_run_is_the_plain_one_and_its_checkpoint_resumes_it(tmp_path: P
     assert not whole.net.gpt.embedding.weight[9:].any()
     half = tmp_path / "2" / "step=4.ckpt"
     saved = torch.load(half, weights_only=True)
-    tensors = [value for name, value in saved["state_dict"].items() if "embedding" in name or "gpt.head" in name]
-    assert tensors
-    assert all(value.shape == (9, 16) for value in tensors)
+    alone = torch.load(tmp_path / "2" / "alone.ckpt", weights_only=True)
+    for held in (saved["state_dict"], saved["callbacks"]["EMA"]["average"], alone["state_dict"]):
+        tensors = [value for name, value in held.items() if "embedding" in name or "gpt.head" in name]
+        assert tensors
+        assert all(value.shape == (9, 16) for value in tensors)
+    plain.load_state_dict(alone["state_dict"])  # the average, which a network without padding takes
     assert_equal(weights(whole), weights(run(Tiling(8), EMA(decay=0.5), path=half)))
 
 

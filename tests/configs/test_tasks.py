@@ -29,6 +29,8 @@ def test_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     model = {"model": {"dim": 16, "depth": 1, "num_heads": 2, "max_length": 256}}
     path = small(TASKS / "language_model.yaml", model=model, data=data)
     assert fit_and_follow(capsys, path)[:2] == ["generate", "validate"]
+    # Adapters beside weights that were drawn: no file holds them, so nothing that needs them is printed.
+    assert "generate" not in fit_and_follow(capsys, path, "-c", "lora")
 
 
 @pytest.mark.turns(4, family="shipped configs")

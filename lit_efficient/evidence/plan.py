@@ -1,0 +1,95 @@
+"""What a training step will take, before any weights are made: memory by kind, FLOPs, parameters, techniques.
+
+    peak = max over a steady step of the sum of all living storages
+
+The step is traced without values (:mod:`~.traced_step`), so that a network of any size is planned in the memory of its
+description. The batch is the largest that the data's samples make, where the data is there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
+from lit_efficient.evidence.memory_kinds import KINDS, Moment
+from lit_efficient.evidence.planned_batch import batch_of
+from lit_efficient.evidence.traced_step import trace
+from lit_efficient.internals.torch_fake import FakeCopyMode, FakeTensorMode
+from lit_efficient.mechanisms.metering import count_batch, samples_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one optimizer step takes on one device, from the second step on.
+
+    Args:
+        peak: The most bytes that live on the device at a time, the allocator's margin included.
+        kinds: What they are, by kind (:data:`~.memory_kinds.KINDS`).
+        resident: Bytes by kind between steps.
+        host: Bytes in CPU memory, where that is not the device.
+        timeline: One step, in at most some hundred points.
+        parameters: Number of elements of the network's parameters.
+        trainable: Those that are stepped.
+        flops: Operations of the step, with what is computed twice.
+        techniques: Names in the order in which they act, and what each touches.
+        batch: Samples of a batch.
+        unit: ``tokens`` or ``samples``.
+        amount: How many a step has.
+        notes: What was assumed or is not covered.
+    """
+
+    peak: int
+    kinds: Mapping[str, int]
+    resident: Mapping[str, int]
+    host: int
+    timeline: tuple[Moment, ...]
+    parameters: int
+    trainable: int
+    flops: int
+    techniques: tuple[tuple[str, str], ...]
+    batch: int
+    unit: str
+    amount: int
+    notes: tuple[str, ...]
+
+
+def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | None = None) -> Plan:
+    """Say what a fit will take, without its weights.
+
+    Args:
+        source: Makes the fit: of a config, or :class:`~.fits.LiveFit` of a trainer, a module and data that exist.
+        change: What it has that the fit as it is has not.
+        device: ``cpu`` or ``cuda``: whose kernels are assumed; ``None``: the trainer's.
+
+    Raises:
+        ConfigurationError: What the fit itself would refuse.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def make() -> Fit:
+        if isinstance(source, LiveFit):
+            return source.make(change, FakeCopyMode(mode))
+        return source.make(change)
+
+    fit = make()
+    notes: list[str] = []
+    batch, batches = batch_of(fit, notes)
+    traced = trace(fit, make, batch, batches, mode)
+    amount, unit = count_batch(batch)
+    accumulated = fit.trainer.accumulate_grad_batches
+    memory = traced.memory
+    return Plan(
+        peak=memory.peak,
+        kinds={kind: memory.kinds.get(kind, 0) for kind in KINDS},
+        resident={kind: memory.resident.get(kind, 0) for kind in KINDS},
+        host=memory.host,
+        timeline=memory.timeline,
+        parameters=traced.parameters,
+        trainable=traced.trainable,
+        flops=traced.flops,
+        techniques=traced.techniques,
+        batch=samples_of(batch),
+        unit=unit,
+        amount=amount * accumulated,
+        notes=(*notes, *traced.notes),
+    )

@@ -1,0 +1,288 @@
+"""Training steps of a fit without its weights: the trainer's own loop over tensors that have a shape and no values.
+
+    parts of the fit -> fake weights -> Trainer.fit on fake batches -> memory by kind and FLOPs of the second step
+
+The second step is the first that has the optimizer's states and the gradients of the one before. A value that is read
+is stood in for. Callbacks that leave traces outside the process do not take part, nor do those that fail for want of
+values, which is noted.
+"""
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch import Tensor, nn
+
+from lit_efficient.application import reports_of
+from lit_efficient.declaration import in_order, techniques_of
+from lit_efficient.errors import LitEfficientError
+from lit_efficient.evidence.fits import Fit
+from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
+from lit_efficient.internals.hugging_face import fakes_pass_for_real
+from lit_efficient.internals.lightning_trainer import set_default_root_dir
+from lit_efficient.internals.torch_dispatch import TorchDispatchMode
+from lit_efficient.internals.torch_fake import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    keep_value,
+    like_real_ones,
+)
+from lit_efficient.internals.torch_trees import tree_map_only
+from lit_efficient.mechanisms.flops import FlopMeter
+from lit_efficient.mechanisms.trials.steps import leaves_traces
+from lit_efficient.surgery import count
+
+_STEPS = 2
+
+
+@dataclass
+class Traced:
+    """What two steps without values have shown.
+
+    Args:
+        memory: Of the second one.
+        flops: Of the second one.
+        parameters: Number of elements of the network's parameters.
+        trainable: Those that the optimizers step.
+        techniques: Names in the order in which they act, each with what it touched.
+        notes: What was assumed.
+    """
+
+    memory: StepMemory
+    flops: int
+    parameters: int
+    trainable: int
+    techniques: tuple[tuple[str, str], ...]
+    notes: list[str] = field(default_factory=list)
+
+
+def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
+    """Run two steps of a fit without values.
+
+    Args:
+        fit: The fit, whose parts are real, on the meta device or fakes of ``mode``; its data is prepared.
+        make: Makes the fit anew, where a callback of it cannot take part.
+        batch: What the loader yields: tensors of any kind, in any structure.
+        batches: How many an epoch has; ``None``: nobody knows.
+        mode: The mode that knows the fakes.
+    """
+    left_out: dict[str, str] = {}
+    data = fit.data
+    while True:
+        fit.data = data
+        fit.trainer.callbacks = [one for one in fit.trainer.callbacks if type(one).__name__ not in left_out]
+        try:
+            traced = _trace(fit, batch, batches, mode)
+        except Exception as error:
+            guilty = _callback_behind(error, fit.trainer.callbacks)
+            if guilty is None or isinstance(error, LitEfficientError):
+                raise
+            left_out[type(guilty).__name__] = str(error).strip().splitlines()[0][:100]
+            fit = make()
+            continue
+        traced.notes += [f"{name} did not take part: it needs values ({why})." for name, why in left_out.items()]
+        return traced
+
+
+def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
+    observer = _Observer()
+    trainer = fit.trainer
+    device = trainer.strategy.root_device
+    faked = _Fakes(mode, device)
+    faked.module(fit.module)
+    loader = _Loader(faked.tree(batch), batches)
+    if fit.datamodule is not None:
+        for name in ("prepare_data", "setup", "teardown"):
+            setattr(fit.datamodule, name, _nothing)
+        fit.datamodule.train_dataloader = lambda: loader
+        data: dict[str, Any] = {"datamodule": fit.datamodule}
+    else:
+        data = {"train_dataloaders": loader}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.suppress(_Enough),
+        torch.compiler.set_stance("force_eager"),
+        contextlib.nullcontext() if _has_masks(batch) else fakes_pass_for_real(),
+    ):
+        _silence(trainer, observer, folder)
+        with like_real_ones(), mode, _StandIns(), observer.counter:
+            trainer.fit(fit.module, **data)
+    return observer.traced()
+
+
+def _has_masks(batch: Any) -> bool:
+    """Whether a batch says which tokens count or where documents begin: masks are made of that."""
+    return isinstance(batch, Mapping) and not batch.keys().isdisjoint(("attention_mask", "position_ids"))
+
+
+def _silence(trainer: Any, observer: Any, folder: str) -> None:
+    """Leave only what takes part in steps."""
+    trainer.callbacks = [one for one in trainer.callbacks if _takes_part(one)]
+    for technique in techniques_of(trainer):
+        technique.worst_case = True
+    trainer.callbacks.append(observer)
+    trainer.loggers = [DummyLogger()] if trainer.loggers else []
+    trainer.profiler = PassThroughProfiler()
+    set_default_root_dir(trainer, folder)
+    trainer.save_checkpoint = trainer.strategy.teardown = _nothing
+    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+
+
+def _takes_part(callback: Any) -> bool:
+    """Whether a callback has a part in what a step holds: techniques, though they write what they hold to files."""
+    if getattr(callback, "tries_steps", False):
+        return False
+    if getattr(callback, "phase", None) is not None:
+        return True
+    return not leaves_traces(callback) and not isinstance(callback, ModelSummary)
+
+
+class _Enough(Exception):
+    """All steps are done."""
+
+
+class _Observer(StepMeter):
+    """Keeps what is to be known of the steps, and ends the fit after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = FlopMeter()
+        self.flops = [0]
+        self.known: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        techniques = techniques_of(trainer)
+        reports = reports_of(pl_module, techniques)
+        names = [type(one).__name__ for one in in_order(techniques)]
+        stepped = [p for one in trainer.optimizers for group in one.param_groups for p in group["params"]]
+        self.known = {
+            "parameters": count(pl_module.parameters()),
+            "trainable": count(p for p in stepped if p.requires_grad),
+            "techniques": tuple((name, reports[name].summary if name in reports else "") for name in names),
+        }
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if len(self.steps) == len(self.flops):
+            self.flops.append(self.counter.sums.total())
+        if len(self.steps) == _STEPS:
+            raise _Enough
+
+    def traced(self) -> Traced:
+        return Traced(self.steps[-1], self.flops[-1] - self.flops[-2], **self.known)
+
+
+class _Loader:
+    """Yields copies of one batch."""
+
+    def __init__(self, batch: Any, length: int | None) -> None:
+        self.batch, self.length = batch, length
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("nobody knows its length")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield tree_map_only(Tensor, torch.clone, self.batch)
+
+
+class _Fakes:
+    """Fakes of real and of meta tensors, on the device that a run would have them on: one for each."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self.mode, self.device = mode, device
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._made:
+            with self.mode, torch.no_grad():
+                fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+            self._made[id(tensor)] = (tensor, fake)
+        return self._made[id(tensor)][1]
+
+    def tree(self, tree: Any) -> Any:
+        """A batch, on the CPU."""
+        return tree_map_only(Tensor, lambda tensor: self(tensor, torch.device("cpu")), tree)
+
+    def module(self, module: nn.Module) -> None:
+        """Put fakes into a module, in place."""
+        for part in module.modules():
+            for held in (part._parameters, part._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = self(tensor, self.device)
+
+
+_KNOWN = {getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full", "scalar_tensor", "arange")}
+
+
+class _StandIns(TorchDispatchMode):
+    """Answers for values that are not there, as if all were well: what says so is true, what says otherwise is not.
+
+    A number that is read is 0, a count 1. As many entries as there are may be other than 0.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
+            made = func(*(one.to(torch.bfloat16) for one in args[:2]), *args[2:], **kwargs)  # fakes know it in 16 bits
+            return made.to(args[0].dtype)
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            dtype = args[0].dtype if "Scalar" in str(func._schema.returns[0].type) else torch.bool
+            if dtype == torch.bool:
+                return not getattr(args[0], "says_wrong", False)
+            return 0.0 if dtype.is_floating_point else 1
+        except DynamicOutputShapeException:
+            if func is torch.ops.aten.nonzero.default:
+                return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+            raise
+        if "device" in kwargs and func in _KNOWN:
+            keep_value(result, lambda: func(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
+        elif isinstance(result, FakeTensor) and result.dtype == torch.bool:
+            result.says_wrong = _says_wrong(func, args)  # type: ignore[attr-defined]
+        return result
+
+
+def _says_wrong(func: Any, args: Any) -> bool:
+    """Whether what is true of a number, if an operator says so, is what one fears: that it is no number, or large."""
+    name = func._overloadpacket.__name__
+    if name in ("ne", "eq") and not isinstance(args[1], Tensor):
+        return name == "eq" and args[1] in (math.inf, -math.inf)
+    if name in ("ne", "gt", "ge", "lt", "le", "isnan", "isinf"):
+        return True
+    before = any(getattr(one, "says_wrong", False) for one in args if isinstance(one, Tensor))
+    return before != (name in ("logical_not", "bitwise_not"))
+
+
+def _callback_behind(error: BaseException, callbacks: list[Any]) -> Any:
+    """The callback in whose hook an error arose."""
+    guilty, place = None, error.__traceback__
+    while place is not None:
+        owner = place.tb_frame.f_locals.get("self")
+        guilty = next((one for one in callbacks if one is owner), guilty)
+        place = place.tb_next
+    return guilty
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,94 @@
+"""Tensors without values, on whatever device, and what cannot be known of them. Checked with torch 2.13."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from lit_efficient.internals.torch_dispatch import no_dispatch_modes
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "keep_value",
+    "like_real_ones",
+]
+
+
+@contextmanager
+def like_real_ones() -> Iterator[None]:
+    """Let fakes be moved with ``module.to``, copied, read as zeros, and be parameters of any class.
+
+    torch refuses the first where weak references exist, and keeps some to each parameter itself:
+    ``torch._C._swap_tensor_impl``; of the last it knows nothing: ``torch.Tensor._make_subclass``.
+    """
+    swap, make = torch.utils.swap_tensors, Tensor._make_subclass
+
+    def swap_fakes(one: Tensor, other: Tensor) -> None:
+        if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
+            return swap(one, other)
+        one.__dict__.update(other.__dict__)  # with what a kind of parameters keeps on them
+        torch._C._swap_tensor_impl(one, other)
+        return None
+
+    def copy(self: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            alike = self.detach().clone()
+            parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(alike, self.requires_grad) if parameter else alike
+        return memo[id(self)]
+
+    def zeros(self: Tensor, **_: Any) -> Any:
+        with no_dispatch_modes():
+            return torch.zeros(self.shape, dtype=self.dtype, device="cpu").numpy()
+
+    def subclass(kind: Any, data: Tensor, requires_grad: bool = False, **options: Any) -> Any:
+        if not isinstance(data, FakeTensor):
+            return make(kind, data, requires_grad, **options)
+        alias = data.detach()
+        alias.__class__ = _fake_kind(kind)
+        return alias.requires_grad_(requires_grad)
+
+    own = {"__deepcopy__": copy, "numpy": zeros, "tolist": lambda self: self.numpy().tolist()}
+    torch.utils.swap_tensors, Tensor._make_subclass = swap_fakes, staticmethod(subclass)  # type: ignore
+    for name, method in own.items():
+        setattr(FakeTensor, name, method)
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+        del Tensor._make_subclass  # of torch's own base, again
+        for name in own:
+            delattr(FakeTensor, name)
+
+
+@functools.cache
+def _fake_kind(kind: Any) -> Any:
+    """A class of fakes that is a class of parameters, too, such as those with 4 bits."""
+
+    def detach(self: Tensor) -> Any:
+        alias = Tensor.detach(self)
+        alias.__class__ = type(self)
+        return alias
+
+    return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__, "detach": detach})
+
+
+def keep_value(fake: Any, make: Callable[[], Tensor]) -> None:
+    """Let a fake of one element know what it holds, and what is computed of it: ``FakeTensor.constant``."""
+    if isinstance(fake, FakeTensor) and fake.constant is None and fake.numel() == 1:
+        with no_dispatch_modes():
+            fake.constant = make()
