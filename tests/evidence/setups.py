@@ -326,7 +326,7 @@ HEALTHY: dict[str, Setup] = {
     "an average, exact resuming and accumulation": GPT.but(
         callbacks=_of(lambda: le.EMA(decay=0.9), le.ExactResume), trainer=(("accumulate_grad_batches", 2),)
     ),
-    "optimizers of 8 bits": GPT.but(callbacks=_of(le.LowBitOptimizer)),
+    "optimizers of 8 bits": GPT.but(callbacks=_of(lambda: le.LowBitOptimizer(min_size=512))),
     "optimizer in backward": GPT.but(callbacks=_of(le.OptimizerInBackward)),
     "bfloat16": GPT.but(trainer=(("precision", "bf16-mixed"),)),
     "gradients clipped": GPT.but(trainer=(("gradient_clip_val", 0.5),)),
