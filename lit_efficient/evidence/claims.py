@@ -259,14 +259,14 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         names = {id(p): name for name, p in pl_module.named_parameters()}
-        found = {names[id(p)]: g for p, g in gradients_of(optimizer).items() if id(p) in names}
+        found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
         kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
         self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
         self.trace.rates.append([float(group["lr"]) for one in trainer.optimizers for group in one.param_groups])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.trace.losses.append(float("nan") if loss is None else float(loss))
+        self.trace.losses.append(0.0 if loss is None else float(loss))  # none: left out, or manual optimization
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if not self.trace.slim:
@@ -274,6 +274,14 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.trace.end = state_of(pl_module)
+
+
+def seen_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The gradient of each parameter before a step; none where parameters are stepped in the backward pass."""
+    try:
+        return gradients_of(optimizer)
+    except ConfigurationError:  # which refuses to show what is gone
+        return {}
 
 
 class _Over(Exception):
