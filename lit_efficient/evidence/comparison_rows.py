@@ -14,7 +14,7 @@ from typing import Any
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.comparison import TRAINING_LOSS, VariantResult
 from lit_efficient.evidence.estimates import Estimate, holm, mean_of, ratio_of
-from lit_efficient.evidence.measured_run import Measured
+from lit_efficient.evidence.run_watch import Measured
 
 ROWS, ABOUT = "rows.jsonl", "about.json"
 _POINTS = 16  # of the curve of a training loss
@@ -191,7 +191,7 @@ def _middle(curves: Sequence[_Curve]) -> _Curve:
         for step, seconds, loss in curve:
             by_step[step].append((seconds, loss))
     whole = {step: points for step, points in by_step.items() if len(points) == len(curves)}
-    return [(step, *(statistics.median(values) for values in zip(*whole[step]))) for step in sorted(whole)]  # type: ignore[misc]
+    return [(step, *(statistics.median(values) for values in zip(*whole[step]))) for step in sorted(whole)]
 
 
 def _difference(pairs: Sequence[tuple[float, float]]) -> Estimate:
