@@ -1,5 +1,6 @@
 """The runs of a comparison, kept as they end, and what they say together."""
 
+import contextlib
 import json
 import math
 import os
@@ -56,7 +57,7 @@ class Rows:
         self.file, known = folder / ROWS, folder / ABOUT
         self.rows: list[Row] = []
         if known.is_file():
-            before = json.loads(known.read_text("utf-8"))
+            before = _read(known.read_text("utf-8")) or {}
             others = [name for name, value in about.items() if before.get(name) != value]
             if others:
                 raise ConfigurationError(
@@ -67,11 +68,8 @@ class Rows:
         else:
             known.write_text(json.dumps(about, indent=1), "utf-8")
         for line in self.file.read_text("utf-8").splitlines() if self.file.is_file() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line that was cut when the machine stopped
-                continue
-            self.rows.append(Row(**{**record, "run": Measured.of(record["run"])}))
+            if record := _read(line):
+                self.rows.append(Row(**{**record, "run": Measured.of(record["run"])}))
 
     def add(self, row: Row) -> None:
         """Keep a run."""
@@ -89,6 +87,14 @@ class Rows:
     def of(self, key: str) -> list[Row]:
         """The runs of a variant."""
         return [row for row in self.rows if row.key == key]
+
+
+def _read(text: str) -> dict[str, Any] | None:
+    """An object; ``None`` of what was cut when the machine stopped."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
