@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_efficient.evidence.comparison import Comparison
+from lit_efficient.evidence.comparison_page import log_to_wandb, write_report
 from lit_efficient.evidence.comparison_runs import Comparing, Schedule
 from lit_efficient.evidence.fits import Change, FitSource, LiveFit
 
@@ -57,7 +58,8 @@ def compare(
         metric: What is compared, lower is better; ``None``: the validation loss, or where there is none the training
             loss.
         forgetting: Makes a DataModule or a loader of other held-out data, on which the loss is taken before and after.
-        folder: Keeps the runs, so that another call with the same arguments goes on; ``None`` keeps nothing.
+        folder: Keeps the report, and the runs, so that another call with the same arguments goes on; ``None`` keeps
+            nothing. A Trainer's W&B logger gets the report, too.
         said: Gets a line now and then on what runs, and how long it will take.
 
     Raises:
@@ -76,7 +78,9 @@ def compare(
         schedule = Schedule(steps, seeds, minutes, validations, narrow)
         run = Comparing(source, [_change(name, one) for name, one in with_.items()], schedule, place, forgetting, said)
         run.run()
-        return run.result(metric)
+        found = run.result(metric)
+        log_to_wandb(found, write_report(found, place), getattr(fit, "loggers", ()))
+        return found
 
 
 def _change(name: str, given: Change | Sequence[Any] | Callable[[], list[Any]]) -> Change:

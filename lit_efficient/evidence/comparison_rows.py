@@ -142,8 +142,8 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
     good = [row for row in rows if not row.run.failed]
     if not good:
         stopped = any(row.run.refused for row in baseline)
-        missing = "the fit as it is is refused" if stopped else "the time was over; the same command goes on"
-        reason = next((row.run.failed for row in rows), f"not run: {missing}")
+        missing = "not run: the fit as it is is refused" if stopped else "not run yet: the same command goes on"
+        reason = next((row.run.failed for row in rows), missing)
         return VariantResult(name, failed=reason)
     whole = {row.run.seed: row.run for row in good if row.whole}
     plain = {row.run.seed: row.run for row in baseline if row.whole and not row.run.failed}

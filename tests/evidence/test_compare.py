@@ -114,12 +114,12 @@ def test_a_technique_may_be_what_makes_it_fit(tmp_path):
     assert lora.time.n == 0
 
 
-def test_what_is_live_is_compared_in_one_call_and_stays(source):
+def test_what_is_live_is_compared_in_one_call_and_stays(source, tmp_path):
     module, run = Toy(), trainer(max_steps=3)
     before = [p.clone() for p in module.parameters()]
     found = lit_efficient.compare(
         run, module, data(), with_={"ema": [EMA(decay=0.5)], "more": Change(settings=TWICE)},
-        steps=4, seeds=1, validations=0, narrow=None,
+        steps=4, seeds=1, validations=0, narrow=None, folder=tmp_path,
     )  # fmt: skip
     assert [one.name for one in found.variants] == ["baseline", "ema", "more", "all"]
     assert not [one.failed for one in found.variants if one.failed]
@@ -130,6 +130,7 @@ def test_what_is_live_is_compared_in_one_call_and_stays(source):
     assert found["more"].loss.value != 0
     assert "averages" in found["all"].kinds
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
+    assert "averages" in (tmp_path / "comparison.html").read_text()
     json.dumps(found.as_dict())
 
 
