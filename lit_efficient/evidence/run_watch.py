@@ -200,13 +200,14 @@ class ByteWatch(StepMeter):
     def __init__(self, found: Measured, step: int) -> None:
         super().__init__()
         self.found, self.counted = found, max(0, step)
+        self.began: int | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """It begins later."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.counted and not self.steps and self.meter is None:
-            device = trainer.strategy.root_device
+        if self.began is None and trainer.global_step >= self.counted:
+            self.began, device = trainer.global_step, trainer.strategy.root_device
             if device.type != "cpu":
                 torch.accelerator.reset_peak_memory_stats(device)
             if not any(map(is_compiled, pl_module.modules())):
@@ -219,9 +220,9 @@ class ByteWatch(StepMeter):
             super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        device = trainer.strategy.root_device
-        if device.type != "cpu" and trainer.global_step == self.counted + 1:
-            self.found.peak = self.found.peak or int(torch.accelerator.max_memory_allocated(device))
+        ends = self.began is not None and trainer.global_step > self.began and not self.found.peak
+        if ends and (device := trainer.strategy.root_device).type != "cpu":
+            self.found.peak = int(torch.accelerator.max_memory_allocated(device))
         if self.meter is None:
             return
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
