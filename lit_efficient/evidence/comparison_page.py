@@ -81,7 +81,7 @@ def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequenc
 
 
 def _memory(done: Sequence[VariantResult]) -> Iterator[Markup]:
-    placed = [each for each in done if math.isfinite(each.time.value) and math.isfinite(each.peak_ratio)]
+    placed = [each for each in done if 0 < each.time.value < math.inf and 0 < each.peak_ratio < math.inf]
     if placed:
         drawn, best, labels = scatter(placed)
         numbered = ", ".join(f"{i + 1}: {placed[i].name}" for i, label in labels.items() if label == str(i + 1))
@@ -107,7 +107,7 @@ def _memory(done: Sequence[VariantResult]) -> Iterator[Markup]:
 
 
 def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:
-    drawn = [each for each in done if each.curve]
+    drawn = [each for each in done if each.curve and all(math.isfinite(seconds) for _, seconds, _ in each.curve)]
     for start in range(1, max(len(drawn), 2), COLOURS - 1):  # the baseline is in each of them
         part = drawn[:1] + drawn[start : start + COLOURS - 1]
         for along, column in (("step", 0), ("second", 1)):

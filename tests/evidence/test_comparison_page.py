@@ -294,9 +294,17 @@ def test_bars_are_as_long_as_bytes_are_many() -> None:
 def test_what_is_missing_is_no_error() -> None:
     bare = variant("bare", 0.9, 0.5, kinds={}, planned=None, curve=[], loss=UNKNOWN, steps_to_loss=None)
     unseen = variant("compiled", 0.7, 1.0, peak=0, peak_ratio=math.nan)
-    cases = [compared(), compared(bare, unseen), compared(failed("a", "no"), failed("b", "no")), compared(bare)]
-    cases[2].variants[0] = failed("as it is", "no")
-    cases[3].variants[0] = failed("as it is", "no")
+    odd = Estimate(5e-324, -math.inf, math.inf, 0.5, 2)
+    extreme = dataclasses.replace(bare, time=odd, loss=odd, peak_ratio=1e300, curve=[(1, math.inf, math.nan)])
+    cases = [
+        compared(),
+        compared(bare, unseen),
+        compared(extreme),
+        compared(failed("a", "no"), failed("b", "no")),
+        compared(bare),
+    ]
+    for comparison in cases[3:]:
+        comparison.variants[0] = failed("as it is", "no")
     for comparison in cases:
         alone(Page(html(comparison)))
         names = [each.name for each in comparison.variants]
