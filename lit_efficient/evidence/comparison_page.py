@@ -110,6 +110,8 @@ def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:
     drawn = [each for each in done if each.curve and all(math.isfinite(seconds) for _, seconds, _ in each.curve)]
     for start in range(1, max(len(drawn), 2), COLOURS - 1):  # the baseline is in each of them
         part = drawn[:1] + drawn[start : start + COLOURS - 1]
+        ends = (f"{each.name}: {number(each.curve[0][2])} to {number(each.curve[-1][2])}" for each in part)
+        words = ", ".join(ends)
         for along, column in (("step", 0), ("second", 1)):
             lines = [(i, [(point[column], point[2]) for point in each.curve]) for i, each in enumerate(part)]
             keys = [
@@ -118,7 +120,7 @@ def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:
             ]
             head = tag("figcaption", metric, tag("small", f" by {along}"), grid("keys", *keys))
             if part:
-                yield tag("figure", head, line_chart(f"{metric} by {along}", lines, along=along))
+                yield tag("figure", head, line_chart(f"{metric} by {along}", lines, along=along, words=words))
 
 
 def _tables(comparison: Comparison) -> Iterator[Markup]:

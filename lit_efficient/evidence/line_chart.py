@@ -20,7 +20,12 @@ _LEAST, _MOST = 1e-280, 1e300  # so that differences are finite, and their parts
 
 
 def line_chart(
-    title: str, lines: Sequence[tuple[int, Sequence[Point]]], *, from_zero: bool = False, along: str = "step"
+    title: str,
+    lines: Sequence[tuple[int, Sequence[Point]]],
+    *,
+    from_zero: bool = False,
+    along: str = "step",
+    words: str = "",
 ) -> Markup:
     """The chart.
 
@@ -29,6 +34,7 @@ def line_chart(
         lines: For each the number of its colour and its points, by step; NaN is a value that was not finite.
         from_zero: Start the vertical axis at 0. Else it is logarithmic where all values are positive and span 1 to 30.
         along: What the horizontal axis counts: steps, which are whole, or ``second``.
+        words: The lines in words, for those who cannot see them.
     """
     steps = [x for _, points in lines for x, _ in points]
     values = [y for _, points in lines for _, y in points if math.isfinite(y)] or [0.0, 1.0]
@@ -37,7 +43,7 @@ def line_chart(
     y_axis = Axis(min(low, 0.0) if from_zero else low, high, _BOTTOM, _TOP, logarithmic, margin=0.04)
     x_axis = Axis(min(steps), max(steps), y_axis.room(), RIGHT)
     drawn = [_line(colour % COLOURS, points, x_axis, y_axis, along) for colour, points in lines]
-    return picture(title, *frame(x_axis, y_axis, whole=along == "step"), *drawn, height=_HEIGHT)
+    return picture(title, *frame(x_axis, y_axis, whole=along == "step"), *drawn, height=_HEIGHT, words=words)
 
 
 def picture(title: str, *drawn: Markup, height: float, words: str = "") -> Markup:

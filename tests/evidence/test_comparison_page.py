@@ -317,6 +317,7 @@ def test_curves_are_drawn_by_steps_and_by_time() -> None:
     found = Page(html(compared(*many, variant("no curve", 1.0, 0.5, curve=[]))))
     labels = [label for label in found.attributes("aria-label") if "val/loss" in label]
     assert labels == ["val/loss by step", "val/loss by second"] * 2
+    assert "v0: 4 to 1.333" in found.text
     keys = re.findall(r'class="key line(\d)">(as it is|v\d) ', found.source)
     whole = [("0", "as it is"), *((str(i + 1), f"v{i}") for i in range(7))]
     assert keys == 2 * whole + 2 * [("0", "as it is"), ("1", "v7"), ("2", "v8")]
