@@ -9,7 +9,7 @@ from pathlib import Path
 from lit_efficient.evidence.comparison import Comparison, VariantResult
 from lit_efficient.evidence.comparison_charts import bars, scatter, shown_kinds
 from lit_efficient.evidence.comparison_tables import csv_text, facts, left_out, markdown, notes, numbers, tables
-from lit_efficient.evidence.line_chart import COLOURS, Unit, line_chart, number
+from lit_efficient.evidence.line_chart import COLOURS, Unit, line_figure
 from lit_efficient.evidence.markup import Markup, document, grid, joined, table, tag
 from lit_efficient.files.atomic_file import replacing
 
@@ -109,18 +109,11 @@ def _memory(done: Sequence[VariantResult]) -> Iterator[Markup]:
 def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:
     drawn = [each for each in done if each.curve and all(math.isfinite(seconds) for _, seconds, _ in each.curve)]
     for start in range(1, max(len(drawn), 2), COLOURS - 1):  # the baseline is in each of them
-        part = drawn[:1] + drawn[start : start + COLOURS - 1]
-        ends = (f"{each.name}: {number(each.curve[0][2])} to {number(each.curve[-1][2])}" for each in part)
-        words = ", ".join(ends)
+        part = [*enumerate(drawn[:1] + drawn[start : start + COLOURS - 1])]
         for along, column in (("step", 0), ("second", 1)):
-            lines = [(i, [(point[column], point[2]) for point in each.curve]) for i, each in enumerate(part)]
-            keys = [
-                tag("span", f"{each.name} {number(each.curve[-1][2])}", class_=f"key line{i}")
-                for i, each in enumerate(part)
-            ]
-            head = tag("figcaption", metric, tag("small", f" by {along}"), grid("keys", *keys))
-            if part:
-                yield tag("figure", head, line_chart(f"{metric} by {along}", lines, along=along, words=words))
+            lines = [(i, each.name, [(point[column], point[2]) for point in each.curve]) for i, each in part]
+            if lines:
+                yield line_figure(metric, f"by {along}", lines, along=along)
 
 
 def _tables(comparison: Comparison) -> Iterator[Markup]:

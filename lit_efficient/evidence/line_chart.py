@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from lit_efficient.evidence.markup import Markup, joined, tag
+from lit_efficient.evidence.markup import Markup, grid, joined, tag
 
 Point = tuple[float, float]
 COLOURS = 8
@@ -44,6 +44,22 @@ def line_chart(
     x_axis = Axis(min(steps), max(steps), y_axis.room(), RIGHT)
     drawn = [_line(colour % COLOURS, points, x_axis, y_axis, along) for colour, points in lines]
     return picture(title, *frame(x_axis, y_axis, whole=along == "step"), *drawn, height=_HEIGHT, words=words)
+
+
+def line_figure(
+    title: str,
+    note: str,
+    lines: Sequence[tuple[int, str, Sequence[Point]]],
+    from_zero: bool = False,
+    along: str = "step",
+) -> Markup:
+    """The chart below its title, a note, and what each colour is, with its last value."""
+    ends = [(i % COLOURS, name, number(points[0][1]), number(points[-1][1])) for i, name, points in lines]
+    keys = (tag("span", f"{name} {last}", class_=f"key line{i}") for i, name, _, last in ends)
+    words = ", ".join(f"{name}: {first} to {last}" for _, name, first, last in ends)
+    paths = [(colour, points) for colour, _, points in lines]
+    drawn = line_chart(title, paths, from_zero=from_zero, along=along, words=words)
+    return tag("figure", tag("figcaption", title, tag("small", " ", note), grid("keys", *keys)), drawn)
 
 
 def picture(title: str, *drawn: Markup, height: float, words: str = "") -> Markup:
