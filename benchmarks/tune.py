@@ -3,15 +3,14 @@
     python -m benchmarks.tune                    both, in a few minutes; stopped, it goes on where it was
     python -m benchmarks.tune --problem ResNet
 
-Of each problem all candidates run, a process each, and the fastest of those whose counted bytes are within the limit is
-what `tune` should find. Then `tune` searches by itself, from nothing. Its answer and the fastest ones are run once more,
-by turns, and compared. Time is the process's own CPU seconds, so that a busy machine slows all alike.
+Of each problem all candidates run, a process each, and the fastest of those whose counted bytes are within the limit
+is what `tune` should find. Then `tune` searches by itself, from nothing. Its answer and the fastest ones are run once
+more, by turns, and compared. Time is the process's own CPU seconds, so that a busy machine slows all alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import os
@@ -20,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,9 @@ AGAIN = 3  # times that the answer and the fastest run at the end
 
 
 def _trainer(accumulated: int) -> L.Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    counts = {"limit_val_batches": 0, "max_steps": 1, "accumulate_grad_batches": accumulated}
-    return L.Trainer(accelerator="cpu", devices=1, **quiet, **counts)
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = {**dict.fromkeys(silent, False), "limit_val_batches": 0}
+    return L.Trainer(accelerator="cpu", devices=1, max_steps=1, accumulate_grad_batches=accumulated, **quiet)
 
 
 def _gpt() -> LiveFit:
@@ -80,7 +75,7 @@ PROBLEMS = {
     "GPT": Problem(
         _gpt, ("batch_size", "ActivationCheckpointing", "ChunkedCrossEntropy", "MemoryEfficientLayers"), (), 0.6
     ),
-    "ResNet": Problem(_resnet, ("batch_size", "ActivationCheckpointing", "ChannelsLast"), ("batch_size",), 0.5),
+    "ResNet": Problem(_resnet, ("batch_size", "ActivationCheckpointing", "ChannelsLast"), ("batch_size",), 0.8),
 }
 
 
@@ -92,27 +87,29 @@ def run(source: LiveFit, change: Change, steps: int) -> Measured:
 
 def exhaustive(source: LiveFit, space: Space, ledger: Ledger) -> dict[str, dict[str, Any]]:
     """Every candidate, run: seconds and bytes of a step."""
+
+    def make(change: Change) -> dict[str, Any]:
+        ran = run(source, change, STEPS)
+        return {"seconds": statistics.median(ran.timed) if ran.timed else None, "peak": ran.peak, "failed": ran.failed}
+
     found = {}
-    candidates = space.candidates()
-    for number, one in enumerate(candidates, start=1):
-
-        def make(change: Change = space.change(one)) -> dict[str, Any]:
-            ran = run(source, change, STEPS)
-            seconds = statistics.median(ran.timed) if ran.timed else None
-            return {"seconds": seconds, "peak": ran.peak, "failed": ran.failed}
-
-        found[one.name] = ledger.result(one.name, make)
-        print(f"\r{number} of {len(candidates)} run", end="", file=sys.stderr, flush=True)
+    for one in (candidates := space.candidates()):
+        found[str(one)] = ledger.result(str(one), partial(make, space.change(one)))
+        print(f"\r{len(found)} of {len(candidates)} run", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return found
 
 
 def again(source: LiveFit, changes: list[Change], ledger: Ledger) -> dict[str, float]:
     """Seconds of a step of a few candidates that run by turns."""
+
+    def make(change: Change) -> dict[str, Any]:
+        return {"seconds": run(source, change, 2 * STEPS).timed}
+
     seconds: dict[str, list[float]] = {change.name: [] for change in changes}
     for turn in range(AGAIN):
         for change in changes:
-            result = ledger.result(f"{turn} {change.name}", lambda: {"seconds": run(source, change, 2 * STEPS).timed})  # noqa: B023
+            result = ledger.result(f"{turn} {change.name}", partial(make, change))
             seconds[change.name] += result["seconds"]
     return {name: statistics.median(each) for name, each in seconds.items()}
 
@@ -139,8 +136,8 @@ def solve(name: str, folder: Path) -> dict[str, Any]:
     )
     took = time.monotonic() - start
     assert found.best is not None
-    answer = found.best.candidate.name
-    named = {one.name: space.change(one) for one in space.candidates()}
+    answer = str(found.best.candidate)
+    named = {str(one): space.change(one) for one in space.candidates()}
     nearest = sorted(fitting, key=lambda key: fitting[key])[:3]
     final = again(source, [named[key] for key in dict.fromkeys([answer, *nearest])], ledger)
     best = min(final, key=lambda key: final[key])
@@ -149,7 +146,7 @@ def solve(name: str, folder: Path) -> dict[str, Any]:
         "answer": answer,
         "best": best,
         "times the best": round(final[answer] / final[best], 3),
-        "ran": len(found.search.tried),
+        "ran": found.search.tried,
         "candidates": len(every),
         "do not fit": len(every) - len(fitting),
         "seconds of tune": round(took),
@@ -166,8 +163,7 @@ def main() -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     worst = 0.0
     for name in options.problem:
-        with contextlib.redirect_stderr(sys.stderr):
-            figures = solve(name, options.folder)
+        figures = solve(name, options.folder)
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
         worst = max(worst, figures["times the best"])
     return 0 if worst <= 1.05 else 1

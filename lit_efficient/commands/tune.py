@@ -1,17 +1,18 @@
 """``python -m lit_efficient tune -c X --device-memory 24GiB``: the fastest way to run a fit within a memory.
 
-The effective batch is kept. Plans rule out what does not fit, few candidates run, and the best is written as an overlay.
+The effective batch is kept. Plans rule out what does not fit, few candidates run, and the best is written as an
+overlay, beside a folder with the table of all of them and with what an interrupted search goes on from.
 """
 
 import argparse
 import hashlib
 import json
+import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lit_efficient.errors import OutOfMemoryError, check_number, refusal
 
@@ -31,7 +32,6 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--device_memory", metavar="24GiB", help="what a step may take; what is free now if left out")
     parser.add_argument("--minutes", type=float, default=20.0, help="after which nothing new begins; default 20")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a candidate's first run; default 5")
     parser.add_argument(
         "--allow_changes",
         nargs="*",
@@ -44,7 +44,6 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     options, rest = parser.parse_known_args(argv)
     check_number("tune", "--minutes", options.minutes, above=0)
-    check_number("tune", "--steps", options.steps, least=1, whole=True)
     output = Path(options.output or Path("runs", "tune", f"{_name(rest)}.yaml"))
     if output.suffix not in (".yaml", ".yml"):
         raise refusal("tune", "--output", "a file that ends in .yaml", options.output)
@@ -69,11 +68,10 @@ def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str
             only=options.only,
             batch=options.batch,
             minutes=options.minutes,
-            steps=options.steps,
             folder=folder,
             key=hashlib.sha256(config.encode()).hexdigest()[:16],
             sketch=ConfigFit(argv, root, "meta"),
-            say=_quiet if options.quiet else _say,
+            say=lambda line: None if options.quiet else print(line, file=sys.stderr, flush=True),
         )
     except KeyboardInterrupt:
         print(f"\ninterrupted: what is done lies in {folder}, and the same command goes on from it", file=sys.stderr)
@@ -90,18 +88,5 @@ def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str
 
 def _name(argv: Sequence[str]) -> str:
     """What the configs of a command line are called together."""
-    words = [*argv, ""]
-    given = [word.partition("=")[2] or words[i + 1] for i, word in enumerate(argv) if _names_config(word)]
-    return "+".join(Path(one).stem for one in given if one) or "fit"
-
-
-def _names_config(word: str) -> bool:
-    return word in ("-c", "--config") or word.startswith(("-c=", "--config="))
-
-
-def _say(line: Any) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _quiet(line: Any) -> None:
-    pass
+    words = re.split(r"\s-(?:c|-config)[ =]", " " + " ".join(argv))[1:]
+    return "+".join(Path(word.split()[0]).stem for word in words if word.split()) or "fit"

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import lit_efficient
@@ -32,9 +31,8 @@ _SETTINGS = {
     "trainer.precision": ("32-true", "bf16-mixed", "rounded"),
     "data.pack": (False, True, "batches"),
 }
-_COUNTS_BATCHES = ("limit_train_batches", "val_check_interval")  # go on counting the same samples
+_COUNT_BATCHES = ("limit_train_batches", "val_check_interval")  # of the trainer: go on counting the same samples
 _MOST_SETS = 5_000
-_PURPOSES = ("memory", "speed")
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ class Candidate:
     accumulation: int
     options: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:  # as people read it: 8 x 2 + Compile
+    def __str__(self) -> str:
         return " + ".join([f"{self.batch or 'batch'} x {self.accumulation}", *self.options])
 
 
@@ -92,20 +89,18 @@ class Space:
         self, fit: Fit, allow: bool | Collection[str] = False, only: Collection[str] | None = None, batch: str = "auto"
     ) -> None:
         self.fit, self.allow, self.only = fit, allow, only
-        for part in parts_of(fit.trainer):
-            if getattr(part, "changes_accumulation", False):
-                name = type(part).__name__
-                raise ConflictError(f"tune: {name} of this fit sets the batch itself: leave it out (--without {name})")
+        self._parts = parts_of(fit.trainer)
+        if setter := next((type(one).__name__ for one in self._parts if getattr(one, "changes_accumulation", 0)), ""):
+            raise ConflictError(f"tune: {setter} of this fit sets the batch itself: leave it out (--without {setter})")
         self.place = batch_setting(fit, batch)
         self.asked = Candidate(self.place[1] if self.place else 0, int(fit.trainer.accumulate_grad_batches))
         self.effective = self.asked.batch * self.asked.accumulation
         self.left_out: dict[str, str] = {}  # options that are not tried -> why
-        self.options = {option.name: option for option in self._options()}
+        self.options = self._options()
         made = {name: option.technique() for name, option in self.options.items() if option.technique}
         pairs = itertools.combinations(made, 2)
-        self._excluded = {frozenset(pair) for pair in pairs if _conflict(made[name] for name in pair)}
+        self._excluded = {frozenset(pair) for pair in pairs if _conflict([made[name] for name in pair])}
         self.sizes = self._sizes()
-        self._check_names()
 
     def sets(self) -> list[tuple[str, ...]]:
         """Sets of options that go together, small ones first; of very many options no large ones."""
@@ -126,6 +121,10 @@ class Space:
         accumulation = self.effective // size if size else self.asked.accumulation
         return Candidate(size, accumulation, tuple(sorted(options)))
 
+    def go_together(self, options: Iterable[str]) -> bool:
+        """Whether no technique declares that it excludes another."""
+        return not any(frozenset(pair) in self._excluded for pair in itertools.combinations(options, 2))
+
     def leave_out(self, name: str, why: str) -> None:
         """Try an option no more."""
         self.left_out[name] = why
@@ -136,9 +135,9 @@ class Space:
         found: dict[str, Any] = {}
         if self.place:
             found = {self.place[0]: candidate.batch, "trainer.accumulate_grad_batches": candidate.accumulation}
-            for name in _COUNTS_BATCHES:
+            for name in _COUNT_BATCHES:
                 value = getattr(self.fit.trainer, name)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                if type(value) is int and value > 0:
                     found[f"trainer.{name}"] = max(1, round(value * self.asked.batch / candidate.batch))
         for name in candidate.options:
             found |= self.options[name].settings
@@ -146,8 +145,8 @@ class Space:
 
     def change(self, candidate: Candidate) -> Change:
         """The candidate as a change of the fit."""
-        kinds = tuple(kind for name in candidate.options if (kind := self.options[name].technique))
-        return Change(candidate.name, self.settings(candidate), callbacks=partial(_instances, kinds))
+        kinds = [kind for name in candidate.options if (kind := self.options[name].technique)]
+        return Change(str(candidate), self.settings(candidate), callbacks=partial(_instances, kinds))
 
     def overlay(self, candidate: Candidate) -> str:
         """The same as YAML, to be laid over the fit's config."""
@@ -162,44 +161,34 @@ class Space:
             tree.setdefault("trainer", {})["callbacks+"] = [{"class_path": name} for name in names]
         return yaml.safe_dump(tree, sort_keys=False)
 
-    def go_together(self, options: Iterable[str]) -> bool:
-        """Whether no technique declares that it excludes another."""
-        return not any(frozenset(pair) in self._excluded for pair in itertools.combinations(options, 2))
-
-    def _allowed(self, name: str, computes: str) -> bool:
-        if computes == "same":
-            return True
-        if not isinstance(self.allow, bool):
-            return name in self.allow
+    def _allows(self, name: str, computes: str) -> bool:
+        if computes == "same" or not isinstance(self.allow, bool):
+            return computes == "same" or name in self.allow
         return self.allow and computes != "other"
 
-    def _options(self) -> Iterator[Option]:
-        owned = {type(part) for part in parts_of(self.fit.trainer)}
-        for option in [*_techniques(), *self._settings()]:
-            kind = option.technique
-            named = not isinstance(self.allow, bool) and option.name in self.allow
-            if self.only is not None and option.name not in self.only and not named:
+    def _options(self) -> dict[str, Option]:
+        known = {option.name: option for option in [*_techniques(), *self._settings()]}
+        allowed = [] if isinstance(self.allow, bool) else list(self.allow)
+        for name in [*(self.only or ()), *allowed]:
+            if name not in (names := [BATCH, *known]):
+                raise ConfigurationError(f"tune: there is no option {name!r} to try{did_you_mean(name, names)}")
+        owned, found = {type(part) for part in self._parts}, {}
+        for name, one in known.items():
+            if one.technique in owned or not (self.only is None or name in self.only or name in allowed):
                 continue
-            if kind in owned or (kind and kind.changes_accumulation):
-                continue
-            if not self._allowed(option.name, option.computes):
-                if option.computes != "other":
-                    self.left_out[option.name] = f"it changes what is computed: --allow-changes {option.name}"
-                continue
-            try:
-                reason = _conflict([*parts_of(self.fit.trainer), *_instances([kind] if kind else [])])
-            except TypeError:
-                reason = "it needs arguments: add it to the fit"
-            if reason:
-                self.left_out[option.name] = reason
-            else:
-                yield option
+            if self._allows(name, one.computes):
+                reason = _conflict([*self._parts, *_instances([one.technique] if one.technique else [])])
+                found |= {} if reason else {name: one}
+            else:  # another training is what nobody asks for here
+                reason = f"it changes what is computed (--allow-changes {name})" if one.computes != "other" else ""
+            self.left_out |= {name: reason} if reason else {}
+        return found
 
     def _settings(self) -> Iterator[Option]:
         parts = {"trainer": self.fit.trainer, "data": self.fit.datamodule, "model": self.fit.module}
         for name, (now, then, computes) in _SETTINGS.items():
             part, _, key = name.partition(".")
-            places = places_of(parts[part], key) if parts[part] is not None else []
+            places = places_of(parts[part], key)
             if places and value_at(places[0]) == now:
                 yield Option(f"{name}={str(then).lower()}", computes, settings={name: then})
 
@@ -207,49 +196,39 @@ class Space:
         """The batch sizes, smallest first."""
         if not self.effective or not (self.only is None or BATCH in self.only):
             return [self.asked.batch]
-        layers = _over_batches(self.fit)
-        if layers and not self._allowed(BATCH, "batches"):
-            self.left_out[BATCH] = f"{layers} layers normalise over the batch: --allow-changes {BATCH}"
+        layers = _over_batches(self.fit.module)
+        if layers and not self._allows(BATCH, "batches"):
+            self.left_out[BATCH] = f"{layers} layers normalise over the batch (--allow-changes {BATCH})"
             return [self.asked.batch]
         return halvings(self.effective)
-
-    def _check_names(self) -> None:
-        known = [BATCH, *(option.name for option in [*_techniques(), *self._settings()])]
-        for name in [*(self.only or ()), *(() if isinstance(self.allow, bool) else self.allow)]:
-            if name not in known:
-                raise ConfigurationError(f"tune: there is no option {name!r} to try{did_you_mean(name, known)}")
 
 
 def _techniques() -> Iterator[Option]:
     """The callbacks of the catalogue that help with memory or speed, what costs least first."""
     cards = [card for card in read_cards() if card.slot == SLOTS["callbacks"]]
-    purposes: dict[str, set[str]] = {}
-    for purpose in _PURPOSES:
-        for name, _ in helping(cards, purpose):
-            purposes.setdefault(name, set()).add(purpose)
-    for name, served in purposes.items():
+    saving, hastening = ([name for name, _ in helping(cards, purpose)] for purpose in ("memory", "speed"))
+    for name in dict.fromkeys([*saving, *hastening]):
         kind = getattr(lit_efficient, name)
-        if issubclass(kind, Declaration):
-            yield Option(name, kind.computes, kind, only_saves=served == {"memory"})
+        if issubclass(kind, Declaration) and not kind.changes_accumulation:
+            yield Option(name, kind.computes, kind, only_saves=name not in hastening)
 
 
 def _instances(kinds: Iterable[type]) -> list[Any]:
     return [kind() for kind in kinds]
 
 
-def _conflict(parts: Iterable[object]) -> str:
+def _conflict(parts: list[object]) -> str:
     """Why parts exclude each other; empty where they do not."""
     try:
-        check_conflicts(list(parts))
+        check_conflicts(parts)
     except ConflictError as error:
         return str(error)
     return ""
 
 
-def _over_batches(fit: Fit) -> int:
+def _over_batches(module: Any) -> int:
     """How many layers of the network compute statistics of a batch; it is built for that where it is not yet."""
-    module: nn.Module = fit.module
     if not any(True for _ in module.parameters()):
         with contextlib.suppress(Exception), torch.device("meta"):
-            fit.module.configure_model()
+            module.configure_model()
     return sum(isinstance(layer, _BatchNorm) for layer in module.modules())

@@ -32,11 +32,13 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_strategies import run_alone
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
+from lit_efficient.mechanisms.rewind import set_random_states
 from lit_efficient.mechanisms.trials.steps import leaves_traces, schedule
 
 T = TypeVar("T")
@@ -136,10 +138,14 @@ class Subject:
         folder: Where runs may write.
         full: Take a large model as it is.
         shortened: What was done to the model to make it small, as a clause; empty for one that is as it is.
+        alone: Whether a fit of several processes is one of this process alone.
     """
 
-    def __init__(self, source: FitSource, folder: Path, full: bool = False, shortened: str = "") -> None:
+    def __init__(
+        self, source: FitSource, folder: Path, full: bool = False, shortened: str = "", alone: bool = True
+    ) -> None:
         self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
+        self.alone = alone
         self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
@@ -150,19 +156,23 @@ class Subject:
             steps: Optimizer steps.
             traces: Which of the trainer's callbacks are left out.
         """
-        with _quiet():
+        with quiet():
             fit = self.source.make(change)
         trainer = fit.trainer
-        trainer.callbacks = [*(one for one in trainer.callbacks if not traces(one)), _Short(steps)]
+        if self.alone and trainer.world_size > 1:
+            run_alone(trainer)
+        kept = [one for one in trainer.callbacks if not traces(one) and not getattr(one, "tries_steps", False)]
+        trainer.callbacks = [*kept, _Short(steps)]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.num_sanity_val_steps = 0
+        trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
         trainer.limit_val_batches = min(1, trainer.limit_val_batches)  # schedules and the like may ask for its metrics
         set_default_root_dir(trainer, tempfile.mkdtemp(dir=self.folder))
         return fit
 
     def run(self, fit: Fit) -> None:
         """Train in silence."""
-        with _quiet(), _interruptible():
+        with quiet(), _interruptible():
             fit.run()
 
     @property
@@ -190,18 +200,25 @@ class Subject:
         self.run(trace.fit)
         return trace
 
-    def within(self, probe: Callable[[Any, Any], T], change: Change = AS_IT_IS, *, steps: int = 0) -> T:
+    def within(
+        self,
+        probe: Callable[[Any, Any], T],
+        change: Change = AS_IT_IS,
+        *,
+        steps: int = 0,
+        traces: Callable[[Any], bool] = leaves_traces,
+    ) -> T:
         """What ``probe(trainer, module)`` returns inside a fit, after some optimizer steps.
 
         Without any that is before the first batch, where techniques are applied and optimizers built. What the module
         logs there goes nowhere, and the fit is thrown away.
         """
-        fit = self.fit(change, steps=steps + 1)
+        fit = self.fit(change, steps=steps + 1, traces=traces)
         inside = _Inside(probe, steps)
         fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
             self.run(fit)
-        return inside.found  # type: ignore[no-any-return]
+        return inside.found
 
     def batches(self, count: int, change: Change = AS_IT_IS) -> list[Any]:
         """The fit's own first training batches, as the training step gets them."""
@@ -214,10 +231,13 @@ class _Short(Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         loop = trainer.fit_loop
-        loop.epoch_loop.max_steps, loop.epoch_loop.min_steps = trainer.global_step + self.steps, None
-        loop.max_epochs, loop.min_epochs = -1, None
+        loop.max_epochs = loop.epoch_loop.max_steps = -1  # what is resumed may be at its end
+        loop.min_epochs = loop.epoch_loop.min_steps = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + self.steps
 
 
 class Recorder(Callback):
@@ -239,14 +259,14 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         names = {id(p): name for name, p in pl_module.named_parameters()}
-        found = {names[id(p)]: g for p, g in gradients_of(optimizer).items() if id(p) in names}
+        found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
         kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
         self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
         self.trace.rates.append([float(group["lr"]) for one in trainer.optimizers for group in one.param_groups])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.trace.losses.append(float("nan") if loss is None else float(loss))
+        self.trace.losses.append(0.0 if loss is None else float(loss))  # none: left out, or manual optimization
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if not self.trace.slim:
@@ -254,6 +274,14 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.trace.end = state_of(pl_module)
+
+
+def seen_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The gradient of each parameter before a step; none where parameters are stepped in the backward pass."""
+    try:
+        return gradients_of(optimizer)
+    except ConfigurationError:  # which refuses to show what is gone
+        return {}
 
 
 class _Over(Exception):
@@ -312,14 +340,17 @@ def twin(module: Any) -> Any:
     return copied
 
 
-def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int = 0) -> Tensor:
-    """The loss that the module's own training step returns for a batch; draws follow from the seed.
+def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int | dict[str, Any] = 0) -> Tensor:
+    """The loss that the module's own training step returns for a batch; draws follow from the seed, or states.
 
     Within a fit techniques act on it, and so does the trainer's precision.
     """
     trainer = trainer_of(module)
     context = contextlib.nullcontext() if trainer is None else trainer.precision_plugin.train_step_context()
-    seed_everything(seed, verbose=False)
+    if isinstance(seed, int):
+        seed_everything(seed, verbose=False)
+    else:
+        set_random_states(seed)
     several = len(inspect.signature(module.training_step).parameters) > 1
     with context:
         output = module.training_step(batch, *([batch_idx] if several else []))
@@ -364,6 +395,29 @@ def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
     return [*done, *(name for name, _ in module.named_modules() if name not in done)]
 
 
+def outputs_of(module: Any, batch: Any, seed: int = 0) -> dict[str, Any]:
+    """What each module returns in a training step, in order of computation, and the loss; without gradients."""
+    outputs: dict[str, Any] = {}
+
+    def note(name: str, output: Any) -> None:
+        outputs.pop(name, None)  # the last call counts: a network may be probed first
+        outputs[name] = _copied(output)
+
+    with _hooked(module, note), torch.no_grad():
+        loss = loss_of(module, copy.deepcopy(batch), seed=seed)
+    return {**outputs, "the loss": loss.detach()}
+
+
+def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """In order of computation how far outputs are from the right ones; modules that only one has are passed over."""
+    off = {}
+    for name, output in right.items():
+        if name in found:
+            a, b = ({str(i): t for i, t in enumerate(_tensors(one))} for one in (output, found[name]))
+            off[name] = max(difference(a, b).values(), default=0.0)
+    return off
+
+
 def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: int = 0) -> tuple[str, float]:
     """The first module, in order of computation, whose output in a training step differs, and by how much.
 
@@ -377,17 +431,8 @@ def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: i
     Returns:
         Its name and difference; an empty name where no output differs.
     """
-    outputs: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for module, found in zip((one, other), outputs):
-        with _hooked(module, lambda name, output, into=found: into.setdefault(name, _copied(output))), torch.no_grad():
-            loss_of(module, copy.deepcopy(batch), seed=seed)
-    for name, right in outputs[0].items():
-        if name in outputs[1]:
-            a, b = ({str(i): t for i, t in enumerate(_tensors(output))} for output in (right, outputs[1][name]))
-            worst = max(difference(a, b).values(), default=0.0)
-            if worst > tolerance:
-                return name, worst
-    return "", 0.0
+    off = output_differences(outputs_of(one, batch, seed), outputs_of(other, batch, seed))
+    return next(((name, by) for name, by in off.items() if not by <= tolerance), ("", 0.0))
 
 
 def tolerance_of(trainer: Any, module: nn.Module) -> float:
@@ -428,7 +473,8 @@ def _copied(output: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Log nothing and warn of nothing: what there is to say is in verdicts."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -19,6 +19,7 @@ from lit_efficient.evidence.claims import (
     gradients,
     loss_of,
     order_of,
+    seen_gradients,
     tolerance_of,
 )
 from lit_efficient.evidence.same_draws import Draws, Unlike
@@ -26,8 +27,24 @@ from lit_efficient.internals.lightning_trainer import arrived
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.trials.steps import Trials
+
+
+class Runs(Claim):
+    """The fit itself, whose failure leaves nothing to be checked."""
+
+    name, sentence = "runs", "the first steps can be done, and their losses are finite"
+
+    def check(self, subject: Subject) -> Verdict:
+        """Do them."""
+        try:
+            losses = subject.plain.losses
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return self.measured(float("inf"), 0, "losses that are not finite", "the first steps", said)
+        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+        where = f"batch {bad[0]}" if bad else ""
+        return self.measured(len(bad), 0, "losses that are not finite", f"{len(losses)} batches of training", where)
 
 
 class Deterministic(Claim):
@@ -72,6 +89,8 @@ class Accumulated(Claim):
         for part in module.modules():
             if isinstance(part, BatchNorm | nn.modules.dropout._DropoutNd):
                 part.eval()
+        with torch.no_grad():
+            loss_of(module, arrived(trainer, whole))  # a network may probe itself the first time
         draws = Draws()
         with draws:
             loss = loss_of(module, arrived(trainer, whole))
@@ -153,7 +172,7 @@ def _accumulated(trainer: Any, module: Any, parts: list[Any], draws: Draws) -> d
 
     class Capture(Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            found.update({p: gradient.detach().clone() for p, gradient in gradients_of(optimizer).items()})
+            found.update({p: gradient.detach().clone() for p, gradient in seen_gradients(optimizer).items()})
 
     trials = Trials(trainer)
     module.training_step = same_draws
@@ -172,4 +191,5 @@ def _counted(module: Any, batch: Any) -> int:
     return int((labels != IGNORE).sum()) if isinstance(labels, Tensor) else 0
 
 
+RUNS = Runs()
 OF_TRAINING: tuple[Claim, ...] = (Deterministic(), Accumulated())

@@ -32,13 +32,13 @@ class Trains(Claim):
         used = subject.within(_used) if unreached else set()
         aside = {name for name in unreached if _owner(module, name) not in used}
         rounded = {name for name in still & reached - zero if trace.end[name].itemsize < 4}
-        wrong = dict.fromkeys(sorted(meant - trace.trainable - later), "its technique trains it, and it is frozen")
-        wrong |= dict.fromkeys(sorted(trace.trainable - trace.stepped), "no optimizer holds it")
-        wrong |= dict.fromkeys(sorted(unreached - aside), "no gradient reaches it, though its layer is used")
-        wrong |= dict.fromkeys(sorted(zero & ours), "its gradient is zero in every step")
-        wrong |= dict.fromkeys(sorted(still & reached - zero - rounded), "it has a gradient and does not move")
+        wrong = dict.fromkeys(meant - trace.trainable - later, "its technique trains it, and it is frozen")
+        wrong |= dict.fromkeys(trace.trainable - trace.stepped, "no optimizer holds it")
+        wrong |= dict.fromkeys(unreached - aside, "no gradient reaches it, though its layer is used")
+        wrong |= dict.fromkeys(zero & ours, "its gradient is zero in every step")
+        wrong |= dict.fromkeys(still & reached - zero - rounded, "it has a gradient and does not move")
         notes = {"that the training step leaves aside": aside, "whose steps 16 bits round away": rounded}
-        notes |= {"that are frozen for now": later}
+        notes |= {"that are frozen for now": set(later)}
         uncovered = tuple(
             f"{len(names)} parameters {what}, first {min(names)}" for what, names in notes.items() if names
         )
@@ -57,11 +57,11 @@ class Frozen(Claim):
         trace = subject.plain
         module, techniques = trace.fit.module, techniques_of(trace.fit.trainer)
         moved = {name for name, _ in module.named_parameters() if not same(trace.start.get(name), trace.end[name])}
-        wrong = dict.fromkeys(sorted(moved - trace.trainable - held(module)), "it is frozen, and moved")
+        wrong = dict.fromkeys(moved - trace.trainable - held(module), "it is frozen, and moved")
         adapting = [type(technique).__name__ for technique in techniques if technique.phase is Phase.ADAPT]
         if adapting:
             beside = f"it is none of what {' and '.join(adapting)} trains, and moved"
-            wrong |= dict.fromkeys(sorted(moved - _meant(trace.fit) - wrong.keys()), beside)
+            wrong |= dict.fromkeys(moved - _meant(trace.fit) - wrong.keys(), beside)
         now = dict(module.named_parameters(remove_duplicate=False))
         for names in trace.tied:
             if len({id(now[name]) for name in names if name in now}) > 1:
@@ -108,7 +108,8 @@ def _first(subject: Subject, wrong: Mapping[str, str]) -> str:
     """The first parameter in the order of computation, and what is wrong with it."""
     order = subject.within(lambda trainer, module: order_of(module, first_batches(trainer, 1)[0]))
     place = {name: i for i, name in enumerate(order)}
-    first = min(wrong, key=lambda name: place.get(name.rpartition(".")[0], len(place)))
+    own = list(subject.plain.end)
+    first = min(wrong, key=lambda name: (place.get(name.rpartition(".")[0], len(place)), own.index(name)))
     return f"{first}: {wrong[first]}"
 
 

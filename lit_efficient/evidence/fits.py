@@ -72,12 +72,14 @@ class Fit:
         data: A DataModule, a loader to train on, a pair of one to train and one to validate on, or ``None`` where the
             module has them.
         seed: What the random numbers of its run begin with.
+        resumed: The checkpoint that it goes on from, ``None`` for a new one.
     """
 
     trainer: Any
     module: Any
     data: Any = None
     seed: int = 0
+    resumed: Any = None
 
     @property
     def datamodule(self) -> Any:
@@ -99,10 +101,10 @@ class Fit:
 
         seed_everything(self.seed, verbose=False)
         if self.datamodule is not None or self.data is None:
-            self.trainer.fit(self.module, datamodule=self.datamodule)
+            self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=self.resumed)
         else:
             loaders = self.data if isinstance(self.data, tuple) else (self.data,)
-            self.trainer.fit(self.module, *loaders)
+            self.trainer.fit(self.module, *loaders, ckpt_path=self.resumed)
 
 
 class FitSource(ABC):
@@ -115,6 +117,14 @@ class FitSource(ABC):
         Raises:
             ConfigurationError: If it cannot be changed so.
         """
+
+    def without_weights(self) -> "FitSource":
+        """The same fit with its network on the meta device, where it can be made so."""
+        return self
+
+    def config(self) -> dict[str, Any]:
+        """The config as plain data, with defaults; empty where there is none."""
+        return {}
 
     def identity(self, change: Change = AS_IT_IS) -> str:
         """A text that is another one for another fit, by which a folder of results knows whose it is."""

@@ -114,7 +114,9 @@ class Bench:
     def __init__(self, trainer: Any, module: Any) -> None:
         self.trainer, self.module = trainer, module
         self.batch = first_batches(trainer, 1)[0]
-        self.coarse = not whole_precision(module, trainer.strategy.root_device) or "32" not in str(trainer.precision)
+        device = trainer.strategy.root_device
+        self.coarse = not whole_precision(module, device) or "16" in str(trainer.precision)
+        self.coarse |= device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
         with torch.no_grad():
             for one in module.parameters():
                 if type(one) is nn.Parameter and one.is_floating_point() and one.itemsize > 1 and not one.any():

@@ -1,7 +1,8 @@
-"""The batch that a plan is made for: the data's largest samples where it is there, else one of the shape it would have."""
+"""The batch that a plan is made for: of the data's largest samples, or one of the shape that it would have."""
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.evidence.fits import Fit

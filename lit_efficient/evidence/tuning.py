@@ -1,11 +1,10 @@
 """The fastest way to run a fit within a memory, at the same effective batch, found by running few of all ways.
 
-    log(seconds for one sample) = flops + gaussian process over (accumulation, options);   run next: least mean - std
+    log(seconds for a sample) = FLOPs + Gaussian process over (accumulation, options);    next: least mean - deviation
 
-Each option is planned first: what refuses the fit, saves nothing or is not needed is left out. What plan says does not
-fit never runs, nor does a larger batch of the same. Of the rest those run, a few steps each, that may be the fastest by
-what has been measured; the best of these run longer until one is ahead or no longer told apart, and of the latter the
-one that adds least is chosen. Every result is a line of a file: a search that was stopped goes on from there.
+Each option is planned first: what refuses the fit, or saves nothing, is left out. What plan says does not fit never
+runs, nor does what takes more. Of the rest those run, a few steps each, that may be the fastest by what is measured so
+far. The best of them run longer, and of those that cannot be told apart then the one that adds least is chosen.
 """
 
 import itertools
@@ -13,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +31,12 @@ if TYPE_CHECKING:  # which import Lightning
 
 STEPS = 5  # that are timed in a first run; each later one has twice as many
 _RUNGS = (4, 2)  # how many of the best run on in each
+_STARTS = 4  # smallest sets of options that fit, if the fit as it is does not
 _CLOSE = 0.01  # share of time below which two are the same
-# Standard deviations of log time that are expected: of an option, along the accumulation, of two of them together, of a
-# measurement.
+# Deviations of log time that are expected: of an option, along the accumulation, of options together, of a measurement.
 _OPTION, _ACCUMULATION, _TOGETHER, _NOISE = 0.3, 0.3, 0.1, 0.02
 _OCTAVES = 2.0  # of accumulation, over which time changes
-_FAR_BATCH = 1.5  # times the amount of a step of the fit as it is: the setting is not what its loader follows
-
-
+_OTHER = 1.5  # times as much in a step: the loader does not follow the setting
 Predict = Callable[[Change], "Plan"]
 Measure = Callable[[Change, int], "Measured"]  # with the steps that are to be timed
 
@@ -71,14 +68,14 @@ class Row:
     unit: str = ""
 
     @property
-    def rate(self) -> float:
-        """Samples or tokens a second; 0 where it did not run."""
-        return math.exp(-self.cost) if self.seconds else 0.0
-
-    @property
     def cost(self) -> float:
         """Logarithm of the seconds for one sample or token."""
         return math.log(statistics.median(self.seconds) / self.amount)
+
+    @property
+    def rate(self) -> float:
+        """Samples or tokens a second; 0 where it did not run."""
+        return math.exp(-self.cost) if self.seconds else 0.0
 
     @property
     def error(self) -> float:
@@ -87,6 +84,10 @@ class Row:
         middle = statistics.median(logs)
         spread = 1.4826 * statistics.median(abs(one - middle) for one in logs)
         return 1.2533 * spread / math.sqrt(len(logs))
+
+    def slower(self, other: "Row", least: float = _CLOSE) -> bool:
+        """Whether it is slower than another for certain, and by more than a little."""
+        return self.cost - other.cost > max(least, 2 * math.hypot(self.error, other.error))
 
 
 class Ledger:
@@ -104,22 +105,19 @@ class Ledger:
             try:
                 record = json.loads(line)
                 if record["search"] == key:
-                    self._known[record["asked"]] = record["result"]
+                    self._known[record["asked"]] = dict(record["result"])
             except (ValueError, KeyError, TypeError):  # torn when its writer was killed
                 continue
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def result(self, asked: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result of before, or a new one."""
         if asked not in self._known:
             self._known[asked] = make()
             if self.file is not None:
+                record = {"search": self.key, "asked": asked, "result": self._known[asked]}
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 with self.file.open("a", encoding="utf-8") as file:
-                    record = {"search": self.key, "asked": asked, "result": self._known[asked]}
-                    file.write(json.dumps(record) + "\n")
+                    file.write(f"\n{json.dumps(record)}")  # a torn line ends here
         return self._known[asked]
 
 
@@ -156,13 +154,12 @@ class Search:
         check_number("tune", "limit", limit, least=1, whole=True)
         check_number("tune", "steps", steps, least=1, whole=True)
         self.space, self.predict, self.measure, self.limit, self.steps = space, predict, measure, limit, steps
+        self.ledger, self.say, self.seconds = Ledger() if ledger is None else ledger, say, seconds
         self.rows: dict[Candidate, Row] = {}
-        self.ledger, self.say = ledger or Ledger(), say
+        self.every = space.candidates()
         self.complete = False
         self._begun = time.monotonic()
-        self._seconds = seconds
         self._flops: dict[str, float] = {}  # of an option: the logarithm of how many times as many
-        self.every: list[Candidate] = []  # all candidates
         self._saving: set[str] = set()  # options that take memory off
         self._usual: tuple[str, float] | None = None  # what a step has
 
@@ -173,7 +170,10 @@ class Search:
             self._begin()
             while (candidate := self._next()) is not None:
                 self._run(candidate)
-            self._run_on()
+            for rung, most in enumerate(_RUNGS, start=1):
+                close = [row for row in self.ran[:most] if not row.slower(self.ran[0], _NOISE)]
+                for row in close if len(close) > 1 else ():
+                    self._run(row.candidate, rung)
             self.complete = True
         except _OutOfTime:
             pass
@@ -185,25 +185,22 @@ class Search:
         return sorted((row for row in self.rows.values() if row.state == "ran"), key=lambda row: row.cost)
 
     @property
-    def tried(self) -> list[Row]:
-        """The candidates that were run, whatever came of it."""
-        return [row for row in self.rows.values() if row.seconds or row.peak or row.state == "failed"]
+    def tried(self) -> int:
+        """How many were run, whatever came of it."""
+        return sum(bool(row.amount) or row.state == "failed" for row in self.rows.values())
 
     @property
     def best(self) -> Row | None:
         """The fastest; of those that cannot be told from it the one that adds least. ``None``: nothing fits."""
         ran = self.ran
-        same = [row for row in ran if not _apart(row, ran[0])]
+        same = [row for row in ran if not row.slower(ran[0])]
         return min(same, key=lambda row: (len(row.candidate.options), row.candidate != self.space.asked), default=None)
 
-    # What fits ---------------------------------------------------------------------------------------------------
-
-    def _row(self, candidate: Candidate) -> Row:
-        return self.rows.setdefault(candidate, Row(candidate))
+    # What fits --------------------------------------------------------------------------------------------------------
 
     def _plan(self, candidate: Candidate) -> Row:
         """A row with what plan says of it, if it can be planned."""
-        row = self._row(candidate)
+        row = self.rows.setdefault(candidate, Row(candidate))
         if row.planned or row.state:
             return row
 
@@ -213,133 +210,114 @@ class Search:
                 plan = self.predict(self.space.change(candidate))
             except LitEfficientError as error:
                 return {"state": "refused", "reason": str(error)}
-            except Exception as error:  # a network that cannot be planned may run all the same
+            except Exception as error:  # what cannot be planned may run all the same
                 return {"reason": f"not planned: {type(error).__name__}: {error}"}
-            return {"planned": int(plan.peak), "flops": float(plan.flops or 0)}
+            return {"planned": int(plan.peak), "flops": float(plan.flops)}
 
-        for name, value in self.ledger.result(f"plan {candidate.name}", make).items():
+        for name, value in self.ledger.result(f"plan {candidate}", make).items():
             setattr(row, name, value)
         if row.planned > self.limit:
-            row.state = "too large"
-            row.reason = f"plan: {format_bytes(row.planned)} of {format_bytes(self.limit)}"
+            row.state, row.reason = "too large", f"plan: {format_bytes(row.planned)}"
         return row
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether it may run: neither plan nor a smaller batch of it says otherwise."""
-        row = self._row(candidate)
-        if not row.state and (smaller := self._too_large_below(candidate)):
-            row.state, row.reason = "too large", f"{smaller.name} is"
+        """Whether it may run: neither plan nor one that takes less says otherwise."""
+        row = self.rows.setdefault(candidate, Row(candidate))
+        saving = self._saving.intersection(candidate.options)
+        large = [one.candidate for one in self.rows.values() if one.state == "too large" and not row.state]
+        less = [one for one in large if one.batch <= candidate.batch and saving.issubset(one.options)]
+        if less:
+            row.state, row.reason = "too large", f"{less[0]} is"
         return self._plan(candidate).state in ("", "ran")
 
-    def _too_large_below(self, candidate: Candidate) -> Candidate | None:
-        same = (one for one in self.rows.values() if one.candidate.options == candidate.options)
-        found = (one.candidate for one in same if one.state == "too large" and one.candidate.batch < candidate.batch)
-        return min(found, default=None)
-
-    def _largest(self, options: Iterable[str]) -> Candidate | None:
+    def _largest(self, options: Sequence[str]) -> Candidate | None:
         """The largest batch of a set of options that fits."""
-        options = tuple(options)
-        most = self.space.candidate(self.space.sizes[-1], options)
-        if self._fits(most):
+        sizes = self.space.sizes
+        if self._fits(most := self.space.candidate(sizes[-1], options)):
             return most
-        size = largest_fitting(self.space.sizes[:-1], lambda size: self._fits(self.space.candidate(size, options)))
+        size = largest_fitting(sizes[:-1], lambda size: self._fits(self.space.candidate(size, options)))
         return None if size is None else self.space.candidate(size, options)
 
-    # What is worth a run -----------------------------------------------------------------------------------------
+    # What is worth a run ----------------------------------------------------------------------------------------------
 
     def _leave_out(self) -> None:
-        """Plan each option alone; leave those out that refuse the fit, save nothing or are not needed."""
-        sizes = list(dict.fromkeys([self.space.sizes[-1], self.space.asked.batch]))
+        """Plan each option alone; leave those out that refuse the fit, or save nothing."""
         for name, option in list(self.space.options.items()):
-            for size in sizes:
+            for size in dict.fromkeys([self.space.sizes[-1], self.space.asked.batch]):
                 base, row = (self._plan(self.space.candidate(size, one)) for one in ((), (name,)))
                 if row.state != "refused":
                     break
-            else:
+            self._flops[name] = math.log(row.flops / base.flops) if row.flops and base.flops else 0.0
+            if row.state == "refused":
                 self.space.leave_out(name, row.reason)
-                continue
-            more = row.flops / base.flops if row.flops and base.flops else 1.0
-            self._flops[name] = math.log(more)
-            if not (row.planned and base.planned) or row.planned < base.planned:
+            elif not (row.planned and base.planned) or row.planned < base.planned:
                 self._saving.add(name)
-            if not (option.only_saves and row.planned and base.planned):
-                continue
-            if name not in self._saving:
+            elif option.only_saves:
                 self.space.leave_out(name, "it saves nothing here")
-            elif more > 1 + _CLOSE and self._plan(self.space.candidate(self.space.sizes[-1])).state == "":
-                self.space.leave_out(name, "all fits without it, and it computes more")
+        sizes, options = len(self.space.sizes), len(self.space.options)
         self.every = self.space.candidates()
-        self.say(
-            f"{len(self.every)} candidates: {len(self.space.sizes)} batch sizes, {len(self.space.options)} options"
-        )
+        self.say(f"{len(self.every)} candidates: {sizes} batch sizes, {options} options")
 
     def _begin(self) -> None:
-        """Run what tells most: the fit as it is, its other sizes, each option alone; of what fits with fewest options."""
+        """Run what tells most: the fit as it is, its other sizes, each option alone, or what makes it fit."""
         if self._fits(self.space.asked):
             self._run(self.space.asked)
-        firsts: list[Candidate] = []
         sets = [one for one in self.space.sets() if self._saving.issuperset(one)]
-        for _, alike in itertools.groupby(sets, key=len):
-            firsts = [found for one in alike if (found := self._largest(one))]
-            if firsts:
-                break
-        firsts = sorted(firsts, key=self._expected_flops)[:4]
-        for first in firsts:
+        alike = ([found for one in group if (found := self._largest(one))] for _, group in itertools.groupby(sets, len))
+        for first in sorted(next(filter(None, alike), []), key=self._known_flops)[:_STARTS]:
             slower, best = 0, math.inf
             for size in [size for size in reversed(self.space.sizes) if size <= first.batch]:
                 row = self._run(self.space.candidate(size, first.options))
-                slower = 0 if row.state == "ran" and row.cost < best else slower + 1
-                best = min(best, row.cost if row.state == "ran" else math.inf)
+                cost = row.cost if row.state == "ran" else math.inf
+                slower, best = (0, cost) if cost < best else (slower + 1, best)
                 if slower == 2:
                     break
-        base = next((row.candidate for row in self.ran), None)
-        for name in list(self.space.options) if base else ():
-            if name not in base.options and self.space.go_together(options := (*base.options, name)):
-                candidate = self.space.candidate(base.batch, options)
-                if self._fits(candidate) and (row := self._run(candidate)).state == "failed":
+        if (largest := self.rows.get(self.space.candidate(self.space.sizes[-1]))) and largest.state == "ran":
+            for name in [name for name, one in self.space.options.items() if one.only_saves]:
+                if self._flops[name] > _CLOSE:
+                    self.space.leave_out(name, "all fits without it, and it computes more")
+        for base in [row.candidate for row in self.ran[:1]]:
+            for name in [name for name in self.space.options if name not in base.options]:
+                candidate = self.space.candidate(base.batch, [*base.options, name])
+                fits = self.space.go_together(candidate.options) and self._fits(candidate)
+                if fits and (row := self._run(candidate)).state == "failed":
                     self.space.leave_out(name, row.reason)
         self.every = self.space.candidates()
 
     def _next(self) -> Candidate | None:
         """The candidate that may be the fastest of those that are left; ``None`` where none may be."""
-        if not self.ran:
+        if not (ran := self.ran):
             return None
-        known = [row for row in self.rows.values() if row.state == "ran"]
-        mean, deviation = self._expected(known, [row.cost for row in known])
-        planned = [row for row in self.rows.values() if row.planned]
-        unlikely = np.zeros(len(self.every), bool)
-        if planned:
-            peak, unsure = self._expected(planned, [math.log(row.planned) for row in planned], flops=False)
-            unlikely = peak - 2 * unsure > math.log(self.limit)
-        hopes = mean - deviation
-        least = self.ran[0].cost + math.log1p(-_CLOSE)
+        flops = np.array([self._known_flops(one) for one in self.every])
+        mean, deviation = self._expected(ran, [row.cost - self._known_flops(row.candidate) for row in ran])
+        hopes = mean + flops - deviation
+        likely = np.ones(len(self.every), bool)
+        if planned := [row for row in self.rows.values() if row.planned]:
+            peak, unsure = self._expected(planned, [math.log(row.planned) for row in planned])
+            likely = peak - 2 * unsure < math.log(self.limit)
         for index in np.argsort(hopes, kind="stable"):
-            if hopes[index] > least:
+            if hopes[index] > ran[0].cost - _CLOSE:
                 return None
             candidate = self.every[index]
-            known_state = self.rows[candidate].state if candidate in self.rows else ""
-            if not unlikely[index] and not known_state and self._fits(candidate):
+            new = candidate not in self.rows or not self.rows[candidate].state
+            if likely[index] and new and self._fits(candidate):
                 return candidate
         return None
 
-    def _expected(self, rows: Sequence[Row], values: list[float], flops: bool = True) -> tuple[Any, Any]:
-        """Mean and deviation of a value of all candidates, by those of some."""
-        every, some = self._features(self.every), self._features([row.candidate for row in rows])
-        of_flops = [self._expected_flops(row.candidate) if flops else 0.0 for row in rows]
-        rest = np.array(values) - of_flops
-        mean, deviation = process(some, rest, every)
-        return mean + np.array([self._expected_flops(one) if flops else 0.0 for one in self.every]), deviation
+    def _expected(self, rows: Sequence[Row], values: Sequence[float]) -> tuple[Any, Any]:
+        """Mean and deviation of a value of every candidate, by those of some."""
+        names = list(self.space.options)
 
-    def _expected_flops(self, candidate: Candidate) -> float:
+        def features(candidates: Sequence[Candidate]) -> Any:
+            found = [[math.log2(one.accumulation), *(name in one.options for name in names)] for one in candidates]
+            return np.array(found, float).reshape(len(candidates), 1 + len(names))
+
+        return process(features([row.candidate for row in rows]), np.array(values), features(self.every))
+
+    def _known_flops(self, candidate: Candidate) -> float:
         return sum(self._flops.get(name, 0.0) for name in candidate.options)
 
-    def _features(self, candidates: Sequence[Candidate]) -> Any:
-        names = list(self.space.options)
-        return np.array(
-            [[math.log2(one.accumulation), *(name in one.options for name in names)] for one in candidates], float
-        ).reshape(len(candidates), 1 + len(names))
-
-    # Runs --------------------------------------------------------------------------------------------------------
+    # Runs -------------------------------------------------------------------------------------------------------------
 
     def _run(self, candidate: Candidate, rung: int = 0) -> Row:
         row = self._plan(candidate)
@@ -350,63 +328,38 @@ class Search:
         def make() -> dict[str, Any]:
             self._check_time()
             one = self.measure(self.space.change(candidate), steps)
-            amount = statistics.fmean(one.amounts) if one.amounts else 0.0
-            return {
-                "failed": one.failed,
-                "peak": one.peak,
-                "unit": one.unit,
-                "amount": amount,
-                "seconds": list(one.timed),
-            }
+            found = {"amount": statistics.fmean(one.amounts or [0]), "unit": one.unit, "peak": one.peak}
+            return {**found, "seconds": list(one.timed), "failed": one.failed}
 
-        found = self.ledger.result(f"run {candidate.name}, {steps} steps", make)
+        found = self.ledger.result(f"run {candidate}, {steps} steps", make)
         row.peak, row.unit, row.amount = max(row.peak, found["peak"]), found["unit"], found["amount"]
-        if found["failed"]:
-            row.state = "too large" if "out of memory" in found["failed"].lower() else "failed"
-            row.reason = found["failed"]
-        elif row.peak > self.limit:
-            row.state = "too large"
-            row.reason = f"measured: {format_bytes(row.peak)} of {format_bytes(self.limit)}"
-        elif not found["seconds"] or not row.amount:
-            row.state, row.reason = "failed", "it made no step whose time counts"
-        elif reason := self._other_batch(row):
-            row.state, row.reason = "failed", reason
+        failed = found["failed"] or self._doubtful(row, found["seconds"])
+        if "out of memory" in failed.lower() or row.peak > self.limit:
+            row.state, row.reason = "too large", failed or f"measured: {format_bytes(row.peak)}"
+        elif failed:
+            row.state, row.reason = "failed", failed
         else:
-            row.state = "ran"
-            row.seconds = [*row.seconds, *found["seconds"]]
-        self._tell(row)
+            row.state, row.seconds = "ran", [*row.seconds, *found["seconds"]]
+        spent = time.monotonic() - self._begun
+        what = f"{row.rate:.4g} {row.unit} a second" if row.state == "ran" else f"{row.state}: {row.reason}"
+        left = f", at most {_clock(self.seconds - spent)} left" if self.seconds < math.inf else ""
+        self.say(f"{self.tried} of {len(self.every)} tried{left}: {candidate}: {what}")
         return row
 
-    def _other_batch(self, row: Row) -> str:
-        """Why a step of this row has not what that of others has; a batch put together otherwise may have more."""
-        chosen = [self.space.options[name] for name in row.candidate.options if name in self.space.options]
-        if any(option.computes == "batches" for option in chosen):
-            return ""
+    def _doubtful(self, row: Row, seconds: list[float]) -> str:
+        """Why the time of a run says nothing: a step has not what others have, unless its batches are other ones."""
+        if not seconds or not row.amount:
+            return "it made no step whose time counts"
+        chosen = [self.space.options[name].computes for name in row.candidate.options if name in self.space.options]
         unit, amount = self._usual = self._usual or (row.unit, row.amount)
-        if unit == row.unit and 1 / _FAR_BATCH < row.amount / amount < _FAR_BATCH:
+        if "batches" in chosen or (unit == row.unit and 1 / _OTHER < row.amount / amount < _OTHER):
             return ""
         place = self.space.place[0] if self.space.place else "accumulate_grad_batches"
         return f"a step has {row.amount:g} {row.unit}, not {amount:g} {unit}: the loader does not follow {place}"
 
-    def _run_on(self) -> None:
-        """Run the best ones longer, until one is ahead."""
-        for rung, most in enumerate(_RUNGS, start=1):
-            ran = self.ran
-            close = [row for row in ran[:most] if not _apart(row, ran[0], _NOISE)]
-            if len(close) < 2:
-                return
-            for row in close:
-                self._run(row.candidate, rung)
-
     def _check_time(self) -> None:
-        if time.monotonic() - self._begun > self._seconds:
+        if time.monotonic() - self._begun > self.seconds:
             raise _OutOfTime
-
-    def _tell(self, row: Row) -> None:
-        spent = time.monotonic() - self._begun
-        what = f"{row.rate:.4g} {row.unit} a second" if row.state == "ran" else f"{row.state}: {row.reason}"
-        left = f", at most {_clock(self._seconds - spent)} left" if self._seconds < math.inf else ""
-        self.say(f"{len(self.tried)} of {len(self.every)} tried{left}: {row.candidate.name}: {what}")
 
 
 def process(some: Any, values: Any, every: Any) -> tuple[Any, Any]:
@@ -417,13 +370,12 @@ def process(some: Any, values: Any, every: Any) -> tuple[Any, Any]:
         values: What is known of these (n,).
         every: Features (m, 1 + options) of what is asked.
     """
-    middle = values.mean()
     within = _covariance(some, some) + _NOISE**2 * np.eye(len(some))
     between = _covariance(every, some)
-    solved = np.linalg.solve(within, np.column_stack([values - middle, between.T]))
-    mean = middle + between @ solved[:, 0]
+    solved = np.linalg.solve(within, np.column_stack([values - values.mean(), between.T]))
     own = _OPTION**2 * (1 + every[:, 1:].sum(1)) + _ACCUMULATION**2 + _TOGETHER**2
-    return mean, np.sqrt(np.maximum(own - (between * solved[:, 1:].T).sum(1), 0.0))
+    deviation = np.sqrt(np.maximum(own - (between * solved[:, 1:].T).sum(1), 0.0))
+    return values.mean() + between @ solved[:, 0], deviation
 
 
 def _covariance(a: Any, b: Any) -> Any:
@@ -431,11 +383,6 @@ def _covariance(a: Any, b: Any) -> Any:
     shared = a[:, 1:] @ b[:, 1:].T
     apart = a[:, 1:].sum(1)[:, None] + b[:, 1:].sum(1)[None] - 2 * shared
     return _OPTION**2 * (1 + shared) + _ACCUMULATION**2 * along + _TOGETHER**2 * along * np.exp(-apart)
-
-
-def _apart(slow: Row, fast: Row, least: float = _CLOSE) -> bool:
-    """Whether one row is slower than another for certain, and by more than a little."""
-    return slow.cost - fast.cost > max(least, 2 * math.hypot(slow.error, fast.error))
 
 
 def _clock(seconds: float) -> str:
