@@ -294,9 +294,17 @@ def test_bars_are_as_long_as_bytes_are_many() -> None:
 def test_what_is_missing_is_no_error() -> None:
     bare = variant("bare", 0.9, 0.5, kinds={}, planned=None, curve=[], loss=UNKNOWN, steps_to_loss=None)
     unseen = variant("compiled", 0.7, 1.0, peak=0, peak_ratio=math.nan)
-    cases = [compared(), compared(bare, unseen), compared(failed("a", "no"), failed("b", "no")), compared(bare)]
-    cases[2].variants[0] = failed("as it is", "no")
-    cases[3].variants[0] = failed("as it is", "no")
+    odd = Estimate(5e-324, -math.inf, math.inf, 0.5, 2)
+    extreme = dataclasses.replace(bare, time=odd, loss=odd, peak_ratio=1e300, curve=[(1, math.inf, math.nan)])
+    cases = [
+        compared(),
+        compared(bare, unseen),
+        compared(extreme),
+        compared(failed("a", "no"), failed("b", "no")),
+        compared(bare),
+    ]
+    for comparison in cases[3:]:
+        comparison.variants[0] = failed("as it is", "no")
     for comparison in cases:
         alone(Page(html(comparison)))
         names = [each.name for each in comparison.variants]
@@ -307,8 +315,9 @@ def test_what_is_missing_is_no_error() -> None:
 def test_curves_are_drawn_by_steps_and_by_time() -> None:
     many = [variant(f"v{i}", 1.0 + i, 0.5) for i in range(9)]
     found = Page(html(compared(*many, variant("no curve", 1.0, 0.5, curve=[]))))
-    labels = [label for label in found.attributes("aria-label") if "val/loss" in label]
-    assert labels == ["val/loss by step", "val/loss by second"] * 2
+    captions = re.findall(r"<figcaption>val/loss<small> by (\w+)</small>", found.source)
+    assert captions == ["step", "second"] * 2
+    assert "v0: 4 to 1.333" in found.text
     keys = re.findall(r'class="key line(\d)">(as it is|v\d) ', found.source)
     whole = [("0", "as it is"), *((str(i + 1), f"v{i}") for i in range(7))]
     assert keys == 2 * whole + 2 * [("0", "as it is"), ("1", "v7"), ("2", "v8")]
