@@ -273,7 +273,8 @@ class _Kept:
     """A source of fits that keeps the one made last, whose network has been built by then."""
 
     def __init__(self, source: Any) -> None:
-        self.source, self.made = source, None
+        self.source = source
+        self.made: Any = None
 
     def make(self, *change: Any) -> Any:
         self.made = self.source.make(*change)
@@ -318,11 +319,8 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
         lines[-1] = "techniques: none"
     where = max(plan.timeline, key=lambda moment: sum(moment.kinds.values())).name if plan.timeline else ""
     each = f" of each of {answer.devices} devices ({answer.traits.name})" if answer.devices > 1 else ""
-    lines += [
-        "",
-        f"{'memory':<14}{'at its peak':>14}{'between steps':>16}{f'   the peak is in: {where}' if where else ''}",
-    ]
-    lines += [f" {each}"] if each else []
+    lines += ["", *wrapped(f"memory{each}; its peak is in: {where or 'the step'}", width)]
+    lines.append(f"  {'':<14}{'at its peak':>12}{'between steps':>16}")
     for kind in dict.fromkeys((*plan.kinds, *plan.resident)):
         size, stays = plan.kinds.get(kind, 0), plan.resident.get(kind, 0)
         if size or stays:
