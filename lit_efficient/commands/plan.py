@@ -92,6 +92,8 @@ class _Answer:
             self.traits: Traits = traits_named(trainer["strategy"])
             self.source = _Kept(ConfigFit([*argv, *_one_device(trainer)], root, "meta"))
             self.fit = self.source.make()
+        away = trainer["accelerator"] in ("gpu", "cuda") and self.fit.trainer.strategy.root_device.type == "cpu"
+        self.kernels = "cuda" if away else None  # whose are assumed
         self.devices = self._devices(trainer)
         self.limit, self.limit_from = self._memory(trainer)
         say = None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
@@ -135,7 +137,7 @@ class _Answer:
         from lit_efficient.evidence.plan import plan
 
         with _hushed():
-            return plan(self.source, change)
+            return plan(self.source, change, device=self.kernels)
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
         from lit_efficient.evidence.plan_devices import largest_unit, per_device

@@ -171,7 +171,7 @@ def _enough(
     for one in order:
         found = predictions(_with(base, [*chosen, one]))
         if isinstance(found, Refusal):
-            skipped[one.name] = found.reason
+            skipped[one.name] = found.reason.removeprefix(f"{one.name}: ")
             continue
         if not isinstance(before, Refusal) and found.peak > before.peak:
             skipped[one.name] = "it needs more here than it saves"
