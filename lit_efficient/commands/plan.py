@@ -92,6 +92,8 @@ class _Answer:
             self.traits: Traits = traits_named(trainer["strategy"])
             self.source = _Kept(ConfigFit([*argv, *_one_device(trainer)], root, "meta"))
             self.fit = self.source.make()
+        away = trainer["accelerator"] in ("gpu", "cuda") and self.fit.trainer.strategy.root_device.type == "cpu"
+        self.kernels = "cuda" if away else None  # whose are assumed
         self.devices = self._devices(trainer)
         self.limit, self.limit_from = self._memory(trainer)
         say = None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
@@ -135,7 +137,7 @@ class _Answer:
         from lit_efficient.evidence.plan import plan
 
         with _hushed():
-            return plan(self.source, change)
+            return plan(self.source, change, device=self.kernels)
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
         from lit_efficient.evidence.plan_devices import largest_unit, per_device
@@ -148,8 +150,10 @@ class _Answer:
         code = 0
         try:
             code = self._solved() if self.options.solve else self._planned()
-        except KeyboardInterrupt:
-            self.data["interrupted"], code = True, _INTERRUPTED
+        except (KeyboardInterrupt, SystemExit) as end:
+            if isinstance(end, SystemExit) and not isinstance(end.__context__, KeyboardInterrupt):
+                raise
+            self.data["interrupted"], code = True, _INTERRUPTED  # a trainer makes an exit of it
             print("\ninterrupted", file=sys.stderr)
         if self.options.json and self.data:
             print(json.dumps(self.data, indent=2, ensure_ascii=False))
@@ -187,6 +191,8 @@ class _Answer:
         return 0 if fits else _DOES_NOT_FIT
 
     def _advise(self, plan: "Plan", batch: Any) -> None:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
         from lit_efficient.evidence.advice import Adviser, candidates
         from lit_efficient.evidence.plan_settings import length_lever
 
@@ -197,6 +203,7 @@ class _Answer:
             self.fit,
             batch,
             lambda: length_lever(self.fit, self.predictions, plan),
+            any(isinstance(module, _BatchNorm) for module in self.source.made.module.modules()),
         )
         for advice in adviser.all():
             self.data["advice"].append(_advice(advice))
@@ -268,7 +275,8 @@ class _Kept:
     """A source of fits that keeps the one made last, whose network has been built by then."""
 
     def __init__(self, source: Any) -> None:
-        self.source, self.made = source, None
+        self.source = source
+        self.made: Any = None
 
     def make(self, *change: Any) -> Any:
         self.made = self.source.make(*change)
@@ -313,12 +321,13 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
         lines[-1] = "techniques: none"
     where = max(plan.timeline, key=lambda moment: sum(moment.kinds.values())).name if plan.timeline else ""
     each = f" of each of {answer.devices} devices ({answer.traits.name})" if answer.devices > 1 else ""
-    lines += ["", *wrapped(f"memory{each}, at its peak{f' ({where})' if where else ''} and between steps", width)]
+    lines += ["", *wrapped(f"memory{each}; its peak is in: {where or 'the step'}", width)]
+    lines.append(f"  {'':<14}{'at its peak':>12}{'between steps':>16}")
     for kind in dict.fromkeys((*plan.kinds, *plan.resident)):
         size, stays = plan.kinds.get(kind, 0), plan.resident.get(kind, 0)
         if size or stays:
-            lines.append(f"  {kind:<14}{_size(size):>12}{_size(stays) if stays else '-':>14}")
-    lines.append(f"  {'together':<14}{_size(plan.peak):>12}{_size(sum(plan.resident.values())):>14}")
+            lines.append(f"  {kind:<14}{_size(size):>12}{_size(stays) if stays else '-':>16}")
+    lines.append(f"  {'together':<14}{_size(plan.peak):>12}{_size(sum(plan.resident.values())):>16}")
     if plan.host:
         lines.append(f"  beside it {_size(plan.host)} in the host's memory")
     left = answer.limit - plan.peak

@@ -97,6 +97,8 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
 def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
     observer = _Observer()
     trainer = fit.trainer
+    observer.accumulated = trainer.accumulate_grad_batches
+    trainer.accumulate_grad_batches = min(2, observer.accumulated)
     device = trainer.strategy.root_device
     faked = _Fakes(mode, device)
     faked.module(fit.module)
@@ -160,7 +162,8 @@ class _Observer(StepMeter):
     def __init__(self) -> None:
         super().__init__()
         self.counter = FlopMeter()
-        self.flops = [0]
+        self.flops = [0]  # after each batch
+        self.accumulated = 1  # batches a step, of which no more than two are traced: the others are like the first
         self.known: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -177,13 +180,14 @@ class _Observer(StepMeter):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if len(self.steps) == len(self.flops):
-            self.flops.append(self.counter.sums.total())
+        self.flops.append(self.counter.sums.total())
         if len(self.steps) == _STEPS:
             raise _Enough
 
     def traced(self) -> Traced:
-        return Traced(self.steps[-1], self.flops[-1] - self.flops[-2], **self.known)
+        last = self.flops[-1] - self.flops[-2]
+        flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
+        return Traced(self.steps[-1], flops, **self.known)
 
 
 class _Loader:
