@@ -229,13 +229,15 @@ class _Fakes:
 
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
 _UNKNOWN = object()
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class _StandIns(TorchDispatchMode):
     """Follows what is known, and answers for values that are not there as if all were well.
 
     Known are the whole numbers of a batch, and what is made without a tensor; so is all that is computed of these
-    alone. Of the rest, what says that all is well is true, what says otherwise is not, and a number is 1.
+    alone. Of the rest something is true of all entries where those are taken that it is true of; what says that all is
+    well is true, what says otherwise is not, and a number is 1.
     """
 
     supports_higher_order_operators = True
@@ -244,15 +246,13 @@ class _StandIns(TorchDispatchMode):
         kwargs = kwargs or {}
         values = _UNKNOWN
         try:
-            result = func(*args, **kwargs)
+            result = _grouped(func, args, kwargs) if func is _GROUPED else func(*args, **kwargs)
         except DataDependentOutputException:
             values = _values(func, args, kwargs)
             return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
-            if not isinstance(values, Tensor):
-                raise
-            result = values.new_empty(values.shape)  # which is a fake here
+            result = values.new_empty(values.shape) if isinstance(values, Tensor) else _largest(func, *args)
         if isinstance(func, torch._ops.OpOverload) and not _is_large(result):
             values = _values(func, args, kwargs) if values is _UNKNOWN else values
         if values is _UNKNOWN:
@@ -278,6 +278,30 @@ def _values(func: Any, args: Any, kwargs: Any) -> Any:
     here = {"device": "cpu", "pin_memory": False} if kwargs.get("device") is not None else {}
     with no_dispatch_modes():
         return func(*args, **{**kwargs, **{key: here[key] for key in here if key in kwargs}})
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products of groups of rows, of which fakes know those in bfloat16 alone."""
+    half = tree_map_only(Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args)
+    return func(*half, **kwargs).to(args[0].dtype)
+
+
+def _largest(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
+    """What an operator gives that takes those entries of which something is true, where it is true of all."""
+    name = func._overloadpacket.__name__
+    if name == "index":
+        whole = [
+            [one.new_zeros(one.numel(), dtype=torch.int64)] * one.ndim
+            if one is not None and one.dtype == torch.bool
+            else [one]
+            for one in indices
+        ]
+        return func(tensor, [one for each in whole for one in each])
+    if name == "masked_select":
+        return tensor.new_empty(torch.broadcast_shapes(tensor.shape, indices.shape).numel())
+    if name != "nonzero":
+        raise DynamicOutputShapeException(func)
+    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
 
 
 def _is_large(result: Any) -> bool:
