@@ -295,8 +295,8 @@ def _digits() -> nn.Module:
         return ResNet((32, 48, 64), 1)
 
 
-def _named(name: str, **arguments: Any) -> Callable[[], list[Any]]:
-    return lambda: [getattr(le, name)(**arguments)]
+def _named(name: str, *given: Any, **arguments: Any) -> Callable[[], list[Any]]:
+    return lambda: [getattr(le, name)(*given, **arguments)]
 
 
 def _stepped(name: str, **arguments: Any) -> Callable[[Any], Any]:
@@ -322,7 +322,7 @@ SETTINGS: dict[str, How] = {
     "Float8Precision": How(plugins=_named("Float8Precision"), on=("Llama", "GPT"), cuda_only="only emulated on a CPU"),
     "FusedAdamW": How(optimizer=_stepped("FusedAdamW")),
     "GaLore": How(_named("GaLore", rank=16), on=BLOCKS, turns=2),
-    "GradualUnfreezing": How(_named("GradualUnfreezing", every_n_steps=2), on=BLOCKS),
+    "GradualUnfreezing": How(_named("GradualUnfreezing", [".*weight", ".*"], every_n_steps=1), on=BLOCKS),
     "GroupedAdafactor": How(optimizer=_stepped("GroupedAdafactor")),
     "HiddenAlignment": How(
         lambda: [le.HiddenAlignment(2, None, hidden=96, head=le.AlignmentHead(widths=[192, 48]))],
