@@ -1,6 +1,6 @@
 """How far `plan` is from what a training takes: about a hundred small trainings, planned and then measured.
 
-    python -m benchmarks.plan_accuracy                    all that is missing in the folder; stop it and go on as you like
+    python -m benchmarks.plan_accuracy                    all that is missing in the folder; stop it and go on
     python -m benchmarks.plan_accuracy --only Llama LoRA  cells that have one of these in their names, once more
     python -m benchmarks.plan_accuracy --drawn 15 --seed 7         further cells: other sizes, other pairs of techniques
     python -m benchmarks.plan_accuracy --show             the table of what has been measured
@@ -24,7 +24,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +85,9 @@ def _work(cell: Cell, device: str, folder: Path, pipe: Any) -> None:
 
 def run(wanted: Iterable[Cell], device: str, folder: Path, minutes: float) -> Iterator[Row]:
     """The rows as they end, one after another."""
+    if device == "cpu":  # what all cells import is imported once
+        for model in ("Llama", "UNet"):
+            planned(Cell(model, ("LoRA",) if model == "Llama" else (), 2, "32-true", MODELS[model].small), device)
     context, end = multiprocessing.get_context("fork"), time.monotonic() + 60 * minutes
     for cell in wanted:
         if time.monotonic() > end:
