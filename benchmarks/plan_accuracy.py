@@ -157,6 +157,36 @@ def write(sets: dict[str, list[Row]], path: Path) -> None:
                 writer.writerow([name, *values, "" if told is None else f"{told:.2f}", *pairs, note])
 
 
+def record(sets: dict[str, list[Row]]) -> None:
+    """Put the summaries into figures.json, in the place of those of before."""
+    now = figures.here()
+    source = json.loads(figures.FILE.read_text("utf-8"))
+    source["environments"]["plan_accuracy"] = {key: now[key] for key in ("versions", "machine")}
+    found = {
+        f"{name.partition(',')[0]}_{key}": value
+        for name, results in sets.items()
+        for key, value in summary(results).items()
+    }
+    said = (
+        "median {fixed_median} %, worst {fixed_worst} %, at most {fixed_under} % too little, over {fixed_cells} cells"
+    )
+    if "drawn_cells" in found:
+        said += "; {drawn_cells} drawn ones: median {drawn_median} %, worst {drawn_worst} %, {drawn_under} % too little"
+    one = {
+        "id": "plan_accuracy",
+        "table": "benchmarks",
+        "command": "python -m benchmarks.plan_accuracy",
+        "unit": "percent of the counted peak of live bytes",
+        "figures": found,
+        "cells": ["`{command}`", "`plan` beside counted allocations, on small trainings", said],
+        "date": now["date"],
+        "threads": 1,
+        "environment": "plan_accuracy",
+    }
+    source["records"] = [*(other for other in source["records"] if other["id"] != one["id"]), one]
+    figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def load(path: Path) -> dict[str, Row]:
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
     return {result["name"]: result for result in map(json.loads, lines)}
@@ -201,6 +231,7 @@ def main() -> int:
     print("RESULT " + json.dumps({name: summary(rows) for name, rows in sets.items()}))
     if options.record:
         write(sets, TABLE)
+        record(sets)
     return 0
 
 

@@ -319,7 +319,12 @@ SETTINGS: dict[str, How] = {
     "FeatureMatching": How(
         lambda: [le.FeatureMatching("net", _digits(), {r"blocks\.2": r"blocks\.2"})], on=("ResNet",)
     ),
-    "Float8Precision": How(plugins=_named("Float8Precision"), on=("Llama", "GPT"), cuda_only="only emulated on a CPU"),
+    "Float8Precision": How(
+        on=("Llama", "GPT"),
+        plugins=_named("Float8Precision", precision="32-true"),
+        trainer={"precision": None},
+        cuda_only="only emulated there",
+    ),
     "FusedAdamW": How(optimizer=_stepped("FusedAdamW")),
     "GaLore": How(_named("GaLore", rank=16), on=BLOCKS, turns=2),
     "GradualUnfreezing": How(_named("GradualUnfreezing", [".*weight", ".*"], every_n_steps=1), on=BLOCKS),
