@@ -27,17 +27,16 @@ from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
 from lit_efficient.internals.hugging_face import fakes_pass_for_real
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
-from lit_efficient.internals.torch_dispatch import TorchDispatchMode
+from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
 from lit_efficient.internals.torch_fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     forget_cached_fakes,
-    keep_value,
     like_real_ones,
 )
-from lit_efficient.internals.torch_trees import tree_map_only
+from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.trials.steps import leaves_traces
 from lit_efficient.surgery import count
@@ -217,6 +216,8 @@ class _Fakes:
                 fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
+            elif not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
+                fake.known = tensor  # type: ignore[attr-defined]
             self._made[id(tensor)] = (tensor, fake)
         return self._made[id(tensor)][1]
 
@@ -233,13 +234,15 @@ class _Fakes:
                         held[name] = self(tensor, self.device)
 
 
-_KNOWN = {getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full", "scalar_tensor", "arange")}
+_MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
+_UNKNOWN = object()
 
 
 class _StandIns(TorchDispatchMode):
-    """Answers for values that are not there, as if all were well: what says so is true, what says otherwise is not.
+    """Follows what is known, and answers for values that are not there as if all were well.
 
-    A number that is read is 0, a count 1. As many entries as there are may be other than 0.
+    Known are the whole numbers of a batch, and what is made without a tensor; so is all that is computed of these
+    alone. Of the rest, what says that all is well is true, what says otherwise is not, and a number is 1.
     """
 
     supports_higher_order_operators = True
@@ -249,24 +252,58 @@ class _StandIns(TorchDispatchMode):
         if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
             made = func(*(one.to(torch.bfloat16) for one in args[:2]), *args[2:], **kwargs)  # fakes know it in 16 bits
             return made.to(args[0].dtype)
+        values = _UNKNOWN
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
-            dtype = torch.bool if str(func._schema.returns[0].type) == "bool" else args[0].dtype
-            if dtype == torch.bool:
-                return not getattr(args[0], "says_wrong", False)
-            return 0.0 if dtype.is_floating_point else 1
+            values = _values(func, args, kwargs)
+            return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
-            if func is torch.ops.aten.nonzero.default:
-                return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-            raise
-        if func in _KNOWN:
-            keep_value(result, lambda: func(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
-        elif func is torch.ops.aten.rand.default:  # what happens with a probability below 1/2 does not happen
-            keep_value(result, lambda: torch.full(tuple(result.shape), 0.5, dtype=result.dtype, device="cpu"))
-        elif isinstance(result, FakeTensor) and result.dtype == torch.bool:
+            values = _values(func, args, kwargs)
+            if not isinstance(values, Tensor):
+                raise
+            result = values.new_empty(values.shape)  # which is a fake here
+        if isinstance(func, torch._ops.OpOverload) and not _is_large(result):
+            values = _values(func, args, kwargs) if values is _UNKNOWN else values
+        if values is _UNKNOWN:
+            _forget_written(func, args)
+        for fake, value in zip(tree_leaves(result), tree_leaves(values), strict=False):
+            if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
+                fake.known = value  # type: ignore[attr-defined]
+        if values is _UNKNOWN and isinstance(result, FakeTensor) and result.dtype == torch.bool:
             result.says_wrong = _says_wrong(func, args)  # type: ignore[attr-defined]
         return result
+
+
+def _values(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives where all that it takes is known."""
+    taken = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    if func is torch.ops.aten.rand.default:  # what happens with a probability below 1/2 does not happen
+        func, args, kwargs = torch.ops.aten.full.default, (args[0], 0.5), {}
+    elif torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._overloadpacket.__name__:
+        return _UNKNOWN
+    if not all(hasattr(one, "known") or not isinstance(one, FakeTensor) for one in taken):
+        return _UNKNOWN
+    args, kwargs = tree_map_only(Tensor, lambda one: getattr(one, "known", one), (args, kwargs))
+    here = {"device": "cpu", "pin_memory": False} if kwargs.get("device") is not None else {}
+    with no_dispatch_modes():
+        return func(*args, **{**kwargs, **{key: here[key] for key in here if key in kwargs}})
+
+
+def _is_large(result: Any) -> bool:
+    return any(isinstance(one, Tensor) and one.numel() > _MOST_KNOWN for one in tree_leaves(result))
+
+
+def _forget_written(func: Any, args: Any) -> None:
+    for one in tree_leaves(args[:1]) if getattr(getattr(func, "_schema", None), "is_mutable", False) else ():
+        vars(one).pop("known", None) if isinstance(one, FakeTensor) else None
+
+
+def _guess(func: Any, args: Any) -> bool | float:
+    dtype = torch.bool if str(func._schema.returns[0].type) == "bool" else args[0].dtype
+    if dtype == torch.bool:
+        return not getattr(args[0], "says_wrong", False)
+    return 1.0 if dtype.is_floating_point else 1
 
 
 def _says_wrong(func: Any, args: Any) -> bool:

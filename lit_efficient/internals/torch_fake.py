@@ -3,7 +3,7 @@
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "forget_cached_fakes",
-    "keep_value",
+    "has_values",
     "like_real_ones",
 ]
 
@@ -91,11 +91,9 @@ def _fake_kind(kind: Any) -> Any:
     return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__, "detach": detach})
 
 
-def keep_value(fake: Any, make: Callable[[], Tensor]) -> None:
-    """Let a fake of one element know what it holds, and what is computed of it: ``FakeTensor.constant``."""
-    if isinstance(fake, FakeTensor) and fake.constant is None and fake.numel() == 1:
-        with no_dispatch_modes():
-            fake.constant = make()
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither a fake nor on the meta device."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def forget_cached_fakes() -> None:
