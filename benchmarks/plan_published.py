@@ -2,8 +2,9 @@
 
     python -m benchmarks.plan_published
 
-The table is "Optimization flags" of torchtune's README (https://github.com/pytorch/torchtune, since 18 November 2024):
-full finetuning of Llama 3.2 3B in bf16, batch 2, texts packed to 4096 tokens, and one technique after the other; LoRA and
+The table is "Optimization flags" of torchtune's README (https://github.com/pytorch/torchtune, since November 2024):
+full
+finetuning of Llama 3.2 3B in bf16, batch 2, texts packed to 4096 tokens, and one technique after the other; LoRA and
 QLoRA stand on all but the fused optimizer step and the 8-bit AdamW. "Peak memory active" is the allocator's.
 
 The network is what torchtune's modules compute, operator for operator: norms and rotations in float32, keys and values
@@ -15,11 +16,13 @@ sums, and makes each chunk's gradient at once, which is written out here.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -224,24 +227,27 @@ class RungFit(FitSource):
             return Fit(trainer, Finetuning(self.rung.chunked, ADAMW), DataLoader(rows, BATCH))
 
 
+def predicted(rung: Rung) -> dict[str, Any]:
+    """What `plan` says of a rung, and how far it is from the figure in percent."""
+    begin = time.process_time()
+    found = le.plan(RungFit(rung), device="cuda")
+    gib = found.peak / 2**30
+    kinds = {kind: round(size / 2**30, 2) for kind, size in found.kinds.items() if size >= 2**24}
+    told = {"gib": round(gib, 2), "error": round(100 * (gib / rung.gib - 1), 1), "kinds": kinds}
+    return {**told, "notes": found.notes, "cpu_seconds": round(time.process_time() - begin, 1)}
+
+
 def main() -> int:
+    results: dict[str, Any] = {}
     for rung in RUNGS:
-        if rung.why_not:
-            print(f"{rung.name:38} {rung.gib:5.1f} GiB      -       {rung.why_not}", flush=True)
-            continue
-        begin = time.monotonic()
         try:
-            found = le.plan(RungFit(rung), device="cuda")
-        except Exception as e:
-            print(rung.name, type(e), str(e)[:200])
-            continue
-        gib = found.peak / 2**30
-        kinds = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in found.kinds.items() if size > 2**25)
-        print(
-            f"{rung.name:38} {rung.gib:5.1f} GiB {gib:8.2f} {100 * (gib / rung.gib - 1):+6.1f} %  {time.monotonic() - begin:.1f} s  {kinds}",
-            flush=True,
-        )
-        print("    ", found.notes)
+            found = {"why_not": rung.why_not} if rung.why_not else predicted(rung)
+        except le.LitEfficientError as error:
+            found = {"why_not": str(error).splitlines()[0]}
+        results[rung.name] = {"published": rung.gib, **found}
+        shown = found.get("why_not") or f"{found['gib']:6.2f} GiB  {found['error']:+.1f} %  {found['kinds']}"
+        print(f"{rung.name:36} {rung.gib:5.1f} GiB  {shown}", flush=True)
+    print("RESULT " + json.dumps(results))
     return 0
 
 
