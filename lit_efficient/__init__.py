@@ -21,6 +21,7 @@ PUBLIC: dict[str, str] = {
     "LitEfficientError": "errors",
     "apply": "application",
     "restore": "mechanisms.restore",
+    "compare": "evidence.compare",
     "plan": "evidence.plan",
     "verify": "evidence.verification",
     "tune": "evidence.tuned",

@@ -98,6 +98,7 @@ class Declaration:
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
     draws_work: ClassVar[bool] = False  # what a step computes is drawn: figures of one step say little of another
     leaves_traces: ClassVar[bool] = False  # writes or stops outside of the process: steps that are undone leave it out
+    tries_steps: ClassVar[bool] = False  # runs steps before the first one and undoes them
     changes_accumulation: ClassVar[bool] = False  # sets trainer.accumulate_grad_batches in the run
     seeds_batches: ClassVar[bool] = False  # each batch is read with draws of its own, in whatever process
     resumes_with: ClassVar[Mapping[str, str]] = {}  # key of a config that a resumed run does not heed -> why

@@ -75,6 +75,7 @@ class LRFinder(Technique):
 
     phase = Phase.OPTIMIZER
     conflicts: ClassVar[dict[str, str]] = {"LearningRateFinder": "both set the learning rate; keep LRFinder"}
+    tries_steps = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "finds a learning rate before the run")}
 
     def __init__(

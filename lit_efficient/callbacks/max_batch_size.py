@@ -77,6 +77,7 @@ class MaxBatchSize(Technique):
         "after the size is found: use every or save",
         "LanguageData(stream.enabled=True)": "a stream cannot be asked for its longest rows: set batch_size by hand",
     }
+    tries_steps = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (1, "smaller batches, accumulated to the same effective one"),
         "speed": (7, "larger batches that fit"),

@@ -9,19 +9,10 @@ one step counts bytes and is not timed. Seconds are those of the clock; on an ac
 queue, for which nobody waits.
 """
 
-import contextlib
 import itertools
-import json
-import multiprocessing
-import os
-import signal
 import statistics
-import sys
 import tempfile
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -32,14 +23,15 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lit_efficient.errors import ConfigurationError, LitEfficientError, check_number
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.evidence.memory_kinds import StepMeter
+from lit_efficient.evidence.own_process import TaskFailed, own_process
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
 from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.mechanisms.metering import count_real
-from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
+VAL_BATCHES = 20  # of a validation, where the fit sets no limit of its own
 WARM_UP = 4  # steps that are not timed, the last of which is counted; of short runs the first half
 _WRITERS = {"Checkpoint", "ProgressBar"}  # by name, because Lightning's classes exist twice
 
@@ -66,6 +58,8 @@ class Measured:
         elsewhere: The loss on other held-out data, before and after; empty where none was given.
         failed: Why there is nothing of this; else empty.
         refused: Whether it was an error of the package's, that the user can mend.
+        late: Whether it took too long.
+        device: What it ran on.
     """
 
     variant: str
@@ -85,6 +79,8 @@ class Measured:
     elsewhere: dict[str, list[float]] = field(default_factory=dict)
     failed: str = ""
     refused: bool = False
+    late: bool = False
+    device: str = ""
 
     @property
     def timed(self) -> list[float]:
@@ -133,7 +129,8 @@ def measured(
         change: What it has that the fit as it is has not.
         steps: Optimizer steps.
         seed: What random numbers begin with: those of the weights, too, where the fit makes them anew.
-        validations: How many there are in the run, at the same distance, the last one at its end.
+        validations: How many there are in the run, at the same distance, the last one at its end; each of at most
+            `VAL_BATCHES` batches, where the fit sets no limit of its own.
         counts: Whether to count the bytes of a step, and of a checkpoint.
         elsewhere: Makes a DataModule or loader of other held-out data, on which the module is validated before and
             after.
@@ -148,37 +145,12 @@ def measured(
     check_number("measured", "steps", steps, least=1, whole=True)
     check_number("measured", "validations", validations, least=0, whole=True)
     change = replace(change, seed=seed)
-    # A fork has everything imported; but one of a process that uses an accelerator could not use it.
-    forks = "fork" in multiprocessing.get_all_start_methods() and not _uses_accelerator()
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    asked = _Asked(steps, seed, validations, counts, elsewhere, log, torch.get_num_threads(), os.getpid())
-    process = context.Process(target=_child, args=(source, change, asked, sender))
-    empty = Measured(change.name, seed)
+    asked = _Asked(steps, seed, validations, counts, elsewhere)
     try:
-        process.start()
-    except Exception as error:  # what cannot be pickled for a process that is not forked
-        return replace(empty, failed=f"cannot be sent to a process of its own: {_said(error)}")
-    sender.close()
-    end = time.monotonic() + most_seconds if most_seconds else float("inf")
-    try:
-        while True:
-            if time.monotonic() > end:
-                return replace(empty, failed=f"took more than {most_seconds:g} seconds")
-            if not receiver.poll(min(1.0, max(0.0, end - time.monotonic()))):
-                continue
-            try:
-                message = receiver.recv()
-            except EOFError:
-                process.join()
-                return replace(empty, failed=_death(process.exitcode))
-            if isinstance(message, str):
-                process.join(10)
-                return Measured.of(json.loads(message))
-            heard(message)
-    finally:
-        _end(process)
-        receiver.close()
+        record = own_process(_measure, source, change, asked, heard=heard, log=log, most_seconds=most_seconds)
+    except TaskFailed as error:
+        return Measured(change.name, seed, failed=error.reason, refused=error.refused, late=error.late)
+    return Measured.of(record)
 
 
 @dataclass
@@ -188,84 +160,33 @@ class _Asked:
     validations: int
     counts: bool
     elsewhere: Callable[[], Any] | None
-    log: Path | None
-    threads: int
-    parent: int
 
 
-def _uses_accelerator() -> bool:
-    return torch.cuda.is_initialized() or (torch.accelerator.is_available() and sys.platform == "darwin")
-
-
-def _end(process: Any) -> None:
-    """End a process and its workers; it leads a group of its own."""
-    if process.is_alive():
-        with contextlib.suppress(OSError, AttributeError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-    process.join()
-
-
-def _death(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"its process ended with code {code} and said nothing"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
-    return f"its process was killed ({name})" + (": memory ran out, most likely" if name == "SIGKILL" else "")
-
-
-def _child(source: FitSource, change: Change, asked: _Asked, pipe: Any) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        os.setsid()  # Ctrl-C is the parent's
-    target = os.open(asked.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
-    # In a thread: the pool of threads with which the parent may have computed does not survive a fork.
-    thread = threading.Thread(target=_told, args=(source, change, asked, pipe), daemon=True)
-    thread.start()
-    thread.join()
-    sys.stdout.flush()
-    os._exit(0)  # no handler of the parent's, of a logger's or of a test's runs twice
-
-
-def _told(source: FitSource, change: Change, asked: _Asked, pipe: Any) -> None:
-    torch.set_num_threads(asked.threads)
-    warnings.simplefilter("ignore")
+def _measure(source: FitSource, change: Change, asked: _Asked, tell: Callable[[int], None]) -> dict[str, Any]:
     found = Measured(change.name, asked.seed)
-    try:
-        with tempfile.TemporaryDirectory(prefix="measured-", ignore_cleanup_errors=True) as folder:
-            _train(source, change, asked, found, Path(folder), pipe)
-    except BaseException as error:
-        traceback.print_exc()
-        refused = isinstance(error, LitEfficientError)
-        found = Measured(change.name, asked.seed, failed=_said(error), refused=refused)
-    pipe.send(json.dumps(asdict(found)))
-    pipe.close()
+    with tempfile.TemporaryDirectory(prefix="measured-", ignore_cleanup_errors=True) as folder:
+        _train(source, change, asked, found, Path(folder), tell)
+    return asdict(found)
 
 
-def _said(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    if is_out_of_memory(error):
-        return text if "out of memory" in text.lower() else f"out of memory: {text}"
-    return text if isinstance(error, LitEfficientError) and text else f"{type(error).__name__}: {text}"[:500]
-
-
-def _train(source: FitSource, change: Change, asked: _Asked, found: Measured, folder: Path, pipe: Any) -> None:
+def _train(
+    source: FitSource, change: Change, asked: _Asked, found: Measured, folder: Path, tell: Callable[[int], None]
+) -> None:
     fit = _made(source, change, asked, folder)
     trainer: Any = fit.trainer
     before = _validated(fit, asked)
     every = trainer.accumulate_grad_batches
-    settings: dict[str, Any] = {"trainer.limit_val_batches": 0}
-    if asked.validations:
-        times = next(n for n in range(min(asked.validations, asked.steps), 0, -1) if asked.steps % n == 0)
-        every *= asked.steps // times
-        settings = {"trainer.val_check_interval": every, "trainer.check_val_every_n_epoch": None}
     if before:  # a fit that has validated is no new one
         fit = _made(source, change, asked, folder)
         trainer = fit.trainer
-    fit.change(settings)
-    steps, last = _Steps(found, asked, pipe), _Last()
+    batches = trainer.limit_val_batches
+    if asked.validations:
+        times = next(n for n in range(min(asked.validations, asked.steps), 0, -1) if asked.steps % n == 0)
+        every *= asked.steps // times
+        fit.change({"trainer.val_check_interval": every, "trainer.check_val_every_n_epoch": None})
+    else:
+        fit.change({"trainer.limit_val_batches": 0})
+    steps, last = _Steps(found, tell), _Last()
     last.steps = steps
     counting = [_Bytes(found, _warm_up(asked.steps) - 1)] if asked.counts else []
     trainer.callbacks = [steps, *trainer.callbacks, *counting, last]
@@ -273,7 +194,9 @@ def _train(source: FitSource, change: Change, asked: _Asked, found: Measured, fo
     loop.run = partial(steps.validate, trainer, loop.run)
     last.saves = folder / "end.ckpt" if asked.counts else None
     fit.run()
-    steps.write()
+    steps.write(asked.steps)
+    found.failed = "" if found.steps else "the fit ended before its first step"
+    fit.change({"trainer.limit_val_batches": batches})
     after = _validated(fit, asked)
     found.elsewhere = {name: [value, after[name]] for name, value in before.items() if name in after}
 
@@ -295,6 +218,8 @@ def _made(source: FitSource, change: Change, asked: _Asked, folder: Path) -> Fit
         one for one in trainer.callbacks if not {base.__name__ for base in type(one).__mro__} & _WRITERS
     ]
     names = {"max_steps": asked.steps, "max_epochs": -1, "min_steps": None, "num_sanity_val_steps": 0}
+    if trainer.limit_val_batches == 1.0:
+        names["limit_val_batches"] = VAL_BATCHES
     fit.change({f"trainer.{name}": value for name, value in names.items()})
     return fit
 
@@ -326,8 +251,8 @@ class _Steps(Callback):
 
     leaves_traces = True
 
-    def __init__(self, found: Measured, asked: _Asked, pipe: Any) -> None:
-        self.found, self.asked, self.pipe = found, asked, pipe
+    def __init__(self, found: Measured, tell: Callable[[int], None]) -> None:
+        self.found, self.tell = found, tell
         self._clock: list[Any] = []  # one mark a step, and one before
         self._cpu: list[float] = []
         self._pauses: list[tuple[int, Any, Any]] = []  # validations: after how many steps, from, to
@@ -343,6 +268,7 @@ class _Steps(Callback):
         self.found.trainable = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         self.found.parameters = sum(p.numel() for p in pl_module.parameters())
         self._before, self._device = trainer.global_step, trainer.strategy.root_device
+        self.found.device = _name(self._device)
         self.mark()
 
     def mark(self) -> None:
@@ -366,11 +292,9 @@ class _Steps(Callback):
             self._amounts.append(amounts)
             self._losses.append([loss for loss in losses if loss is not None])
             self.mark()
-        if os.getppid() != self.asked.parent and multiprocessing.parent_process() is not None:
-            raise SystemExit("the process that asked is gone")
         if time.monotonic() - self._told > 1:
             self._told = time.monotonic()
-            self.pipe.send(len(self._losses))
+            self.tell(len(self._losses))
 
     def validate(self, trainer: Any, run: Callable[[], Any]) -> Any:
         """Run a validation within the fit, which is no part of the steps' time, and note what it logs."""
@@ -383,7 +307,7 @@ class _Steps(Callback):
         self._pauses.append((after, start, _now(self._device)))
         return result
 
-    def write(self) -> None:
+    def write(self, asked: int) -> None:
         """Put into the result what is known now that the run is over; what lies on a device is read here."""
         found, marks = self.found, self._clock
         found.seconds = [_between(a, b) for a, b in itertools.pairwise(marks)]
@@ -394,8 +318,8 @@ class _Steps(Callback):
         found.amounts = [int(sum(map(int, amounts))) for amounts in self._amounts]
         found.losses = [statistics.fmean(map(float, losses)) if losses else float("nan") for losses in self._losses]
         found.steps = len(found.losses)
-        if found.kinds and len(found.seconds) > _warm_up(self.asked.steps) > 0:  # counting is no part of the time
-            found.seconds[_warm_up(self.asked.steps) - 1] = found.step_time
+        if found.kinds and len(found.seconds) > _warm_up(asked) > 0:  # counting is no part of the time
+            found.seconds[_warm_up(asked) - 1] = found.step_time
         for step, values in self._values:
             for name, value in values.items():
                 found.held_out.setdefault(name, []).append((step, sum(found.seconds[:step]), value))
@@ -455,6 +379,12 @@ class _Bytes(StepMeter):
             self.on_train_end(trainer, pl_module)
             self.found.kinds = dict(self.steps[0].kinds)
             self.found.peak = self.found.peak or self.steps[0].peak
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
 def _now(device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""The batch that a plan is made for: the data's largest samples where it is there, else one of the shape it would have."""
+"""The batch that a plan is made for: of the data's largest samples, or one of the shape that it would have."""
 
 from typing import Any
 

@@ -8,9 +8,9 @@ values, which is noted.
 """
 
 import contextlib
+import math
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from lit_efficient.declaration import in_order, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
+from lit_efficient.internals.hugging_face import fakes_pass_for_real
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode
 from lit_efficient.internals.torch_fake import (
@@ -32,6 +33,8 @@ from lit_efficient.internals.torch_fake import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    forget_cached_fakes,
+    keep_value,
     like_real_ones,
 )
 from lit_efficient.internals.torch_trees import tree_map_only
@@ -81,8 +84,6 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         try:
             traced = _trace(fit, batch, batches, mode)
         except Exception as error:
-            import os, traceback
-            if os.environ.get("PLN"): traceback.print_exc()
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if guilty is None or isinstance(error, LitEfficientError):
                 raise
@@ -111,11 +112,20 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
         tempfile.TemporaryDirectory() as folder,
         contextlib.suppress(_Enough),
         torch.compiler.set_stance("force_eager"),
+        contextlib.nullcontext() if _has_masks(batch) else fakes_pass_for_real(),
     ):
         _silence(trainer, observer, folder)
-        with like_real_ones(), mode, _StandIns(mode), observer.counter:
-            trainer.fit(fit.module, **data)
+        try:
+            with like_real_ones(), mode, _StandIns(), observer.counter:
+                trainer.fit(fit.module, **data)
+        finally:
+            forget_cached_fakes()
     return observer.traced()
+
+
+def _has_masks(batch: Any) -> bool:
+    """Whether a batch says which tokens count or where documents begin: masks are made of that."""
+    return isinstance(batch, Mapping) and not batch.keys().isdisjoint(("attention_mask", "position_ids"))
 
 
 def _silence(trainer: Any, observer: Any, folder: str) -> None:
@@ -133,6 +143,8 @@ def _silence(trainer: Any, observer: Any, folder: str) -> None:
 
 def _takes_part(callback: Any) -> bool:
     """Whether a callback has a part in what a step holds: techniques, though they write what they hold to files."""
+    if getattr(callback, "tries_steps", False):
+        return False
     if getattr(callback, "phase", None) is not None:
         return True
     return not leaves_traces(callback) and not isinstance(callback, ModelSummary)
@@ -221,32 +233,51 @@ class _Fakes:
                         held[name] = self(tensor, self.device)
 
 
-class _StandIns(TorchDispatchMode):
-    """Answers for values that are not there.
+_KNOWN = {getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full", "scalar_tensor", "arange")}
 
-    What says that all is well is true, a number is 0, a count is 1.
+
+class _StandIns(TorchDispatchMode):
+    """Answers for values that are not there, as if all were well: what says so is true, what says otherwise is not.
+
+    A number that is read is 0, a count 1. As many entries as there are may be other than 0.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self.mode = mode
-        self.read: Counter[str] = Counter()
-        self._good: set[int] = set()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
+            made = func(*(one.to(torch.bfloat16) for one in args[:2]), *args[2:], **kwargs)  # fakes know it in 16 bits
+            return made.to(args[0].dtype)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except DataDependentOutputException:
-            self.read[str(func)] += 1
-            dtype = args[0].dtype
-            return True if dtype == torch.bool else 0.0 if dtype.is_floating_point else 1
+            dtype = torch.bool if str(func._schema.returns[0].type) == "bool" else args[0].dtype
+            if dtype == torch.bool:
+                return not getattr(args[0], "says_wrong", False)
+            return 0.0 if dtype.is_floating_point else 1
         except DynamicOutputShapeException:
             if func is torch.ops.aten.nonzero.default:
                 return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
             raise
+        if func in _KNOWN:
+            keep_value(result, lambda: func(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
+        elif func is torch.ops.aten.rand.default:  # what happens with a probability below 1/2 does not happen
+            keep_value(result, lambda: torch.full(tuple(result.shape), 0.5, dtype=result.dtype, device="cpu"))
+        elif isinstance(result, FakeTensor) and result.dtype == torch.bool:
+            result.says_wrong = _says_wrong(func, args)  # type: ignore[attr-defined]
+        return result
+
+
+def _says_wrong(func: Any, args: Any) -> bool:
+    """Whether what is true of a number, if an operator says so, is what one fears: that it is no number, or large."""
+    name = func._overloadpacket.__name__
+    if name in ("ne", "eq") and not isinstance(args[1], Tensor):
+        return name == "eq" and args[1] in (math.inf, -math.inf)
+    if name in ("ne", "gt", "ge", "lt", "le", "isnan", "isinf"):
+        return True
+    before = any(getattr(one, "says_wrong", False) for one in args if isinstance(one, Tensor))
+    return before != (name in ("logical_not", "bitwise_not"))
 
 
 def _callback_behind(error: BaseException, callbacks: list[Any]) -> Any:

@@ -1,7 +1,11 @@
 """Tensors without values, on whatever device, and what cannot be known of them. Checked with torch 2.13."""
 
-from collections.abc import Iterator
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,30 +18,33 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from lit_efficient.internals.torch_dispatch import no_dispatch_modes
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
+    "forget_cached_fakes",
+    "keep_value",
     "like_real_ones",
 ]
 
 
 @contextmanager
 def like_real_ones() -> Iterator[None]:
-    """Let fakes be moved with ``module.to`` and be copied with ``deepcopy``: ``torch._C._swap_tensor_impl``.
+    """Let fakes be moved with ``module.to``, copied, read as zeros, and be parameters of any class.
 
-    torch refuses the first where weak references exist, and keeps some to each parameter itself.
+    torch refuses the first where weak references exist, and keeps some to each parameter itself:
+    ``torch._C._swap_tensor_impl``; of the last it knows nothing: ``torch.Tensor._make_subclass``.
     """
-    swap = torch.utils.swap_tensors
+    swap, make = torch.utils.swap_tensors, Tensor._make_subclass
 
     def swap_fakes(one: Tensor, other: Tensor) -> None:
         if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
             return swap(one, other)
-        one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-        kinds = one.__class__, other.__class__
-        other.__class__, one.__class__ = kinds
+        one.__dict__.update(other.__dict__)  # with what a kind of parameters keeps on them
         torch._C._swap_tensor_impl(one, other)
         return None
 
@@ -48,9 +55,63 @@ def like_real_ones() -> Iterator[None]:
             memo[id(self)] = nn.Parameter(alike, self.requires_grad) if parameter else alike
         return memo[id(self)]
 
-    torch.utils.swap_tensors, FakeTensor.__deepcopy__ = swap_fakes, copy  # type: ignore[method-assign]
+    def zeros(self: Tensor, **_: Any) -> Any:
+        with no_dispatch_modes():
+            return torch.zeros(self.shape, dtype=self.dtype, device="cpu").numpy()
+
+    def subclass(kind: Any, data: Tensor, requires_grad: bool = False, **options: Any) -> Any:
+        if not isinstance(data, FakeTensor):
+            return make(kind, data, requires_grad, **options)
+        alias = data.detach()
+        alias.__class__ = _fake_kind(kind)
+        return alias.requires_grad_(requires_grad)
+
+    own = {"__deepcopy__": copy, "numpy": zeros, "tolist": lambda self: self.numpy().tolist()}
+    torch.utils.swap_tensors, Tensor._make_subclass = swap_fakes, staticmethod(subclass)  # type: ignore
+    for name, method in own.items():
+        setattr(FakeTensor, name, method)
     try:
         yield
     finally:
         torch.utils.swap_tensors = swap
-        del FakeTensor.__deepcopy__
+        del Tensor._make_subclass  # of torch's own base, again
+        for name in own:
+            delattr(FakeTensor, name)
+
+
+@functools.cache
+def _fake_kind(kind: Any) -> Any:
+    """A class of fakes that is a class of parameters, too, such as those with 4 bits."""
+
+    def detach(self: Tensor) -> Any:
+        alias = Tensor.detach(self)
+        alias.__class__ = type(self)
+        return alias
+
+    return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__, "detach": detach})
+
+
+def keep_value(fake: Any, make: Callable[[], Tensor]) -> None:
+    """Let a fake of one element know what it holds, and what is computed of it: ``FakeTensor.constant``."""
+    if isinstance(fake, FakeTensor) and fake.constant is None and fake.numel() == 1:
+        with no_dispatch_modes():
+            fake.constant = make()
+
+
+def forget_cached_fakes() -> None:
+    """Empty what modules keep of fakes for next time: tables in dicts, results under ``functools.cache``."""
+    for module in list(sys.modules.values()):
+        for kept in list(vars(module).values()) if isinstance(module, ModuleType) else ():
+            if type(kept) is dict:  # other kinds may import what they name when they are read
+                for key in [key for key, value in list(kept.items()) if isinstance(value, FakeTensor)]:
+                    del kept[key]
+            elif type(kept) is functools._lru_cache_wrapper and _has_fakes(gc.get_referents(kept)):
+                kept.cache_clear()
+
+
+def _has_fakes(tree: Any, depth: int = 4) -> bool:
+    if isinstance(tree, dict):
+        tree = [*tree.values()]
+    if isinstance(tree, list | tuple) and depth:
+        return any(_has_fakes(one, depth - 1) for one in tree)
+    return isinstance(tree, FakeTensor)
