@@ -191,7 +191,7 @@ class Search:
 
     @property
     def best(self) -> Row | None:
-        """The fastest; of those that differ from it by no more than noise the one that adds least. ``None``: nothing fits."""
+        """The fastest; of those within the noise of it the one that adds least. ``None``: nothing fits."""
         ran = self.ran
         same = [row for row in ran if not row.slower(ran[0])]
         return min(same, key=lambda row: (len(row.candidate.options), row.candidate != self.space.asked), default=None)
