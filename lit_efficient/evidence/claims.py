@@ -105,7 +105,7 @@ class Trace:
     Args:
         fit: The fit, which is over.
         start: Weights and buffers before the first step, by name.
-        losses: Of each batch.
+        losses: Of each batch; of steps that return none, none.
         batches: As the training step got them, copied.
         gradients: By name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``.
         weights: After each optimizer step, the parameters by name; empty, if ``slim``.
@@ -266,7 +266,8 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.trace.losses.append(float("nan") if loss is None else float(loss))
+        if loss is not None:  # of manual optimization
+            self.trace.losses.append(float(loss))
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if not self.trace.slim:
