@@ -7,6 +7,7 @@ where it does not, the cheapest set of techniques with which it does. Each answe
 
 import argparse
 import contextlib
+import io
 import json
 import logging
 import shutil
@@ -133,7 +134,7 @@ class _Answer:
     def _alone(self, change: Any) -> "Plan":
         from lit_efficient.evidence.plan import plan
 
-        with _hushed(warn=not self.predictions.seconds):
+        with _hushed():
             return plan(self.source, change)
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
@@ -189,7 +190,7 @@ class _Answer:
         from lit_efficient.evidence.advice import Adviser, candidates
         from lit_efficient.evidence.plan_settings import length_lever
 
-        self._tell(["", "what makes it fit, each with the peak of its own plan; append to `fit -c CONFIG`:"], advice=[])
+        self._tell(["", "what makes it fit, each with its own plan's peak; append to `fit -c CONFIG`:"], advice=[])
         adviser = Adviser(
             self.predictions,
             candidates(self.config, self.fit.trainer),
@@ -284,14 +285,13 @@ def _one_device(trainer: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _hushed(warn: bool = True) -> Iterator[None]:
-    """Neither log lines nor prints of what is built again and again, nor the same warnings."""
+def _hushed() -> Iterator[None]:
+    """No log lines, prints and warnings of what is built again and again, and of a run that is none."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            if not warn:
-                warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
@@ -332,7 +332,8 @@ def _found_lines(what: str, found: "Found", names: Sequence[str], limit: int) ->
     if found.value is None or found.plan is None:
         why = found.reason or f"{found.above} needs {_size(found.above_peak or 0)} of {_size(limit)}"
         return [f"{what}: none fits; {names[0]} {why}"]
-    lines = [f"{what}: {names[0]} {found.value:,}, peak {_size(found.plan.peak)} of {_size(limit)}    {settings}"]
+    lines = [f"{what}: {names[0]} {found.value:,}, peak {_size(found.plan.peak)} of {_size(limit)}"]
+    lines += [f"    {settings}"] if settings else []
     if found.above is not None:
         why = found.reason or f"needs {_size(found.above_peak or 0)}"
         return [*lines, f"  {found.above:,}: {why}"]

@@ -105,7 +105,7 @@ class Trace:
     Args:
         fit: The fit, which is over.
         start: Weights and buffers before the first step, by name.
-        losses: Of each batch; of steps that return none, none.
+        losses: Of each batch; 0 of steps that return none.
         batches: As the training step got them, copied.
         gradients: By name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``.
         weights: After each optimizer step, the parameters by name; empty, if ``slim``.
@@ -220,10 +220,6 @@ class Subject:
             self.run(fit)
         return inside.found
 
-    def batches(self, count: int, change: Change = AS_IT_IS) -> list[Any]:
-        """The fit's own first training batches, as the training step gets them."""
-        return self.within(lambda trainer, module: first_batches(trainer, count), change)
-
 
 class _Short(Callback):
     """Ends a fit after so many optimizer steps; schedules have been made for its whole length by then."""
@@ -259,15 +255,14 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         names = {id(p): name for name, p in pl_module.named_parameters()}
-        found = {names[id(p)]: g for p, g in gradients_of(optimizer).items() if id(p) in names}
+        found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
         kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
         self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
         self.trace.rates.append([float(group["lr"]) for one in trainer.optimizers for group in one.param_groups])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if loss is not None:  # of manual optimization
-            self.trace.losses.append(float(loss))
+        self.trace.losses.append(0.0 if loss is None else float(loss))  # none: left out, or manual optimization
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if not self.trace.slim:
@@ -275,6 +270,14 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.trace.end = state_of(pl_module)
+
+
+def seen_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The gradient of each parameter before a step; none where parameters are stepped in the backward pass."""
+    try:
+        return gradients_of(optimizer)
+    except ConfigurationError:  # which refuses to show what is gone
+        return {}
 
 
 class _Over(Exception):
@@ -409,23 +412,6 @@ def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> di
             a, b = ({str(i): t for i, t in enumerate(_tensors(one))} for one in (output, found[name]))
             off[name] = max(difference(a, b).values(), default=0.0)
     return off
-
-
-def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: int = 0) -> tuple[str, float]:
-    """The first module, in order of computation, whose output in a training step differs, and by how much.
-
-    Args:
-        one: What is right.
-        other: What may be wrong; modules that only one of them has are passed over.
-        batch: What both get.
-        tolerance: Relative differences up to this are none.
-        seed: What random draws follow from.
-
-    Returns:
-        Its name and difference; an empty name where no output differs.
-    """
-    off = output_differences(outputs_of(one, batch, seed), outputs_of(other, batch, seed))
-    return next(((name, by) for name, by in off.items() if not by <= tolerance), ("", 0.0))
 
 
 def tolerance_of(trainer: Any, module: nn.Module) -> float:

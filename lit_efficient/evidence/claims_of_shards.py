@@ -30,6 +30,7 @@ from lit_efficient.evidence.claims import (
     first_layer,
     gradients,
     loss_of,
+    seen_gradients,
 )
 from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource
 from lit_efficient.evidence.layer_calls import few_rows
@@ -37,7 +38,6 @@ from lit_efficient.evidence.token_batches import token_batch
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.rewind import random_states
 
 _EXACT, _COARSE = 1e-3, 0.05
@@ -190,7 +190,7 @@ class _Notes(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if "gradients" not in self.told:
             names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
-            found = {names[id(p)]: g for p, g in gradients_of(optimizer).items() if id(p) in names}
+            found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
             self.told["gradients"] = {name: _whole(gradient) for name, gradient in found.items()}
             steps = vars(pl_module)[_NOTES]
             self.told |= {"batches": [batch for batch, _ in steps], "states": [states for _, states in steps]}

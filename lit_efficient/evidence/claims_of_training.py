@@ -19,6 +19,7 @@ from lit_efficient.evidence.claims import (
     gradients,
     loss_of,
     order_of,
+    seen_gradients,
     tolerance_of,
 )
 from lit_efficient.evidence.same_draws import Draws, Unlike
@@ -26,7 +27,6 @@ from lit_efficient.internals.lightning_trainer import arrived
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.trials.steps import Trials
 
 
@@ -115,15 +115,13 @@ class Accumulated(Claim):
         if max(off.values()) > tolerance and asked == 1:
             return self.idle(f"nothing is accumulated here; if it were, {why}: they differ by {max(off.values()):.2g}")
         covered = ("BatchNorm and Dropout were in evaluation mode",)
-        order = functools.partial(order_of, module, arrived(trainer, whole))
-        where = functools.partial(_first, off, tolerance, order)
+
+        def where() -> str:
+            return first_layer(off, tolerance, order_of(module, arrived(trainer, whole)))
+
         return self.measured(
             max(off.values()), tolerance, "largest relative difference of gradients", why, where, covered
         )
-
-
-def _first(off: Mapping[str, float], tolerance: float, order: Any) -> str:
-    return first_layer(off, tolerance, order())
 
 
 def _window(trainer: Any, parts: int) -> tuple[list[Any], Any]:
@@ -172,7 +170,7 @@ def _accumulated(trainer: Any, module: Any, parts: list[Any], draws: Draws) -> d
 
     class Capture(Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            found.update({p: gradient.detach().clone() for p, gradient in gradients_of(optimizer).items()})
+            found.update({p: gradient.detach().clone() for p, gradient in seen_gradients(optimizer).items()})
 
     trials = Trials(trainer)
     module.training_step = same_draws

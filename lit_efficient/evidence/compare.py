@@ -210,7 +210,8 @@ class Comparing:
             "seeds": self.schedule.seeds,
             "narrow": self.schedule.narrow,
             "settled": self.settled,
-            "left_out": left_out,
+            "metrics": sorted({logged for row in every for logged in row.run.held_out}),
+            **({"left_out": left_out} if left_out else {}),
         }
         return Comparison(command, about, metric, results(rows, metric))
 

@@ -130,4 +130,4 @@ def _tables(comparison: Comparison) -> Iterator[Markup]:
 
 
 def _soft(cell: str) -> str:
-    return tag("span", cell, class_="soft") if cell.endswith("no evidence") else cell
+    return tag("span", cell, class_="soft") if cell.endswith("evidence") else cell

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
 from lit_efficient.evidence.memory_kinds import KINDS, Moment
 from lit_efficient.evidence.planned_batch import batch_of

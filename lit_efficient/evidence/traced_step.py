@@ -33,6 +33,7 @@ from lit_efficient.internals.torch_fake import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    forget_cached_fakes,
     keep_value,
     like_real_ones,
 )
@@ -114,8 +115,11 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
         contextlib.nullcontext() if _has_masks(batch) else fakes_pass_for_real(),
     ):
         _silence(trainer, observer, folder)
-        with like_real_ones(), mode, _StandIns(), observer.counter:
-            trainer.fit(fit.module, **data)
+        try:
+            with like_real_ones(), mode, _StandIns(), observer.counter:
+                trainer.fit(fit.module, **data)
+        finally:
+            forget_cached_fakes()
     return observer.traced()
 
 
@@ -248,7 +252,7 @@ class _StandIns(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
-            dtype = args[0].dtype if "Scalar" in str(func._schema.returns[0].type) else torch.bool
+            dtype = torch.bool if str(func._schema.returns[0].type) == "bool" else args[0].dtype
             if dtype == torch.bool:
                 return not getattr(args[0], "says_wrong", False)
             return 0.0 if dtype.is_floating_point else 1
@@ -256,8 +260,10 @@ class _StandIns(TorchDispatchMode):
             if func is torch.ops.aten.nonzero.default:
                 return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
             raise
-        if "device" in kwargs and func in _KNOWN:
+        if func in _KNOWN:
             keep_value(result, lambda: func(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
+        elif func is torch.ops.aten.rand.default:  # what happens with a probability below 1/2 does not happen
+            keep_value(result, lambda: torch.full(tuple(result.shape), 0.5, dtype=result.dtype, device="cpu"))
         elif isinstance(result, FakeTensor) and result.dtype == torch.bool:
             result.says_wrong = _says_wrong(func, args)  # type: ignore[attr-defined]
         return result

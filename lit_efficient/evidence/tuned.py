@@ -224,7 +224,7 @@ def _machine(device: torch.device) -> str:
 def _hushed() -> Any:
     """Nothing is printed of what is built again and again."""
     before = logging.root.manager.disable
-    logging.disable(logging.INFO)
+    logging.disable(logging.ERROR)  # torch logs what raises among fake tensors
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")

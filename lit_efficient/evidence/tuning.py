@@ -259,7 +259,7 @@ class Search:
         self.say(f"{len(self.every)} candidates: {sizes} batch sizes, {options} options")
 
     def _begin(self) -> None:
-        """Run what tells most: the fit as it is, its other sizes, each option alone; or with fewest that make it fit."""
+        """Run what tells most: the fit as it is, its other sizes, each option alone, or what makes it fit."""
         if self._fits(self.space.asked):
             self._run(self.space.asked)
         sets = [one for one in self.space.sets() if self._saving.issuperset(one)]

@@ -1,8 +1,11 @@
 """Tensors without values, on whatever device, and what cannot be known of them. Checked with torch 2.13."""
 
 import functools
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ __all__ = [
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
+    "forget_cached_fakes",
     "keep_value",
     "like_real_ones",
 ]
@@ -92,3 +96,22 @@ def keep_value(fake: Any, make: Callable[[], Tensor]) -> None:
     if isinstance(fake, FakeTensor) and fake.constant is None and fake.numel() == 1:
         with no_dispatch_modes():
             fake.constant = make()
+
+
+def forget_cached_fakes() -> None:
+    """Empty what modules keep of fakes for next time: tables in dicts, results under ``functools.cache``."""
+    for module in list(sys.modules.values()):
+        for kept in list(vars(module).values()) if isinstance(module, ModuleType) else ():
+            if type(kept) is dict:  # other kinds may import what they name when they are read
+                for key in [key for key, value in list(kept.items()) if isinstance(value, FakeTensor)]:
+                    del kept[key]
+            elif type(kept) is functools._lru_cache_wrapper and _has_fakes(gc.get_referents(kept)):
+                kept.cache_clear()
+
+
+def _has_fakes(tree: Any, depth: int = 4) -> bool:
+    if isinstance(tree, dict):
+        tree = [*tree.values()]
+    if isinstance(tree, list | tuple) and depth:
+        return any(_has_fakes(one, depth - 1) for one in tree)
+    return isinstance(tree, FakeTensor)
