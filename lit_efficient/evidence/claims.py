@@ -109,10 +109,8 @@ class Trace:
         batches: As the training step got them, copied.
         gradients: By name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``.
         weights: After each optimizer step, the parameters by name; empty, if ``slim``.
-        rates: Of each optimizer step, the learning rate of each group of all optimizers.
         end: Weights and buffers after the last step, by name.
         trainable: Names of the parameters that require a gradient when training starts.
-        stepped: Names of those that an optimizer holds.
         tied: Names that one parameter had before the fit, for each that had several.
     """
 
@@ -123,10 +121,8 @@ class Trace:
     batches: list[Any] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
     end: dict[str, Tensor] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
-    stepped: set[str] = field(default_factory=set)
     tied: list[list[str]] = field(default_factory=list)
 
 
@@ -246,9 +242,7 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.trace.start = state_of(pl_module)
         self._step = trainer.global_step
-        held = {id(p) for one in trainer.optimizers for group in one.param_groups for p in group["params"]}
         self.trace.trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
-        self.trace.stepped = {name for name, p in pl_module.named_parameters() if id(p) in held}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.trace.batches.append(copy.deepcopy(batch))
@@ -258,7 +252,6 @@ class Recorder(Callback):
         found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
         kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
         self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
-        self.trace.rates.append([float(group["lr"]) for one in trainer.optimizers for group in one.param_groups])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
