@@ -105,14 +105,12 @@ class Trace:
     Args:
         fit: The fit, which is over.
         start: Weights and buffers before the first step, by name.
-        losses: Of each batch.
+        losses: Of each batch; 0 of steps that return none.
         batches: As the training step got them, copied.
         gradients: By name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``.
         weights: After each optimizer step, the parameters by name; empty, if ``slim``.
-        rates: Of each optimizer step, the learning rate of each group of all optimizers.
         end: Weights and buffers after the last step, by name.
         trainable: Names of the parameters that require a gradient when training starts.
-        stepped: Names of those that an optimizer holds.
         tied: Names that one parameter had before the fit, for each that had several.
     """
 
@@ -123,10 +121,8 @@ class Trace:
     batches: list[Any] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
     end: dict[str, Tensor] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
-    stepped: set[str] = field(default_factory=set)
     tied: list[list[str]] = field(default_factory=list)
 
 
@@ -220,10 +216,6 @@ class Subject:
             self.run(fit)
         return inside.found
 
-    def batches(self, count: int, change: Change = AS_IT_IS) -> list[Any]:
-        """The fit's own first training batches, as the training step gets them."""
-        return self.within(lambda trainer, module: first_batches(trainer, count), change)
-
 
 class _Short(Callback):
     """Ends a fit after so many optimizer steps; schedules have been made for its whole length by then."""
@@ -250,9 +242,7 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.trace.start = state_of(pl_module)
         self._step = trainer.global_step
-        held = {id(p) for one in trainer.optimizers for group in one.param_groups for p in group["params"]}
         self.trace.trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
-        self.trace.stepped = {name for name, p in pl_module.named_parameters() if id(p) in held}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.trace.batches.append(copy.deepcopy(batch))
@@ -262,7 +252,6 @@ class Recorder(Callback):
         found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
         kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
         self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
-        self.trace.rates.append([float(group["lr"]) for one in trainer.optimizers for group in one.param_groups])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -416,23 +405,6 @@ def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> di
             a, b = ({str(i): t for i, t in enumerate(_tensors(one))} for one in (output, found[name]))
             off[name] = max(difference(a, b).values(), default=0.0)
     return off
-
-
-def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: int = 0) -> tuple[str, float]:
-    """The first module, in order of computation, whose output in a training step differs, and by how much.
-
-    Args:
-        one: What is right.
-        other: What may be wrong; modules that only one of them has are passed over.
-        batch: What both get.
-        tolerance: Relative differences up to this are none.
-        seed: What random draws follow from.
-
-    Returns:
-        Its name and difference; an empty name where no output differs.
-    """
-    off = output_differences(outputs_of(one, batch, seed), outputs_of(other, batch, seed))
-    return next(((name, by) for name, by in off.items() if not by <= tolerance), ("", 0.0))
 
 
 def tolerance_of(trainer: Any, module: nn.Module) -> float:

@@ -140,7 +140,9 @@ class Averaged(Claim):
                 notes.append(f"{type(technique).__name__}, which is no plain sum of weights here")
                 continue
             kinds.append(type(technique).__name__)
-            right = {name: sum(s * w[name].double() for s, w in zip(shares, trace.weights)) for name in found}
+            right: dict[str, Any] = {
+                name: sum(s * w[name].double() for s, w in zip(shares, trace.weights)) for name in found
+            }
             off |= difference(right, found)
         if not kinds:
             return self.idle(f"there is no average of weights{': ' if notes else ''}{'; '.join(notes)}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, seed_everything
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_efficient.evidence.claims import (
     Claim,
@@ -24,7 +24,7 @@ from lit_efficient.evidence.claims import (
 )
 from lit_efficient.evidence.same_draws import Draws, Unlike
 from lit_efficient.internals.lightning_trainer import arrived
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_layers import BatchNorm, Dropout
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.trials.steps import Trials
@@ -54,7 +54,7 @@ class Deterministic(Claim):
 
     def check(self, subject: Subject) -> Verdict:
         """Build and run it twice."""
-        one, other = subject.plain, subject.train(len(subject.plain.rates), slim=True)
+        one, other = subject.plain, subject.train(5, slim=True)
         off = {f"start: {name}": by for name, by in difference(one.start, other.start).items()}
         for i, (a, b) in enumerate(zip(one.batches, other.batches)):
             off |= {f"batch {i}: {name}": by for name, by in difference(_named(a), _named(b)).items()}
@@ -87,7 +87,7 @@ class Accumulated(Claim):
         if not parts:
             return self.idle("the batches can neither be cut into equal parts nor be joined")
         for part in module.modules():
-            if isinstance(part, BatchNorm | nn.modules.dropout._DropoutNd):
+            if isinstance(part, BatchNorm | Dropout):
                 part.eval()
         with torch.no_grad():
             loss_of(module, arrived(trainer, whole))  # a network may probe itself the first time
@@ -115,15 +115,13 @@ class Accumulated(Claim):
         if max(off.values()) > tolerance and asked == 1:
             return self.idle(f"nothing is accumulated here; if it were, {why}: they differ by {max(off.values()):.2g}")
         covered = ("BatchNorm and Dropout were in evaluation mode",)
-        order = functools.partial(order_of, module, arrived(trainer, whole))
-        where = functools.partial(_first, off, tolerance, order)
+
+        def where() -> str:
+            return first_layer(off, tolerance, order_of(module, arrived(trainer, whole)))
+
         return self.measured(
             max(off.values()), tolerance, "largest relative difference of gradients", why, where, covered
         )
-
-
-def _first(off: Mapping[str, float], tolerance: float, order: Any) -> str:
-    return first_layer(off, tolerance, order())
 
 
 def _window(trainer: Any, parts: int) -> tuple[list[Any], Any]:

@@ -24,7 +24,9 @@ class Trains(Claim):
         trace = subject.plain
         module = trace.fit.module
         later, meant = held(module), _meant(trace.fit)
-        ours, steps = trace.trainable & trace.stepped, trace.gradients
+        held_ones = set[int]().union(*map(_parameters, trace.fit.trainer.optimizers))
+        stepped = {name for name, p in module.named_parameters() if id(p) in held_ones}
+        ours, steps = trace.trainable & stepped, trace.gradients
         reached = {name for step in steps for name in step}
         zero = {name for name in reached if not any(step[name].count_nonzero() for step in steps if name in step)}
         still = {name for name in ours if same(trace.start[name], trace.end[name])}
@@ -33,7 +35,7 @@ class Trains(Claim):
         aside = {name for name in unreached if _owner(module, name) not in used}
         rounded = {name for name in still & reached - zero if trace.end[name].itemsize < 4}
         wrong = dict.fromkeys(meant - trace.trainable - later, "its technique trains it, and it is frozen")
-        wrong |= dict.fromkeys(trace.trainable - trace.stepped, "no optimizer holds it")
+        wrong |= dict.fromkeys(trace.trainable - stepped, "no optimizer holds it")
         wrong |= dict.fromkeys(unreached - aside, "no gradient reaches it, though its layer is used")
         wrong |= dict.fromkeys(zero & ours, "its gradient is zero in every step")
         wrong |= dict.fromkeys(still & reached - zero - rounded, "it has a gradient and does not move")
@@ -42,7 +44,7 @@ class Trains(Claim):
         uncovered = tuple(
             f"{len(names)} parameters {what}, first {min(names)}" for what, names in notes.items() if names
         )
-        why = f"{len(trace.trainable)} trainable parameters over {len(trace.rates)} steps"
+        why = f"{len(trace.trainable)} trainable parameters over {len(trace.gradients)} steps"
         unit = "parameters that do not train"
         return self.measured(len(wrong), 0, unit, why, lambda: _first(subject, wrong), uncovered)
 
@@ -67,7 +69,7 @@ class Frozen(Claim):
             if len({id(now[name]) for name in names if name in now}) > 1:
                 wrong[names[0]] = f"it is no longer tied to {names[1]}"
         number = len(trace.end) - len(trace.trainable)
-        why = f"{number} tensors that do not train, before and after {len(trace.rates)} steps"
+        why = f"{number} tensors that do not train, before and after {len(trace.gradients)} steps"
         uncovered = ("buffers, such as statistics of BatchNorm",)
         return self.measured(len(wrong), 0, "parameters that moved", why, lambda: _first(subject, wrong), uncovered)
 

@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
-from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.claims import quiet
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_trainer import begin_fit
+from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.surgery import count
-from lit_efficient.technique import Technique
 
 LARGE = 50_000_000  # parameters
 _NARROWEST = 64
@@ -104,7 +104,7 @@ def _pretrained(source: FitSource) -> Iterator[tuple[dict[str, Any], dict[str, A
 
         config = resolve(CausalLMConfig(path, revision=settings.get(f"{block}.revision")))
         fields = {**(settings.get(f"{block}.config_fields") or {}), **_NARROW}
-        drawn = {f"{block}.random_weights": True}
+        drawn: dict[str, Any] = {f"{block}.random_weights": True}
         drawn |= {f"{block}.quantize": None} if settings.get(f"{block}.quantize") else {}
         narrow = {key: value for key, value in fields.items() if key not in _NARROW or hasattr(config, key)}
         yield drawn, {f"{block}.config_fields": narrow}
@@ -128,18 +128,20 @@ def _lists(module: nn.Module) -> dict[str, list[nn.Module]]:
     return held
 
 
-class FewBlocks(Technique):
-    """Keep the first two blocks of each list; acts before all techniques."""
+class FewBlocks(Callback):
+    """Keeps the first two blocks of each list, before any technique acts: it is the first of the callbacks."""
 
-    def transform(self, module: nn.Module) -> Report:
-        """Take the others out."""
-        lists = _lists(module)
-        for name, blocks in lists.items():
-            parent: Any = module.get_submodule(name)
-            gone = {id(block) for block in blocks[2:]}
-            for i in reversed([i for i, child in enumerate(parent) if id(child) in gone]):
-                del parent[i]
-        return Report(f"two blocks of {len(lists)} lists", tuple(lists))
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        wrap_method(pl_module, "configure_model", _configure_model)
+
+
+def _configure_model(self: Any) -> None:
+    inner_method(self, "configure_model", _configure_model)()
+    for name, blocks in _lists(self).items():
+        parent: Any = self.get_submodule(name)
+        gone = {id(block) for block in blocks[2:]}
+        for i in reversed([i for i, child in enumerate(parent) if id(child) in gone]):
+            del parent[i]
 
 
 class _Changed(FitSource):

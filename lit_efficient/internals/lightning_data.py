@@ -39,8 +39,11 @@ def validate_on(trainer: Any, loaders: Any, batches: list[int]) -> None:
 
 
 def validation_loaders(trainer: Any) -> Any:
-    """The validation loaders of a fit, made now if its next validation is far away: ``val_loop.setup_data``."""
-    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    """A fit's validation loaders, made now if they are needed later; ``None`` without any: ``val_loop.setup_data``."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if not trainer.enable_validation or not data_source(loop).is_defined():
+        return None
+    loop.setup_data()
     return trainer.val_dataloaders
 
 
