@@ -10,6 +10,7 @@ values, which is noted.
 import contextlib
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
 from lit_efficient.application import reports_of
-from lit_efficient.declaration import in_order, techniques_of
+from lit_efficient.declaration import Phase, held, in_order, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
@@ -38,7 +39,7 @@ from lit_efficient.internals.torch_fake import (
 )
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
-from lit_efficient.mechanisms.trials.steps import leaves_traces
+from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
 
 _STEPS = 2
@@ -65,7 +66,9 @@ class Traced:
     notes: list[str] = field(default_factory=list)
 
 
-def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
+def trace(
+    fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1
+) -> Traced:
     """Run two steps of a fit without values.
 
     Args:
@@ -74,6 +77,7 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         batch: What the loader yields: tensors of any kind, in any structure.
         batches: How many an epoch has; ``None``: nobody knows.
         mode: The mode that knows the fakes.
+        block: Bytes that sizes are rounded up to.
     """
     left_out: dict[str, str] = {}
     data = fit.data
@@ -81,7 +85,7 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         fit.data = data
         fit.trainer.callbacks = [one for one in fit.trainer.callbacks if type(one).__name__ not in left_out]
         try:
-            traced = _trace(fit, batch, batches, mode)
+            traced = _trace(fit, batch, batches, mode, block)
         except Exception as error:
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if guilty is None or isinstance(error, LitEfficientError):
@@ -93,8 +97,8 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         return traced
 
 
-def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
-    observer = _Observer()
+def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1) -> Traced:
+    observer = _Observer(block=block)
     trainer = fit.trainer
     observer.accumulated = trainer.accumulate_grad_batches
     trainer.accumulate_grad_batches = min(2, observer.accumulated)
@@ -117,7 +121,8 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
     ):
         _silence(trainer, observer, folder)
         try:
-            with like_real_ones(), mode, _StandIns(), observer.counter:
+            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, _StandIns(), observer.counter:
+                warnings.simplefilter("ignore")
                 trainer.fit(fit.module, **data)
         finally:
             forget_cached_fakes()
@@ -158,8 +163,8 @@ class _Enough(Exception):
 class _Observer(StepMeter):
     """Keeps what is to be known of the steps, and ends the fit after the last one."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, block: int) -> None:
+        super().__init__(block=block)
         self.counter = FlopMeter()
         self.flops = [0]  # after each batch
         self.accumulated = 1  # batches a step, of which no more than two are traced: the others are like the first
@@ -174,7 +179,10 @@ class _Observer(StepMeter):
             "parameters": count(pl_module.parameters()),
             "trainable": count(p for p in stepped if p.requires_grad),
             "techniques": tuple((name, reports[name].summary if name in reports else "") for name in names),
+            "notes": [note for one in in_order(techniques) for note in _notes(one)],
         }
+        if later := [p for name, p in pl_module.named_parameters() if name in held(pl_module)]:
+            self.known["notes"].append(f"{count(later):,} parameters are frozen at first, and are taken as frozen.")
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -187,6 +195,14 @@ class _Observer(StepMeter):
         last = self.flops[-1] - self.flops[-2]
         flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
         return Traced(self.steps[-1], flops, **self.known)
+
+
+def _notes(technique: Any) -> Iterator[str]:
+    name = type(technique).__name__
+    if technique.phase is Phase.COMPILE:
+        yield f"{name}: what the compiler keeps or computes anew is its own; the step is taken as it is without it."
+    if technique.draws_work:
+        yield f"{name}: the step is one in which nothing is left out by chance."
 
 
 class _Loader:
@@ -232,10 +248,10 @@ class _Fakes:
     def module(self, module: nn.Module) -> None:
         """Put fakes into a module, in place."""
         for part in module.modules():
-            for held in (part._parameters, part._buffers):
-                for name, tensor in held.items():
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
                     if tensor is not None:
-                        held[name] = self(tensor, self.device)
+                        tensors[name] = self(tensor, self.device)
 
 
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are followed

@@ -114,8 +114,8 @@ def forget_cached_fakes() -> None:
 
 
 def _has_fakes(tree: Any, depth: int = 4) -> bool:
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         tree = [*tree.values()]
-    if isinstance(tree, list | tuple) and depth:
+    if type(tree) in (list, tuple) and depth:
         return any(_has_fakes(one, depth - 1) for one in tree)
     return isinstance(tree, FakeTensor)

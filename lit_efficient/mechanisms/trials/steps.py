@@ -66,7 +66,7 @@ class Trials:
                 techniques that spare memory by chance do not.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
-        with collected(), _quiet(), tempfile.TemporaryDirectory() as folder:
+        with collected(), quiet(), tempfile.TemporaryDirectory() as folder:
             try:
                 trainer.callbacks = [callback for callback in trainer.callbacks if self._acts(callback)]
                 trainer.loggers = [DummyLogger()] if trainer.loggers else []
@@ -163,7 +163,7 @@ def leaves_traces(callback: object) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Say nothing of what is undone afterwards: that a layer thaws, that a size was found."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.INFO))
