@@ -12,7 +12,6 @@ import os
 import pickle
 import socket
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -140,6 +139,9 @@ def _two_processes(source: FitSource, folder: Path) -> list[dict[str, Any]]:
 
 
 def _child(source: FitSource, folder: Path, rank: int, port: int, pipe: Any) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
     torch.set_num_threads(1)  # the parent's others do not survive a fork
     warnings.simplefilter("ignore")
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -157,7 +159,6 @@ def _child(source: FitSource, folder: Path, rank: int, port: int, pipe: Any) -> 
         subject.run(fit)
         told = notes.told
     except BaseException as error:
-        traceback.print_exc()
         told = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     pipe.send_bytes(pickle.dumps(told))
     pipe.close()
