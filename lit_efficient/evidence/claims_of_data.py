@@ -43,7 +43,7 @@ class RowsApart(Claim):
         batch, rows = few_rows(bench.batch)
         others = [row for row in range(rows - 1) if not _same_rows(batch, rows, row, rows - 1)]
         if not others:
-            return self.idle("the batch has no two rows that differ")
+            return self.idle("the batch has no two rows that differ, or its tensors no rows in common")
         changed = _with_row(batch, rows, others[0])
         tolerance = _COARSE if bench.coarse else _EXACT
         leak, own, where, outside = self._leak(bench, batch, changed, rows, tolerance)

@@ -99,7 +99,7 @@ def _in_one(trainer: Any, module: Any, told: list[dict[str, Any]]) -> tuple[dict
 def _count(batch: Any) -> int:
     """Learned tokens of a batch, or its rows."""
     tokens = token_batch(batch)
-    return few_rows(batch)[1] if tokens is None else int((tokens.targets != IGNORE).sum())
+    return max(1, few_rows(batch, 1 << 30)[1]) if tokens is None else int((tokens.targets != IGNORE).sum())
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
@@ -120,7 +120,10 @@ def _two_processes(source: FitSource, folder: Path) -> list[dict[str, Any]]:
     ]
     try:
         for process, (_, sender) in zip(processes, pipes):
-            process.start()
+            try:
+                process.start()
+            except Exception as error:  # what cannot be pickled for a process that is not forked
+                return [{"failed": f"the fit cannot be sent to a process: {error}"}] * 2
             sender.close()
         end = time.monotonic() + _SECONDS
         told = []

@@ -422,7 +422,7 @@ FAULTS: dict[str, Fault] = {
         reads(lambda: Reader(lambda: Decoder(restart=False))), "packed", "places"
     ),
     "the batch's positions do not begin again": Fault(reads(Reader, goes_on), "packed", "position_ids"),
-    "packed rows go to a model that is told of no documents": Fault(reads(TransformersReader), "packed", "network.model."),
+    "packed rows go to a model that is told of none": Fault(reads(TransformersReader), "packed", "network.model."),
     "a mask that is off by one": Fault(reads(lambda: Reader(lambda: Decoder(ahead=1))), "causal", "attentions.0"),
     "features are centred over the batch": Fault(Setup(lambda: Stranger(Centred()), setups.image_data), "rows", "drop"),
     "attention over the batch for the time": Fault(
