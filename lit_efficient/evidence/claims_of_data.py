@@ -147,7 +147,7 @@ class DocumentsApart(Claim):
         worst, where, what = max(trials)
         number = len(found.documents(row))
         why = f"{number} documents of a row: each alone, with another first one, and the gradient of one; worst: {what}"
-        uncovered = ("dropout within packed rows",)
+        uncovered: tuple[str, ...] = ("dropout within packed rows",)
         if not all(alone.kinds.trained[0, a:b].any() for a, b in alone.documents(0)):
             uncovered += ("documents of which nothing is learned",)
         return self.measured(
