@@ -295,8 +295,8 @@ def _digits() -> nn.Module:
         return ResNet((32, 48, 64), 1)
 
 
-def _named(name: str, **arguments: Any) -> Callable[[], list[Any]]:
-    return lambda: [getattr(le, name)(**arguments)]
+def _named(name: str, *given: Any, **arguments: Any) -> Callable[[], list[Any]]:
+    return lambda: [getattr(le, name)(*given, **arguments)]
 
 
 def _stepped(name: str, **arguments: Any) -> Callable[[Any], Any]:
@@ -319,10 +319,15 @@ SETTINGS: dict[str, How] = {
     "FeatureMatching": How(
         lambda: [le.FeatureMatching("net", _digits(), {r"blocks\.2": r"blocks\.2"})], on=("ResNet",)
     ),
-    "Float8Precision": How(plugins=_named("Float8Precision"), on=("Llama", "GPT"), cuda_only="only emulated on a CPU"),
+    "Float8Precision": How(
+        on=("Llama", "GPT"),
+        plugins=_named("Float8Precision", precision="32-true"),
+        trainer={"precision": None},
+        cuda_only="only emulated there",
+    ),
     "FusedAdamW": How(optimizer=_stepped("FusedAdamW")),
     "GaLore": How(_named("GaLore", rank=16), on=BLOCKS, turns=2),
-    "GradualUnfreezing": How(_named("GradualUnfreezing", every_n_steps=2), on=BLOCKS),
+    "GradualUnfreezing": How(_named("GradualUnfreezing", [".*weight", ".*"], every_n_steps=1), on=BLOCKS),
     "GroupedAdafactor": How(optimizer=_stepped("GroupedAdafactor")),
     "HiddenAlignment": How(
         lambda: [le.HiddenAlignment(2, None, hidden=96, head=le.AlignmentHead(widths=[192, 48]))],
@@ -410,21 +415,21 @@ def cells() -> list[Cell]:
         how = SETTINGS.get(name) or How()
         for turn in range(how.turns):
             model = how.on[(number + turn) % len(how.on)]
-            found.append(_cell(model, (name,), number + turn, how.trainer.get("precision", "32-true")))
+            found.append(_cell(model, (name,), number + turn, how.trainer.get("precision") or "32-true"))
     return found
 
 
 def drawn(seed: int) -> Iterator[Cell]:
-    """Cells of other sizes with none to two techniques, without end: some are refused, as techniques exclude each other."""
+    """Cells of other sizes with none to two techniques, without end: some pairs exclude each other and are refused."""
     draw = random.Random(seed)
-    free = [name for name in techniques() if name not in ("Compile",) and not (SETTINGS.get(name) or How()).cuda_only]
+    free = [name for name in techniques() if name != "Compile" and not (SETTINGS.get(name) or How()).cuda_only]
     while True:
         model = draw.choice(PLAIN)
         kind = MODELS[model]
         names = draw.sample([n for n in free if model in (SETTINGS.get(n) or How()).on], draw.choice((0, 1, 1, 2, 2)))
         width, depth, length = (draw.choice(values) for values in kind.drawn)
         size = Size(width, depth, length, draw.choice((1024, 3000)) if kind.size.words else 0)
-        asked = {(SETTINGS.get(name) or How()).trainer.get("precision", "32-true") for name in names}
+        asked = {(SETTINGS.get(name) or How()).trainer.get("precision") or "32-true" for name in names}
         precision = "32-true" if asked <= {"32-true"} else "bf16-true"
         yield Cell(model, tuple(sorted(names)), draw.randint(3, 12), precision, size)
 

@@ -46,7 +46,7 @@ AGAIN = 3  # times that the answer and the fastest run at the end
 def _trainer(accumulated: int) -> L.Trainer:
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = {**dict.fromkeys(silent, False), "limit_val_batches": 0}
-    return L.Trainer(accelerator="cpu", devices=1, max_steps=1, accumulate_grad_batches=accumulated, **quiet)
+    return L.Trainer(accelerator="cpu", devices=1, max_steps=1000, accumulate_grad_batches=accumulated, **quiet)
 
 
 def _gpt() -> LiveFit:

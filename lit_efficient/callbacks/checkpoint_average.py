@@ -122,8 +122,10 @@ class CheckpointAverage(ShadowWeights):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         before, self._step = self._step, trainer.global_step
         due = self._step // self.every_n_steps > before // self.every_n_steps
-        if due and self._step > self.start_step:
+        if (due and self._step > self.start_step) or self.worst_case:
             self._take(self._tracked(pl_module))
+        while self.worst_case and len(self._snapshots) < (self.last_k or 1):
+            self._snapshots.append({name: tensor.clone() for name, tensor in self._snapshots[0].items()})
 
     def _take(self, tracked: Mapping[str, nn.Parameter]) -> None:
         self._mean = self._statistics = None

@@ -47,6 +47,9 @@ class ConfigFit(FitSource):
         texts = [Path(path).read_text("utf-8") for path in map(configs.located, words) if path.endswith(".yaml")]
         return f"{words} {texts} {super().identity(replace(change, overlays=()))}"
 
+    def without_weights(self) -> "ConfigFit":
+        return ConfigFit(self.argv, self.root, "meta")
+
     def config(self) -> dict[str, Any]:
         """The config as plain data, with defaults; nothing is built, and no device is asked for."""
         return _Read(self.argv, self.root, None).config_dump

@@ -23,13 +23,13 @@ def run(argv: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     if not options.overlays and not options.all:
         raise refusal("compare", "--with", "one overlay or more, or --all", options.overlays)
-    for given in options.overlays:
+    for given in [*options.overlays, *filter(None, [options.forgetting])]:
         configs.find(given)
     from lit_efficient.cli.fits import ConfigFit
     from lit_efficient.cli.next_steps import COMMAND
     from lit_efficient.cli.preflight import redacted
-    from lit_efficient.evidence.compare import Comparing, Schedule
     from lit_efficient.evidence.comparison_page import log_to_wandb, write_report
+    from lit_efficient.evidence.comparison_runs import Comparing, Schedule
     from lit_efficient.evidence.comparison_tables import terminal_table
     from lit_efficient.evidence.fits import Change
 
@@ -38,9 +38,9 @@ def run(argv: Sequence[str]) -> int:
     comparing = Comparing(
         ConfigFit(rest, root := options.folder or Path("runs", "compare")),
         [Change(Path(name).stem if name.endswith(".yaml") else name, overlays=(name,)) for name in names],
-        Schedule(options.steps, options.seeds, options.minutes, options.validations, options.narrow / 100),
+        Schedule(options.steps, options.seeds, options.minutes, options.validations, options.narrow / 100 or None),
         options.folder,
-        partial(_data, [*_allowed(rest), "-c", options.forgetting]) if options.forgetting else None,
+        partial(_data, [*rest, "-c", options.forgetting]) if options.forgetting else None,
         lambda line: print(line, file=sys.stderr, flush=True),
         alone=options.all,
         planner=ConfigFit(rest, root, device="meta"),
@@ -79,28 +79,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=10.0, help="begin no run after so many (default: 10)")
     parser.add_argument("--validations", type=int, default=10, help="in each training (default: 10)")
     parser.add_argument(
-        "--narrow", type=float, default=5.0, help="width of the times' intervals that is enough, in %% (default: 5)"
+        "--narrow",
+        type=float,
+        default=5.0,
+        help="width of the times' intervals that is enough, in %% (default: 5; 0 adds no runs for the times alone)",
     )
     parser.add_argument("--metric", help="what is compared, lower is better (default: the validation loss)")
     parser.add_argument(
-        "--forgetting", metavar="CONFIG", help="a config with other `data`, whose loss is taken before and after"
+        "--forgetting", metavar="CONFIG", help="an overlay with other `data`, whose loss is taken before and after"
     )
     parser.add_argument("--folder", type=Path, help="for the runs and the report (default: one below runs/compare)")
     return parser
 
 
-def _allowed(argv: Sequence[str]) -> list[str]:
-    """The packages that may be imported."""
-    words = [word.replace("_", "-") if word.startswith("--allow") else word for word in argv]
-    pairs = zip(words, [*words[1:], ""])
-    return [part for word, value in pairs if word.startswith("--allow-import") for part in _spelt(word, value)]
-
-
-def _spelt(word: str, value: str) -> list[str]:
-    return [word] if "=" in word else [word, value]
-
-
 def _data(argv: Sequence[str]) -> Any:
+    from lit_efficient.cli.errors import explained
     from lit_efficient.commands.preview import build_data
 
-    return build_data(argv, "compare --forgetting")
+    with explained(argv):
+        return build_data(argv, "compare --forgetting")

@@ -7,6 +7,7 @@ where it does not, the cheapest set of techniques with which it does. Each answe
 
 import argparse
 import contextlib
+import io
 import json
 import logging
 import shutil
@@ -91,6 +92,8 @@ class _Answer:
             self.traits: Traits = traits_named(trainer["strategy"])
             self.source = _Kept(ConfigFit([*argv, *_one_device(trainer)], root, "meta"))
             self.fit = self.source.make()
+        away = trainer["accelerator"] in ("gpu", "cuda") and self.fit.trainer.strategy.root_device.type == "cpu"
+        self.kernels = "cuda" if away else None  # whose are assumed
         self.devices = self._devices(trainer)
         self.limit, self.limit_from = self._memory(trainer)
         say = None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
@@ -133,8 +136,8 @@ class _Answer:
     def _alone(self, change: Any) -> "Plan":
         from lit_efficient.evidence.plan import plan
 
-        with _hushed(warn=not self.predictions.seconds):
-            return plan(self.source, change)
+        with _hushed():
+            return plan(self.source, change, device=self.kernels)
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
         from lit_efficient.evidence.plan_devices import largest_unit, per_device
@@ -147,8 +150,10 @@ class _Answer:
         code = 0
         try:
             code = self._solved() if self.options.solve else self._planned()
-        except KeyboardInterrupt:
-            self.data["interrupted"], code = True, _INTERRUPTED
+        except (KeyboardInterrupt, SystemExit) as end:
+            if isinstance(end, SystemExit) and not isinstance(end.__context__, KeyboardInterrupt):
+                raise
+            self.data["interrupted"], code = True, _INTERRUPTED  # a trainer makes an exit of it
             print("\ninterrupted", file=sys.stderr)
         if self.options.json and self.data:
             print(json.dumps(self.data, indent=2, ensure_ascii=False))
@@ -186,16 +191,19 @@ class _Answer:
         return 0 if fits else _DOES_NOT_FIT
 
     def _advise(self, plan: "Plan", batch: Any) -> None:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
         from lit_efficient.evidence.advice import Adviser, candidates
         from lit_efficient.evidence.plan_settings import length_lever
 
-        self._tell(["", "what makes it fit, each with the peak of its own plan; append to `fit -c CONFIG`:"], advice=[])
+        self._tell(["", "what makes it fit, each with its own plan's peak; append to `fit -c CONFIG`:"], advice=[])
         adviser = Adviser(
             self.predictions,
             candidates(self.config, self.fit.trainer),
             self.fit,
             batch,
             lambda: length_lever(self.fit, self.predictions, plan),
+            any(isinstance(module, _BatchNorm) for module in self.source.made.module.modules()),
         )
         for advice in adviser.all():
             self.data["advice"].append(_advice(advice))
@@ -267,7 +275,8 @@ class _Kept:
     """A source of fits that keeps the one made last, whose network has been built by then."""
 
     def __init__(self, source: Any) -> None:
-        self.source, self.made = source, None
+        self.source = source
+        self.made: Any = None
 
     def make(self, *change: Any) -> Any:
         self.made = self.source.make(*change)
@@ -284,14 +293,13 @@ def _one_device(trainer: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _hushed(warn: bool = True) -> Iterator[None]:
-    """Neither log lines nor prints of what is built again and again, nor the same warnings."""
+def _hushed() -> Iterator[None]:
+    """No log lines, prints and warnings of what is built again and again, and of a run that is none."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            if not warn:
-                warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
@@ -313,12 +321,13 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
         lines[-1] = "techniques: none"
     where = max(plan.timeline, key=lambda moment: sum(moment.kinds.values())).name if plan.timeline else ""
     each = f" of each of {answer.devices} devices ({answer.traits.name})" if answer.devices > 1 else ""
-    lines += ["", *wrapped(f"memory{each}, at its peak{f' ({where})' if where else ''} and between steps", width)]
+    lines += ["", *wrapped(f"memory{each}; its peak is in: {where or 'the step'}", width)]
+    lines.append(f"  {'':<14}{'at its peak':>12}{'between steps':>16}")
     for kind in dict.fromkeys((*plan.kinds, *plan.resident)):
         size, stays = plan.kinds.get(kind, 0), plan.resident.get(kind, 0)
         if size or stays:
-            lines.append(f"  {kind:<14}{_size(size):>12}{_size(stays) if stays else '-':>14}")
-    lines.append(f"  {'together':<14}{_size(plan.peak):>12}{_size(sum(plan.resident.values())):>14}")
+            lines.append(f"  {kind:<14}{_size(size):>12}{_size(stays) if stays else '-':>16}")
+    lines.append(f"  {'together':<14}{_size(plan.peak):>12}{_size(sum(plan.resident.values())):>16}")
     if plan.host:
         lines.append(f"  beside it {_size(plan.host)} in the host's memory")
     left = answer.limit - plan.peak
@@ -332,7 +341,8 @@ def _found_lines(what: str, found: "Found", names: Sequence[str], limit: int) ->
     if found.value is None or found.plan is None:
         why = found.reason or f"{found.above} needs {_size(found.above_peak or 0)} of {_size(limit)}"
         return [f"{what}: none fits; {names[0]} {why}"]
-    lines = [f"{what}: {names[0]} {found.value:,}, peak {_size(found.plan.peak)} of {_size(limit)}    {settings}"]
+    lines = [f"{what}: {names[0]} {found.value:,}, peak {_size(found.plan.peak)} of {_size(limit)}"]
+    lines += [f"    {settings}"] if settings else []
     if found.above is not None:
         why = found.reason or f"needs {_size(found.above_peak or 0)}"
         return [*lines, f"  {found.above:,}: {why}"]

@@ -171,7 +171,7 @@ def _enough(
     for one in order:
         found = predictions(_with(base, [*chosen, one]))
         if isinstance(found, Refusal):
-            skipped[one.name] = found.reason
+            skipped[one.name] = found.reason.removeprefix(f"{one.name}: ")
             continue
         if not isinstance(before, Refusal) and found.peak > before.peak:
             skipped[one.name] = "it needs more here than it saves"
@@ -195,6 +195,7 @@ class Adviser:
         fit: The fit.
         batch: The setting that is its batch, if there is one.
         length: Finds the setting that is its context; raises if there is none.
+        normalises: Whether the network normalises over a batch, so that half a batch is not half of it.
     """
 
     def __init__(
@@ -204,10 +205,12 @@ class Adviser:
         fit: Fit,
         batch: "Lever | None",
         length: "Callable[[], Lever]",
+        normalises: bool = False,
     ) -> None:
         self.predictions, self.among, self.batch, self.length = predictions, among, batch, length
         self.accumulated = int(fit.trainer.accumulate_grad_batches)
         self.automatic = bool(fit.module.automatic_optimization)
+        self.normalises = normalises
         self.skipped: dict[str, str] = {}
 
     def all(self) -> Iterator[Advice]:
@@ -251,7 +254,11 @@ class Adviser:
         size = largest_fitting(sizes, lambda size: self.predictions.fits(self._batch_of(size)))
         if size is None:
             return None
-        title = "the same training, in smaller batches that are accumulated" if self.automatic else "smaller batches"
+        title = "the same training, in smaller batches that are accumulated"
+        if not self.automatic:
+            title = "smaller batches: another training"
+        elif self.normalises:
+            title = "smaller batches that are accumulated: another training, as layers normalise over a batch"
         return self._advice(title, self._batch_of(size))
 
     def _set(self, kind: str, base: Change, where: str) -> Advice | None:

@@ -88,7 +88,8 @@ class Space:
     def __init__(
         self, fit: Fit, allow: bool | Collection[str] = False, only: Collection[str] | None = None, batch: str = "auto"
     ) -> None:
-        self.fit, self.allow, self.only = fit, allow, only
+        self.fit, self.only = fit, only
+        self._all, self._named = allow is True, () if isinstance(allow, bool) else tuple(allow)
         self._parts = parts_of(fit.trainer)
         if setter := next((type(one).__name__ for one in self._parts if getattr(one, "changes_accumulation", 0)), ""):
             raise ConflictError(f"tune: {setter} of this fit sets the batch itself: leave it out (--without {setter})")
@@ -162,19 +163,17 @@ class Space:
         return yaml.safe_dump(tree, sort_keys=False)
 
     def _allows(self, name: str, computes: str) -> bool:
-        if computes == "same" or not isinstance(self.allow, bool):
-            return computes == "same" or name in self.allow
-        return self.allow and computes != "other"
+        return computes == "same" or name in self._named or (self._all and computes != "other")
 
     def _options(self) -> dict[str, Option]:
         known = {option.name: option for option in [*_techniques(), *self._settings()]}
-        allowed = [] if isinstance(self.allow, bool) else list(self.allow)
-        for name in [*(self.only or ()), *allowed]:
+        for name in [*(self.only or ()), *self._named]:
             if name not in (names := [BATCH, *known]):
                 raise ConfigurationError(f"tune: there is no option {name!r} to try{did_you_mean(name, names)}")
-        owned, found = {type(part) for part in self._parts}, {}
+        owned = {type(part) for part in self._parts}
+        found: dict[str, Option] = {}
         for name, one in known.items():
-            if one.technique in owned or not (self.only is None or name in self.only or name in allowed):
+            if one.technique in owned or not (self.only is None or name in self.only or name in self._named):
                 continue
             if self._allows(name, one.computes):
                 reason = _conflict([*self._parts, *_instances([one.technique] if one.technique else [])])

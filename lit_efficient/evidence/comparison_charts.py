@@ -17,7 +17,7 @@ _GAP = 3  # beside labels
 _LONGEST = 24  # letters of a label
 _REACHES = (8, 16, 27, 40, 56, 74)  # from a point to its label
 _DIRECTIONS = ((1, 0), (-1, 0), (0, -1), (0, 1), (0.8, -0.6), (-0.8, -0.6), (0.8, 0.6), (-0.8, 0.6))
-_LOGARITHMIC = 5  # from which span on
+_LOGARITHMIC, _LEAST = 5, 1e-9  # from which span on; ratio
 _OTHER = "other"  # kinds of memory
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -127,15 +127,15 @@ def kinds_of(all_kinds: Sequence[Mapping[str, int]]) -> list[str]:
 def _axis(values: Sequence[float], start: float, end: float) -> Axis:
     """An axis that has 1, where the baseline is, on it."""
     low, high = min(values), max(values)
-    return Axis(low, high, start, end, log=0 < low < high / _LOGARITHMIC, margin=0.06)
+    return Axis(low, high, start, end, log=_LEAST < low < high / _LOGARITHMIC, margin=0.06)
 
 
 def _whisker(each: VariantResult, axis: Axis, y: float) -> Box:
     """An interval, as far as it is in the picture."""
-    low, high = (end if math.isfinite(end) else each.time.value for end in (each.time.low, each.time.high))
-    lowest = 10.0**axis.low if axis.log else axis.low
-    highest = 10.0**axis.high if axis.log else axis.high
-    return axis.at(min(max(low, lowest), highest)), y, axis.at(min(max(high, lowest), highest)), y
+    ends = [end if math.isfinite(end) else each.time.value for end in (each.time.low, each.time.high)]
+    places = [axis.at(end) if end > 0 or not axis.log else axis.start for end in ends]
+    left, right = (min(max(place, axis.start), axis.end) for place in places)
+    return left, y, right, y
 
 
 def _labels(

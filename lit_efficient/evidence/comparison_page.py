@@ -9,7 +9,7 @@ from pathlib import Path
 from lit_efficient.evidence.comparison import Comparison, VariantResult
 from lit_efficient.evidence.comparison_charts import bars, scatter, shown_kinds
 from lit_efficient.evidence.comparison_tables import csv_text, facts, left_out, markdown, notes, numbers, tables
-from lit_efficient.evidence.line_chart import COLOURS, Unit, line_chart, number
+from lit_efficient.evidence.line_chart import COLOURS, Unit, line_figure
 from lit_efficient.evidence.markup import Markup, document, grid, joined, table, tag
 from lit_efficient.files.atomic_file import replacing
 
@@ -81,7 +81,7 @@ def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequenc
 
 
 def _memory(done: Sequence[VariantResult]) -> Iterator[Markup]:
-    placed = [each for each in done if math.isfinite(each.time.value) and math.isfinite(each.peak_ratio)]
+    placed = [each for each in done if 0 < each.time.value < math.inf and 0 < each.peak_ratio < math.inf]
     if placed:
         drawn, best, labels = scatter(placed)
         numbered = ", ".join(f"{i + 1}: {placed[i].name}" for i, label in labels.items() if label == str(i + 1))
@@ -107,18 +107,13 @@ def _memory(done: Sequence[VariantResult]) -> Iterator[Markup]:
 
 
 def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:
-    drawn = [each for each in done if each.curve]
+    drawn = [each for each in done if each.curve and all(math.isfinite(seconds) for _, seconds, _ in each.curve)]
     for start in range(1, max(len(drawn), 2), COLOURS - 1):  # the baseline is in each of them
-        part = drawn[:1] + drawn[start : start + COLOURS - 1]
+        part = [*enumerate(drawn[:1] + drawn[start : start + COLOURS - 1])]
         for along, column in (("step", 0), ("second", 1)):
-            lines = [(i, [(point[column], point[2]) for point in each.curve]) for i, each in enumerate(part)]
-            keys = [
-                tag("span", f"{each.name} {number(each.curve[-1][2])}", class_=f"key line{i}")
-                for i, each in enumerate(part)
-            ]
-            head = tag("figcaption", metric, tag("small", f" by {along}"), grid("keys", *keys))
-            if part:
-                yield tag("figure", head, line_chart(f"{metric} by {along}", lines, along=along))
+            lines = [(i, each.name, [(point[column], point[2]) for point in each.curve]) for i, each in part]
+            if lines:
+                yield line_figure(metric, f"by {along}", lines, along=along)
 
 
 def _tables(comparison: Comparison) -> Iterator[Markup]:
@@ -130,4 +125,4 @@ def _tables(comparison: Comparison) -> Iterator[Markup]:
 
 
 def _soft(cell: str) -> str:
-    return tag("span", cell, class_="soft") if cell.endswith("no evidence") else cell
+    return tag("span", cell, class_="soft") if cell.endswith("evidence") else cell

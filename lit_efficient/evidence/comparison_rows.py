@@ -1,5 +1,6 @@
 """The runs of a comparison, kept as they end, and what they say together."""
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from typing import Any
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.comparison import TRAINING_LOSS, VariantResult
 from lit_efficient.evidence.estimates import Estimate, holm, mean_of, ratio_of
-from lit_efficient.evidence.measured_run import Measured
+from lit_efficient.evidence.run_watch import Measured
 
 ROWS, ABOUT = "rows.jsonl", "about.json"
 _POINTS = 16  # of the curve of a training loss
@@ -56,7 +57,7 @@ class Rows:
         self.file, known = folder / ROWS, folder / ABOUT
         self.rows: list[Row] = []
         if known.is_file():
-            before = json.loads(known.read_text("utf-8"))
+            before = _read(known.read_text("utf-8")) or {}
             others = [name for name, value in about.items() if before.get(name) != value]
             if others:
                 raise ConfigurationError(
@@ -67,11 +68,8 @@ class Rows:
         else:
             known.write_text(json.dumps(about, indent=1), "utf-8")
         for line in self.file.read_text("utf-8").splitlines() if self.file.is_file() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line that was cut when the machine stopped
-                continue
-            self.rows.append(Row(**{**record, "run": Measured.of(record["run"])}))
+            if record := _read(line):
+                self.rows.append(Row(**{**record, "run": Measured.of(record["run"])}))
 
     def add(self, row: Row) -> None:
         """Keep a run."""
@@ -89,6 +87,14 @@ class Rows:
     def of(self, key: str) -> list[Row]:
         """The runs of a variant."""
         return [row for row in self.rows if row.key == key]
+
+
+def _read(text: str) -> dict[str, Any] | None:
+    """An object; ``None`` of what was cut when the machine stopped."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
@@ -136,8 +142,8 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
     good = [row for row in rows if not row.run.failed]
     if not good:
         stopped = any(row.run.refused for row in baseline)
-        missing = "the fit as it is is refused" if stopped else "the time was over; the same command goes on"
-        reason = next((row.run.failed for row in rows), f"not run: {missing}")
+        missing = "not run: the fit as it is is refused" if stopped else "not run yet: the same command goes on"
+        reason = next((row.run.failed for row in rows), missing)
         return VariantResult(name, failed=reason)
     whole = {row.run.seed: row.run for row in good if row.whole}
     plain = {row.run.seed: row.run for row in baseline if row.whole and not row.run.failed}
@@ -191,7 +197,7 @@ def _middle(curves: Sequence[_Curve]) -> _Curve:
         for step, seconds, loss in curve:
             by_step[step].append((seconds, loss))
     whole = {step: points for step, points in by_step.items() if len(points) == len(curves)}
-    return [(step, *(statistics.median(values) for values in zip(*whole[step]))) for step in sorted(whole)]  # type: ignore[misc]
+    return [(step, *(statistics.median(values) for values in zip(*whole[step]))) for step in sorted(whole)]
 
 
 def _difference(pairs: Sequence[tuple[float, float]]) -> Estimate:

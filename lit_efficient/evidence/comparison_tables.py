@@ -18,13 +18,13 @@ from lit_efficient.evidence.line_chart import Unit, number
 from lit_efficient.evidence.markup import plain
 from lit_efficient.evidence.text_table import room_of, text_lines, text_row, text_table
 
-NONE, _UNTESTED = "-", ", not tested"
+NONE = "-"
 _TWO_DIGITS = 3.55  # half an interval of 0.035 is given in two digits, of 0.036 in one
 _MORE_DIGITS = 3  # to tell a bound from no difference
 Columns = Mapping[str, Sequence[str]]
 
 
-def said(estimate: Estimate | None, no_difference: float | None = None) -> str:
+def said(estimate: Estimate | None, no_difference: float) -> str:
     """An estimate for people, in as many digits as its interval warrants.
 
     Args:
@@ -40,14 +40,15 @@ def said(estimate: Estimate | None, no_difference: float | None = None) -> str:
         return NONE
     value, low, high = estimate.value, estimate.low, estimate.high
     p, half = estimate.p, (high - low) / 2
-    evidence = _UNTESTED if p is None or math.isnan(p) else "" if estimate.evidence else ", no evidence"
+    lack = "not tested" if p is None or math.isnan(p) else "" if estimate.evidence else "no evidence"
+    evidence = ", " + lack.replace(" ", "\N{NO-BREAK SPACE}") if lack else ""
     if not 0 < half < math.inf:
         return number(value) + evidence
     power = math.floor(math.log10(half))
     step = 10.0 ** (power - (half / 10.0**power < _TWO_DIGITS))
-    ends = [end for end in (low, high) if no_difference not in (None, end)]
+    ends = [end for end in (low, high) if end != no_difference]
     for _ in range(_MORE_DIGITS):
-        step /= 10 if any(round(end / step) == round((no_difference or 0) / step) for end in ends) else 1
+        step /= 10 if any(round(end / step) == round(no_difference / step) for end in ends) else 1
     texts = [number(each, step, max(abs(value), abs(low), abs(high))) for each in (value, low, high)]
     return "{} [{},\N{NO-BREAK SPACE}{}]".format(*texts) + evidence
 
@@ -61,11 +62,13 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
     units = sorted({one_line(each.unit) for each in done})
     own = " {}" if len(units) > 1 else ""
 
-    def beside(name: str, no_difference: float | None = None) -> list[str]:
-        one, *others = (said(getattr(each, name), no_difference) for each in done)
-        if done[0] is comparison.variants[0]:  # the baseline is compared with nothing
-            one = one.removesuffix(_UNTESTED) if no_difference is None else f"{no_difference:g}"
-        return [one, *others]
+    def beside(name: str, no_difference: float) -> list[str]:
+        cells = [said(getattr(each, name), no_difference) for each in done]
+        baseline = done[0] is comparison.variants[0]
+        return [f"{no_difference:g}", *cells[1:]] if baseline else cells
+
+    def known(values: Sequence[float]) -> list[str]:
+        return [number(value) if math.isfinite(value) else NONE for value in values]
 
     speed = {
         "step time, ratio": beside("time", 1),
@@ -76,12 +79,13 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
         f"planned, {memory.name}": [_planned(each, memory) for each in done],
     }
     loss = {
-        "at the end": [number(each.final_loss) if math.isfinite(each.final_loss) else NONE for each in done],
+        "at the end": known([each.final_loss for each in done]),
         "difference at equal steps": beside("loss", 0),
         "difference at equal time": beside("loss_at_time", 0),
-        "steps to the baseline's": beside("steps_to_loss"),
-        "seconds to the baseline's": beside("time_to_loss"),
-        "forgetting": beside("forgetting"),
+        "steps to equal, ratio": beside("steps_to_loss", 1),
+        "time to equal, ratio": beside("time_to_loss", 1),
+        "forgotten": known([each.forgotten for each in done]),
+        "difference in forgetting": beside("forgetting", 0),
     }
     sizes = {
         "trained parameters": [number(each.trainable) for each in done],
@@ -92,7 +96,9 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
     }
     found = {
         "Speed and memory": speed,
-        f"Loss ({one_line(comparison.metric)})": {k: cells for k, cells in loss.items() if set(cells) - {"0", NONE}},
+        f"Loss ({one_line(comparison.metric)})": {
+            k: cells for k, cells in loss.items() if set(cells) - {"0", "1", NONE}
+        },
         f"Sizes, and memory at the peak by kind in {memory.name}": sizes,
     }
     return {title: columns for title, columns in found.items() if columns}
@@ -103,8 +109,8 @@ def notes(comparison: Comparison) -> list[str]:
     done = [each for each in comparison.variants if not each.failed]
     seeds, rounds = ({getattr(each, name) for each in done} or {0} for name in ("seeds", "rounds"))
     found = [
-        f"In brackets: the 95 % interval, from {_range(seeds)} seeds and {_range(rounds)} rounds. In parentheses: the "
-        "ratio to the baseline's peak; how wrong the planned peak is. No evidence: p > 0.05, so there may be no "
+        f"In brackets: the 95 % interval, from {_range(seeds, 'seed')} and {_range(rounds, 'round')}. In parentheses: "
+        "the ratio to the baseline's peak; how wrong the planned peak is. No evidence: p > 0.05, so there may be no "
         "difference from the baseline; p allows for the number of variants (Holm), an interval does not. "
         "Not tested: too few runs, or all alike."
     ]
@@ -143,14 +149,10 @@ def terminal_table(comparison: Comparison, width: int = 80) -> str:
     lines: list[str] = []
     for title, columns in tables(comparison).items():
         lines += [*text_lines(title, width), "", *text_table(names, columns, width), ""]
-    for each in comparison.variants:
-        if each.failed:
-            name = one_line(each.name)
-            first = min(room_of(name), width // 3)
-            lines += text_row([name, f"failed: {one_line(each.failed)}"], [first, width - first - 2])
-    for note in notes(comparison):
-        lines += text_lines(note, width)
-    return "\n".join(lines)
+    failed = [(one_line(each.name), f"failed: {one_line(each.failed)}") for each in comparison.variants if each.failed]
+    first = min(max((room_of(name) for name, _ in failed), default=0), width // 3)
+    lines += [line for row in failed for line in text_row(row, [first, width - first - 2])] + [""] * bool(failed)
+    return "\n".join([*lines, *(line for note in notes(comparison) for line in text_lines(note, width))])
 
 
 def markdown(comparison: Comparison) -> str:
@@ -204,8 +206,9 @@ def _ratio(value: float) -> str:
     return f" ({number(value, value / 100)})" if value > 0 else ""
 
 
-def _range(counts: set[int]) -> str:
-    return f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{min(counts)}"
+def _range(counts: set[int], of: str) -> str:
+    least = f"{min(counts)} to " if len(counts) > 1 else ""
+    return f"{least}{max(counts)} {of}{'s' * (max(counts) != 1)}"
 
 
 def _numbers(each: VariantResult) -> Iterator[tuple[str, object]]:

@@ -118,6 +118,14 @@ class FitSource(ABC):
             ConfigurationError: If it cannot be changed so.
         """
 
+    def without_weights(self) -> "FitSource":
+        """The same fit with its network on the meta device, where it can be made so."""
+        return self
+
+    def config(self) -> dict[str, Any]:
+        """The config as plain data, with defaults; empty where there is none."""
+        return {}
+
     def identity(self, change: Change = AS_IT_IS) -> str:
         """A text that is another one for another fit, by which a folder of results knows whose it is."""
         return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"

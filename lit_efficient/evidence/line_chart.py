@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from lit_efficient.evidence.markup import Markup, joined, tag
+from lit_efficient.evidence.markup import Markup, grid, joined, tag
 
 Point = tuple[float, float]
 COLOURS = 8
@@ -20,7 +20,12 @@ _LEAST, _MOST = 1e-280, 1e300  # so that differences are finite, and their parts
 
 
 def line_chart(
-    title: str, lines: Sequence[tuple[int, Sequence[Point]]], *, from_zero: bool = False, along: str = "step"
+    title: str,
+    lines: Sequence[tuple[int, Sequence[Point]]],
+    *,
+    from_zero: bool = False,
+    along: str = "step",
+    words: str = "",
 ) -> Markup:
     """The chart.
 
@@ -29,6 +34,7 @@ def line_chart(
         lines: For each the number of its colour and its points, by step; NaN is a value that was not finite.
         from_zero: Start the vertical axis at 0. Else it is logarithmic where all values are positive and span 1 to 30.
         along: What the horizontal axis counts: steps, which are whole, or ``second``.
+        words: The lines in words, for those who cannot see them.
     """
     steps = [x for _, points in lines for x, _ in points]
     values = [y for _, points in lines for _, y in points if math.isfinite(y)] or [0.0, 1.0]
@@ -37,7 +43,23 @@ def line_chart(
     y_axis = Axis(min(low, 0.0) if from_zero else low, high, _BOTTOM, _TOP, logarithmic, margin=0.04)
     x_axis = Axis(min(steps), max(steps), y_axis.room(), RIGHT)
     drawn = [_line(colour % COLOURS, points, x_axis, y_axis, along) for colour, points in lines]
-    return picture(title, *frame(x_axis, y_axis, whole=along == "step"), *drawn, height=_HEIGHT)
+    return picture(title, *frame(x_axis, y_axis, whole=along == "step"), *drawn, height=_HEIGHT, words=words)
+
+
+def line_figure(
+    title: str,
+    note: str,
+    lines: Sequence[tuple[int, str, Sequence[Point]]],
+    from_zero: bool = False,
+    along: str = "step",
+) -> Markup:
+    """The chart below its title, a note, and what each colour is, with its last value."""
+    ends = [(i % COLOURS, name, number(points[0][1]), number(points[-1][1])) for i, name, points in lines]
+    keys = (tag("span", f"{name} {last}", class_=f"key line{i}") for i, name, _, last in ends)
+    words = ", ".join(f"{name}: {first} to {last}" for _, name, first, last in ends)
+    paths = [(colour, points) for colour, _, points in lines]
+    drawn = line_chart(title, paths, from_zero=from_zero, along=along, words=words)
+    return tag("figure", tag("figcaption", title, tag("small", " ", note), grid("keys", *keys)), drawn)
 
 
 def picture(title: str, *drawn: Markup, height: float, words: str = "") -> Markup:

@@ -1,4 +1,4 @@
-"""A task in a process of its own: what it does to this one is nothing, and what it dies of is told."""
+"""A task in a process of its own: what it does to this one is nothing, and what it dies of is said."""
 
 import contextlib
 import json
@@ -118,14 +118,14 @@ def _child(task: Callable[..., Any], given: tuple[Any, ...], pipe: Any, log: Pat
     os.dup2(target, 2)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     # In a thread: the pool of threads with which the parent may have computed does not survive a fork.
-    thread = threading.Thread(target=_told, args=(task, given, pipe, os.getppid(), threads), daemon=True)
+    thread = threading.Thread(target=_run, args=(task, given, pipe, os.getppid(), threads), daemon=True)
     thread.start()
     thread.join()
     sys.stdout.flush()
     os._exit(0)  # no handler of the parent's, of a logger's or of a test's runs twice
 
 
-def _told(task: Callable[..., Any], given: tuple[Any, ...], pipe: Any, parent: int, threads: int) -> None:
+def _run(task: Callable[..., Any], given: tuple[Any, ...], pipe: Any, parent: int, threads: int) -> None:
     def tell(number: int) -> None:
         if os.getppid() != parent:
             raise SystemExit("the process that asked is gone")

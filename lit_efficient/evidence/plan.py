@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
 from lit_efficient.evidence.memory_kinds import KINDS, Moment
 from lit_efficient.evidence.planned_batch import batch_of
@@ -74,9 +75,9 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
     fit = make()
     notes: list[str] = []
     batch, batches = batch_of(fit, notes)
+    accumulated = fit.trainer.accumulate_grad_batches
     traced = trace(fit, make, batch, batches, mode)
     amount, unit = count_batch(batch)
-    accumulated = fit.trainer.accumulate_grad_batches
     memory = traced.memory
     return Plan(
         peak=memory.peak,

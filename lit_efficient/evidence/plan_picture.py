@@ -26,7 +26,7 @@ _COLOURS = {
     "margin": "#dfe3e8",
 }
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-_WIDE = 0.06  # of the step: what lasts less has no name below the axis
+_APART = 0.14  # of the axis: the least distance of two names below it
 
 
 def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory over one step") -> Any:
@@ -41,7 +41,7 @@ def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory o
 
     moments = plan.timeline
     sums = [sum(moment.kinds.values()) for moment in moments]
-    unit = next((name for name, size in _UNITS.items() if plan.peak >= size / 10), "KiB")
+    unit = next((name for name, size in _UNITS.items() if plan.peak >= size / 2), "KiB")
     scale = _UNITS[unit]
     figure = Figure(figsize=(9.0, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -91,10 +91,18 @@ def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory o
 
 
 def _named(names: list[str]) -> list[tuple[float, str]]:
-    """The middle of each run of moments of one name that is wide enough for it."""
-    runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
-    ends = itertools.accumulate(length for _, length in runs)
-    return [(end - length / 2, name) for (name, length), end in zip(runs, ends) if length >= _WIDE * len(names)]
+    """The middle of the longest run of moments of each name, of those that have room below the axis."""
+    runs: dict[str, tuple[int, float]] = {}
+    end = 0
+    for name, run in itertools.groupby(names):
+        length = len(list(run))
+        end += length
+        runs[name] = max(runs.get(name, (0, 0.0)), (length, end - length / 2))
+    kept: list[tuple[float, str]] = []
+    for name, (_, place) in sorted(runs.items(), key=lambda item: -item[1][0]):
+        if all(abs(place - other) >= _APART * len(names) for other, _ in kept):
+            kept.append((place, name))
+    return kept
 
 
 def draw_memory(path: Path, plan: "Plan", limit: int | None = None, title: str = "Memory over one step") -> None:

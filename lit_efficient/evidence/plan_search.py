@@ -118,6 +118,7 @@ def largest(
     step: int = 1,
     most: int | None = None,
     tries: int = TRIES,
+    amiss: "Callable[[int, Plan], str] | None" = None,
 ) -> Found:
     """The largest multiple of ``step`` that fits, if a larger one never needs less.
 
@@ -128,21 +129,26 @@ def largest(
         step: What values are multiples of.
         most: No value is larger.
         tries: Predictions to make at most; then the answer is the largest value known to fit.
+        amiss: Says why a plan is none of the value, or nothing.
     """
     ceiling = None if most is None else most // step
+    known: dict[int | None, Plan | Refusal] = {}
     peaks: dict[int, int | None] = {}
     low, high, at = 0, None if ceiling is None else ceiling + 1, max(1, start // step)
     if ceiling is not None:
         at = max(1, min(at, ceiling))
     while (high is None or high - low > 1) and len(peaks) < tries:
         found = predictions(change_of(at * step))
+        if amiss is not None and not isinstance(found, Refusal) and (reason := amiss(at * step, found)):
+            found = Refusal(reason)
+        known[at] = found
         peaks[at] = None if isinstance(found, Refusal) else found.peak
-        if predictions.fits(change_of(at * step)):
+        if not isinstance(found, Refusal) and found.peak <= predictions.limit:
             low = at
         else:
             high = at
         at = _next(peaks, low, high, predictions.limit, halve=len(peaks) % 3 == 0)
-    best, above = (predictions(change_of(at * step)) if at in peaks else None for at in (low, high))
+    best, above = known.get(low), known.get(high)
     assert not isinstance(best, Refusal)
     return Found(
         low * step if low else None,

@@ -29,11 +29,13 @@ class Lever:
         names: The settings, as in a config.
         now: Their value.
         step: What values are multiples of.
+        samples: Whether it is how many samples a batch has: more than there are make no larger one.
     """
 
     names: tuple[str, ...]
     now: int
     step: int = 1
+    samples: bool = False
 
     def set(self, value: int, base: Change = AS_IT_IS) -> Change:
         """A change with another value."""
@@ -42,7 +44,12 @@ class Lever:
     def largest(self, predictions: Predictions, base: Change = AS_IT_IS) -> Found:
         """The largest value that fits, beside a change."""
         predictions.begin(self.names[0], 12)
-        return largest(predictions, lambda value: self.set(value, base), self.now, step=self.step)
+        amiss = _too_few if self.samples else None
+        return largest(predictions, lambda value: self.set(value, base), self.now, step=self.step, amiss=amiss)
+
+
+def _too_few(value: int, plan: "Plan") -> str:
+    return "" if plan.batch >= value else f"the data's batches have {plan.batch:,} samples at most"
 
 
 def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
@@ -51,13 +58,14 @@ def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
     Raises:
         ConfigurationError: If there is none.
     """
+    predictions.begin("which setting is the batch", 2)
     named = batch_setting(fit)
     if named is not None:
         name, now = named
         for value in (2 * now, now // 2):
             found = predictions(Change("", {name: value})) if value else Refusal("")
             if not isinstance(found, Refusal) and found.batch != plan.batch:
-                return Lever((name,), now)
+                return Lever((name,), now, samples=now == plan.batch)
     raise ConfigurationError(
         f"plan: no setting of {_owners(fit)} changes the batch of {plan.batch}, so that its size cannot be searched: "
         "give the DataModule an argument batch_size that its loaders follow"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.evidence.fits import Fit

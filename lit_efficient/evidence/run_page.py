@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lit_efficient.evidence.line_chart import COLOURS, Point, line_chart, number
+from lit_efficient.evidence.line_chart import COLOURS, Point, line_figure, number
 from lit_efficient.evidence.markup import Markup, document, escaped, grid, joined, table, tag
 from lit_efficient.evidence.run_record import RunRecord
 
@@ -124,13 +124,8 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[Markup]:
         title = _TITLES.get(chart) or f"{chart[:1].upper()}{chart[1:].replace('_', ' ')}"
         for start in range(0, len(charts[chart, metric]), COLOURS):
             part = charts[chart, metric][start : start + COLOURS]
-            keys = (
-                tag("span", f"{label} {number(points[-1][1])}", class_=f"key line{colour % COLOURS}")
-                for colour, label, points in part
-            )
             from_zero = "per_second" in chart or chart in ("memory", "data_wait")
-            drawn = line_chart(title, [(colour, points) for colour, _, points in part], from_zero=from_zero)
-            yield tag("figure", tag("figcaption", title, tag("small", " ", metric), grid("keys", *keys)), drawn)
+            yield line_figure(title, metric, part, from_zero=from_zero)
 
 
 def _samples(run: RunRecord, several: bool) -> Iterator[Markup]:

@@ -27,16 +27,16 @@ from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
 from lit_efficient.internals.hugging_face import fakes_pass_for_real
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
-from lit_efficient.internals.torch_dispatch import TorchDispatchMode
+from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
 from lit_efficient.internals.torch_fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    keep_value,
+    forget_cached_fakes,
     like_real_ones,
 )
-from lit_efficient.internals.torch_trees import tree_map_only
+from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.trials.steps import leaves_traces
 from lit_efficient.surgery import count
@@ -96,6 +96,8 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
 def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
     observer = _Observer()
     trainer = fit.trainer
+    observer.accumulated = trainer.accumulate_grad_batches
+    trainer.accumulate_grad_batches = min(2, observer.accumulated)
     device = trainer.strategy.root_device
     faked = _Fakes(mode, device)
     faked.module(fit.module)
@@ -114,8 +116,11 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
         contextlib.nullcontext() if _has_masks(batch) else fakes_pass_for_real(),
     ):
         _silence(trainer, observer, folder)
-        with like_real_ones(), mode, _StandIns(), observer.counter:
-            trainer.fit(fit.module, **data)
+        try:
+            with like_real_ones(), mode, _StandIns(), observer.counter:
+                trainer.fit(fit.module, **data)
+        finally:
+            forget_cached_fakes()
     return observer.traced()
 
 
@@ -156,7 +161,8 @@ class _Observer(StepMeter):
     def __init__(self) -> None:
         super().__init__()
         self.counter = FlopMeter()
-        self.flops = [0]
+        self.flops = [0]  # after each batch
+        self.accumulated = 1  # batches a step, of which no more than two are traced: the others are like the first
         self.known: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -173,13 +179,14 @@ class _Observer(StepMeter):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if len(self.steps) == len(self.flops):
-            self.flops.append(self.counter.sums.total())
+        self.flops.append(self.counter.sums.total())
         if len(self.steps) == _STEPS:
             raise _Enough
 
     def traced(self) -> Traced:
-        return Traced(self.steps[-1], self.flops[-1] - self.flops[-2], **self.known)
+        last = self.flops[-1] - self.flops[-2]
+        flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
+        return Traced(self.steps[-1], flops, **self.known)
 
 
 class _Loader:
@@ -213,6 +220,8 @@ class _Fakes:
                 fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
+            elif not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
+                fake.known = tensor  # type: ignore[attr-defined]
             self._made[id(tensor)] = (tensor, fake)
         return self._made[id(tensor)][1]
 
@@ -229,38 +238,97 @@ class _Fakes:
                         held[name] = self(tensor, self.device)
 
 
-_KNOWN = {getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full", "scalar_tensor", "arange")}
+_MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
+_UNKNOWN = object()
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class _StandIns(TorchDispatchMode):
-    """Answers for values that are not there, as if all were well: what says so is true, what says otherwise is not.
+    """Follows what is known, and answers for values that are not there as if all were well.
 
-    A number that is read is 0, a count 1. As many entries as there are may be other than 0.
+    Known are the whole numbers of a batch, and what is made without a tensor; so is all that is computed of these
+    alone. Of the rest something is true of all entries where those are taken that it is true of; what says that all is
+    well is true, what says otherwise is not, and a number is 1.
     """
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
-            made = func(*(one.to(torch.bfloat16) for one in args[:2]), *args[2:], **kwargs)  # fakes know it in 16 bits
-            return made.to(args[0].dtype)
+        values = _UNKNOWN
         try:
-            result = func(*args, **kwargs)
+            result = _grouped(func, args, kwargs) if func is _GROUPED else func(*args, **kwargs)
         except DataDependentOutputException:
-            dtype = args[0].dtype if "Scalar" in str(func._schema.returns[0].type) else torch.bool
-            if dtype == torch.bool:
-                return not getattr(args[0], "says_wrong", False)
-            return 0.0 if dtype.is_floating_point else 1
+            values = _values(func, args, kwargs)
+            return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
-            if func is torch.ops.aten.nonzero.default:
-                return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-            raise
-        if "device" in kwargs and func in _KNOWN:
-            keep_value(result, lambda: func(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
-        elif isinstance(result, FakeTensor) and result.dtype == torch.bool:
+            values = _values(func, args, kwargs)
+            result = values.new_empty(values.shape) if isinstance(values, Tensor) else _largest(func, *args)
+        if isinstance(func, torch._ops.OpOverload) and not _is_large(result):
+            values = _values(func, args, kwargs) if values is _UNKNOWN else values
+        if values is _UNKNOWN:
+            _forget_written(func, args)
+        for fake, value in zip(tree_leaves(result), tree_leaves(values), strict=False):
+            if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
+                fake.known = value  # type: ignore[attr-defined]
+        if values is _UNKNOWN and isinstance(result, FakeTensor) and result.dtype == torch.bool:
             result.says_wrong = _says_wrong(func, args)  # type: ignore[attr-defined]
         return result
+
+
+def _values(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives where all that it takes is known."""
+    taken = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    if func is torch.ops.aten.rand.default:  # what happens with a probability below 1/2 does not happen
+        func, args, kwargs = torch.ops.aten.full.default, (args[0], 0.5), {}
+    elif torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._overloadpacket.__name__:
+        return _UNKNOWN
+    if not all(hasattr(one, "known") or not isinstance(one, FakeTensor) for one in taken):
+        return _UNKNOWN
+    args, kwargs = tree_map_only(Tensor, lambda one: getattr(one, "known", one), (args, kwargs))
+    here = {"device": "cpu", "pin_memory": False} if kwargs.get("device") is not None else {}
+    with no_dispatch_modes():
+        return func(*args, **{**kwargs, **{key: here[key] for key in here if key in kwargs}})
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products of groups of rows, of which fakes know those in bfloat16 alone."""
+    half = tree_map_only(Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args)
+    return func(*half, **kwargs).to(args[0].dtype)
+
+
+def _largest(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
+    """What an operator gives that takes those entries of which something is true, where it is true of all."""
+    name = func._overloadpacket.__name__
+    if name == "index":
+        whole = [
+            [one.new_zeros(one.numel(), dtype=torch.int64)] * one.ndim
+            if one is not None and one.dtype == torch.bool
+            else [one]
+            for one in indices
+        ]
+        return func(tensor, [one for each in whole for one in each])
+    if name == "masked_select":
+        return tensor.new_empty(torch.broadcast_shapes(tensor.shape, indices.shape).numel())
+    if name != "nonzero":
+        raise DynamicOutputShapeException(func)
+    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+
+
+def _is_large(result: Any) -> bool:
+    return any(isinstance(one, Tensor) and one.numel() > _MOST_KNOWN for one in tree_leaves(result))
+
+
+def _forget_written(func: Any, args: Any) -> None:
+    for one in tree_leaves(args[:1]) if getattr(getattr(func, "_schema", None), "is_mutable", False) else ():
+        vars(one).pop("known", None) if isinstance(one, FakeTensor) else None
+
+
+def _guess(func: Any, args: Any) -> bool | float:
+    dtype = torch.bool if str(func._schema.returns[0].type) == "bool" else args[0].dtype
+    if dtype == torch.bool:
+        return not getattr(args[0], "says_wrong", False)
+    return 1.0 if dtype.is_floating_point else 1
 
 
 def _says_wrong(func: Any, args: Any) -> bool:

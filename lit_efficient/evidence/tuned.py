@@ -66,7 +66,7 @@ def tune(
         key: What tells this search from others in the same folder.
         sketch: Makes the same fit with weights that take no memory, to be planned.
         measure: Runs a change for a number of timed steps; ``None``: in a process of its own.
-        say: Told now and then how far it is.
+        say: Hears now and then how far it is.
 
     Raises:
         ConfigurationError: If an argument is wrong, or the fit itself is refused.
@@ -139,7 +139,7 @@ class Tuned:
 
     def lines(self) -> list[str]:
         """The table of the best, and what was left out."""
-        cells = [("", "step", "rate", "of the best", "peak", "planned", "")]
+        cells: list[tuple[str, ...]] = [("", "step", "rate", "of the best", "peak", "planned", "")]
         for row in self.search.ran[:_SHOWN]:
             time, rate = f"{statistics.median(row.seconds):.3g} s", f"{row.rate:.4g} {row.unit}/s"
             share = f"{row.rate / self.search.ran[0].rate:.2f}"
@@ -224,7 +224,7 @@ def _machine(device: torch.device) -> str:
 def _hushed() -> Any:
     """Nothing is printed of what is built again and again."""
     before = logging.root.manager.disable
-    logging.disable(logging.INFO)
+    logging.disable(logging.ERROR)  # torch logs what raises among fake tensors
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -4,7 +4,7 @@
 
 Each option is planned first: what refuses the fit, or saves nothing, is left out. What plan says does not fit never
 runs, nor does what takes more. Of the rest those run, a few steps each, that may be the fastest by what is measured so
-far. The best of them run longer, and of those that cannot be told apart then the one that adds least is chosen.
+far. The best of them run longer, and of those that differ by no more than noise then the one that adds least is chosen.
 """
 
 import itertools
@@ -136,7 +136,7 @@ class Search:
         steps: Timed steps of a first run.
         seconds: After which nothing new begins.
         ledger: Results of before.
-        say: Told now and then how far it is.
+        say: Hears now and then how far it is.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Search:
 
     @property
     def best(self) -> Row | None:
-        """The fastest; of those that cannot be told from it the one that adds least. ``None``: nothing fits."""
+        """The fastest; of those within the noise of it the one that adds least. ``None``: nothing fits."""
         ran = self.ran
         same = [row for row in ran if not row.slower(ran[0])]
         return min(same, key=lambda row: (len(row.candidate.options), row.candidate != self.space.asked), default=None)
@@ -259,7 +259,7 @@ class Search:
         self.say(f"{len(self.every)} candidates: {sizes} batch sizes, {options} options")
 
     def _begin(self) -> None:
-        """Run what tells most: the fit as it is, its other sizes, each option alone; or with fewest that make it fit."""
+        """Run what tells most: the fit as it is, its other sizes, each option alone, or what makes it fit."""
         if self._fits(self.space.asked):
             self._run(self.space.asked)
         sets = [one for one in self.space.sets() if self._saving.issuperset(one)]

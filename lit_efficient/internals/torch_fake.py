@@ -1,8 +1,11 @@
 """Tensors without values, on whatever device, and what cannot be known of them. Checked with torch 2.13."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ __all__ = [
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
-    "keep_value",
+    "forget_cached_fakes",
+    "has_values",
     "like_real_ones",
 ]
 
@@ -33,7 +37,8 @@ def like_real_ones() -> Iterator[None]:
     """Let fakes be moved with ``module.to``, copied, read as zeros, and be parameters of any class.
 
     torch refuses the first where weak references exist, and keeps some to each parameter itself:
-    ``torch._C._swap_tensor_impl``; of the last it knows nothing: ``torch.Tensor._make_subclass``.
+    ``torch._C._swap_tensor_impl``; of the last it knows nothing: ``torch.Tensor._make_subclass``. transformers makes
+    other masks of fakes: ``import_utils.is_fake_tensor``.
     """
     swap, make = torch.utils.swap_tensors, Tensor._make_subclass
 
@@ -63,12 +68,17 @@ def like_real_ones() -> Iterator[None]:
         return alias.requires_grad_(requires_grad)
 
     own = {"__deepcopy__": copy, "numpy": zeros, "tolist": lambda self: self.numpy().tolist()}
+    hugging_face: Any = SimpleNamespace(is_fake_tensor=None)
+    with suppress(ImportError):
+        from transformers.utils import import_utils as hugging_face
+    asked, hugging_face.is_fake_tensor = hugging_face.is_fake_tensor, lambda tensor: False
     torch.utils.swap_tensors, Tensor._make_subclass = swap_fakes, staticmethod(subclass)  # type: ignore
     for name, method in own.items():
         setattr(FakeTensor, name, method)
     try:
         yield
     finally:
+        hugging_face.is_fake_tensor = asked
         torch.utils.swap_tensors = swap
         del Tensor._make_subclass  # of torch's own base, again
         for name in own:
@@ -87,8 +97,25 @@ def _fake_kind(kind: Any) -> Any:
     return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__, "detach": detach})
 
 
-def keep_value(fake: Any, make: Callable[[], Tensor]) -> None:
-    """Let a fake of one element know what it holds, and what is computed of it: ``FakeTensor.constant``."""
-    if isinstance(fake, FakeTensor) and fake.constant is None and fake.numel() == 1:
-        with no_dispatch_modes():
-            fake.constant = make()
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither a fake nor on the meta device."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def forget_cached_fakes() -> None:
+    """Empty what modules keep of fakes for next time: tables in dicts, results under ``functools.cache``."""
+    for module in list(sys.modules.values()):
+        for kept in list(vars(module).values()) if isinstance(module, ModuleType) else ():
+            if type(kept) is dict:  # other kinds may import what they name when they are read
+                for key in [key for key, value in list(kept.items()) if isinstance(value, FakeTensor)]:
+                    del kept[key]
+            elif type(kept) is functools._lru_cache_wrapper and _has_fakes(gc.get_referents(kept)):
+                kept.cache_clear()
+
+
+def _has_fakes(tree: Any, depth: int = 4) -> bool:
+    if isinstance(tree, dict):
+        tree = [*tree.values()]
+    if isinstance(tree, list | tuple) and depth:
+        return any(_has_fakes(one, depth - 1) for one in tree)
+    return isinstance(tree, FakeTensor)

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.rewind import Rewind
 from lit_efficient.models.document_attention import causal_throughout, document_starts, read_starts
@@ -97,7 +98,9 @@ class DocumentRows:
         packed = _packed(network, batch)
         # Not as late as a packed batch: another process may have its first one in another step, and waits there.
         may_be = "position_ids" in batch and self._way is None and self._refusal is None
-        if self._asked is not network or may_be:
+        if not has_values(next(network.parameters())):  # as in a plan: it cannot be asked
+            self._asked, self._way = network, _usual_way(network)
+        elif self._asked is not network or may_be:
             with _undisturbed(network, batch["input_ids"].device):
                 probe = _Probe(network, batch["input_ids"].device, plain)
                 if self._asked is not network:
@@ -254,6 +257,14 @@ class _Probe:
 
     def _most(self, difference: Tensor, logits: Tensor) -> float:
         return float(_norms(difference).max()) / self._effect(logits)
+
+
+def _usual_way(network: Any) -> Callable[[Any, Tensor, Tensor], _Inputs]:
+    """What keeps documents apart in most networks."""
+    if isinstance(network, GPT) or not causal_throughout(network, min(longest_row(network), 1 << 20)):
+        return by_positions
+    read_starts()
+    return by_starts
 
 
 def _norms(logits: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def variant(
         "final_loss": 1.5,
         "loss": estimate(-0.021, p=p),
         "loss_at_time": estimate(0.03, p=p),
-        "steps_to_loss": estimate(90, p=p),
+        "steps_to_loss": estimate(0.9, p=p),
         "time_to_loss": None,
         "forgetting": None,
         "curve": [(step, step * time / 10 + 0.1, 4 / (1 + step / 50)) for step in range(0, 101, 10)],
@@ -184,11 +184,12 @@ def test_planned_stands_beside_the_peak() -> None:
 def test_no_evidence_is_said_exactly_where_p_is_above_5_percent(p: float | None) -> None:
     comparison = compared(variant("lora", 0.9, 0.5, p=p), variant("ema", 1.1, 1.2, p=0.04, forgetting=estimate(3, p=p)))
     lacking = p is not None and p > 0.05
-    texts = [markdown(comparison), terminal_table(comparison, 400), Page(html(comparison)).text]
-    told = [len(re.findall(r"\], no evidence", re.sub(r"\s+", " ", text))) for text in texts]
-    assert told == [5 * lacking] * 3  # time, loss, loss at equal time, steps to equal loss; forgetting
+    made = [markdown(comparison), terminal_table(comparison, 400), Page(html(comparison)).text]
+    texts = [" ".join(text.split()) for text in made]
+    # time, loss, loss at equal time, steps to equal loss; forgetting
+    assert [text.count(", no evidence") for text in texts] == [5 * lacking] * 3
     untested = p is None or math.isnan(p)
-    assert [text.count("not tested") for text in texts] == [5 * untested] * 3
+    assert [text.count(", not tested") for text in texts] == [5 * untested] * 3
     rows = list(csv.DictReader(io.StringIO(csv_text(comparison))))
     assert rows[1]["time_p"] == ("" if p is None else repr(p))
 
@@ -293,9 +294,17 @@ def test_bars_are_as_long_as_bytes_are_many() -> None:
 def test_what_is_missing_is_no_error() -> None:
     bare = variant("bare", 0.9, 0.5, kinds={}, planned=None, curve=[], loss=UNKNOWN, steps_to_loss=None)
     unseen = variant("compiled", 0.7, 1.0, peak=0, peak_ratio=math.nan)
-    cases = [compared(), compared(bare, unseen), compared(failed("a", "no"), failed("b", "no")), compared(bare)]
-    cases[2].variants[0] = failed("as it is", "no")
-    cases[3].variants[0] = failed("as it is", "no")
+    odd = Estimate(5e-324, -math.inf, math.inf, 0.5, 2)
+    extreme = dataclasses.replace(bare, time=odd, loss=odd, peak_ratio=1e300, curve=[(1, math.inf, math.nan)])
+    cases = [
+        compared(),
+        compared(bare, unseen),
+        compared(extreme),
+        compared(failed("a", "no"), failed("b", "no")),
+        compared(bare),
+    ]
+    for comparison in cases[3:]:
+        comparison.variants[0] = failed("as it is", "no")
     for comparison in cases:
         alone(Page(html(comparison)))
         names = [each.name for each in comparison.variants]
@@ -306,8 +315,9 @@ def test_what_is_missing_is_no_error() -> None:
 def test_curves_are_drawn_by_steps_and_by_time() -> None:
     many = [variant(f"v{i}", 1.0 + i, 0.5) for i in range(9)]
     found = Page(html(compared(*many, variant("no curve", 1.0, 0.5, curve=[]))))
-    labels = [label for label in found.attributes("aria-label") if "val/loss" in label]
-    assert labels == ["val/loss by step", "val/loss by second"] * 2
+    captions = re.findall(r"<figcaption>val/loss<small> by (\w+)</small>", found.source)
+    assert captions == ["step", "second"] * 2
+    assert "v0: 4 to 1.333" in found.text
     keys = re.findall(r'class="key line(\d)">(as it is|v\d) ', found.source)
     whole = [("0", "as it is"), *((str(i + 1), f"v{i}") for i in range(7))]
     assert keys == 2 * whole + 2 * [("0", "as it is"), ("1", "v7"), ("2", "v8")]

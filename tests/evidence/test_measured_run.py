@@ -74,6 +74,12 @@ def test_a_technique_shows_in_the_bytes(source):
     assert not plain.held_out
 
 
+def test_a_step_of_several_optimizers_is_one_and_its_bytes_are_counted():
+    one = measured(LiveFit(trainer(max_steps=1), Toy(optimizers=2), data()), steps=16)
+    assert one.steps == len(one.amounts) == 8  # Lightning counts each optimizer's
+    assert one.peak > one.kinds["weights"] > 0
+
+
 class Dies(L.Callback):
     def __init__(self, how: str) -> None:
         self.how = how
