@@ -43,7 +43,7 @@ class RowsApart(Claim):
         batch, rows = few_rows(bench.batch)
         others = [row for row in range(rows - 1) if not _same_rows(batch, rows, row, rows - 1)]
         if not others:
-            return self.idle("the batch has no two rows that differ")
+            return self.idle("the batch has no two rows that differ, or its tensors no rows in common")
         changed = _with_row(batch, rows, others[0])
         tolerance = _COARSE if bench.coarse else _EXACT
         leak, own, where, outside = self._leak(bench, batch, changed, rows, tolerance)
@@ -147,7 +147,7 @@ class DocumentsApart(Claim):
         worst, where, what = max(trials)
         number = len(found.documents(row))
         why = f"{number} documents of a row: each alone, with another first one, and the gradient of one; worst: {what}"
-        uncovered = ("dropout within packed rows",)
+        uncovered: tuple[str, ...] = ("dropout within packed rows",)
         if not all(alone.kinds.trained[0, a:b].any() for a, b in alone.documents(0)):
             uncovered += ("documents of which nothing is learned",)
         return self.measured(
@@ -185,30 +185,32 @@ class DocumentsApart(Claim):
         return leak, where, "another first one"
 
     def _learned(self, bench: Bench, row: TokenBatch) -> tuple[float, str, str]:
+        """How far gradients of other documents follow from what one is to become."""
         trained = [place for place in row.documents(0) if row.kinds.trained[0, slice(*place)].any()]
-        if len(trained) < 2:
-            return 0.0, "", "the gradient of one"
         begin, end = trained[-1]
         labels = torch.full_like(row.labels, IGNORE)
         labels[0, begin:end] = row.labels[0, begin:end]
         if row.targets is row.labels:
             labels[0, end - 1] = IGNORE
-        calls, loss = bench.step(row.with_labels(labels), training=False, graph=True)
-        layers = [
-            (call, tensor)
-            for call in calls
-            for tensor in floats(call.output)
-            if tensor.requires_grad and by_tokens(tensor, 1, row.ids.shape[1]) is not None
-        ]
-        if loss is None or not layers:
+        other = torch.where(labels == IGNORE, labels, _other_than(row.ids, row.ids[0, begin]))
+        found, name = [], ""
+        for each in (labels, other):
+            calls, loss = bench.step(row.with_labels(each), training=False, graph=True)
+            layers = [
+                (call, tensor)
+                for call in calls
+                for tensor in floats(call.output)
+                if tensor.requires_grad and by_tokens(tensor, 1, row.ids.shape[1]) is not None
+            ]
+            if loss is not None and layers:
+                name = layers[0][0].described
+                (gradient,) = torch.autograd.grad(loss, layers[0][1], allow_unused=True)
+                found += [] if gradient is None else [by_tokens(gradient, 1, row.ids.shape[1])]
+        if len(found) < 2 or found[0] is None or found[1] is None:
             return 0.0, "", "the gradient of one"
-        call, tensor = layers[0]
-        (gradient,) = torch.autograd.grad(loss, tensor, allow_unused=True)
-        sizes = None if gradient is None else by_tokens(gradient, 1, row.ids.shape[1])
-        if sizes is None:
-            return 0.0, "", "the gradient of one"
-        within = most(sizes[:, begin:end])
-        return ratio(max(most(sizes[:, :begin]), most(sizes[:, end:])), within), call.described, "the gradient of one"
+        off = found[0] - found[1]
+        outside = max(most(off[:, :begin]), most(off[:, end:]))
+        return ratio(outside, most(off[:, begin:end])), name, "the gradient of one"
 
 
 def _moved(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> list[tuple[float, float]]:

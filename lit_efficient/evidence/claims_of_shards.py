@@ -12,7 +12,6 @@ import os
 import pickle
 import socket
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,8 @@ class Sharded(Claim):
         """Run a step in two processes, and compute its gradient in one."""
         if subject.source.make().trainer.world_size < 2 and not subject.full:
             return self.idle("one process trains; --full tries two")
-        first, second = told = _two_processes(subject.source, subject.folder)
-        failed = next((one["failed"] for one in told if "failed" in one), "")
+        first, second = reports = _two_processes(subject.source, subject.folder)
+        failed = next((one["failed"] for one in reports if "failed" in one), "")
         if failed:
             return self.idle(f"two processes could not make a step: {failed}")
         if _same(first["batches"], second["batches"]):
@@ -65,7 +64,7 @@ class Sharded(Claim):
         if any(value.isnan().any() for value in first["gradients"].values()) or not first["gradients"]:
             return self.idle("the gradients cannot be seen: none is left when the optimizer steps")
         apart = difference(first["gradients"], second["gradients"])
-        off, order, coarse = subject.within(lambda trainer, module: _in_one(trainer, module, told))
+        off, order, coarse = subject.within(lambda trainer, module: _in_one(trainer, module, reports))
         tolerance = _COARSE if coarse else _EXACT
         why = (
             f"a step of two processes ({first['strategy']}), and the gradients of their batches in one process, joined"
@@ -79,28 +78,28 @@ class Sharded(Claim):
         return self.measured(max(off.values()), tolerance, unit, why, where=where, uncovered=uncovered)
 
 
-def _in_one(trainer: Any, module: Any, told: list[dict[str, Any]]) -> tuple[dict[str, float], list[str], bool]:
+def _in_one(trainer: Any, module: Any, reports: list[dict[str, Any]]) -> tuple[dict[str, float], list[str], bool]:
     """By parameter how far the two processes' gradient is from that of one; the layers' order; how exact that is."""
     from lit_efficient.evidence.layer_calls import Bench
 
     bench = Bench(trainer, module)
     device = trainer.strategy.root_device
-    module.load_state_dict(told[0]["start"], strict=False)
-    steps = [step for one in told for step in zip(one["batches"], one["states"])]
+    module.load_state_dict(reports[0]["start"], strict=False)
+    steps = [step for one in reports for step in zip(one["batches"], one["states"])]
     joined: dict[str, Tensor] = {}
     total = sum(_count(batch) for batch, _ in steps)
     for number, (batch, states) in enumerate(steps):
-        index = number % len(told[0]["batches"])
+        index = number % len(reports[0]["batches"])
         moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         for name, gradient in gradients(module, loss_of(module, moved, index, states)).items():
             joined[name] = joined.get(name, torch.zeros_like(gradient)) + gradient * (_count(batch) / total)
-    return difference(joined, told[0]["gradients"]), bench.order(), bench.coarse
+    return difference(joined, reports[0]["gradients"]), bench.order(), bench.coarse
 
 
 def _count(batch: Any) -> int:
     """Learned tokens of a batch, or its rows."""
     tokens = token_batch(batch)
-    return few_rows(batch)[1] if tokens is None else int((tokens.targets != IGNORE).sum())
+    return max(1, few_rows(batch, 1 << 30)[1]) if tokens is None else int((tokens.targets != IGNORE).sum())
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
@@ -121,16 +120,19 @@ def _two_processes(source: FitSource, folder: Path) -> list[dict[str, Any]]:
     ]
     try:
         for process, (_, sender) in zip(processes, pipes):
-            process.start()
+            try:
+                process.start()
+            except Exception as error:  # what cannot be pickled for a process that is not forked
+                return [{"failed": f"the fit cannot be sent to a process: {error}"}] * 2
             sender.close()
         end = time.monotonic() + _SECONDS
-        told = []
+        reports = []
         for receiver, _ in pipes:
             if not receiver.poll(max(0.0, end - time.monotonic())):
                 return [{"failed": f"it took more than {_SECONDS:.0f} s"}] * 2
             with contextlib.suppress(EOFError):
-                told.append(pickle.loads(receiver.recv_bytes()))  # noqa: S301 our own process
-        return told if len(told) == 2 else [{"failed": "one died"}] * 2
+                reports.append(pickle.loads(receiver.recv_bytes()))  # noqa: S301 our own process
+        return reports if len(reports) == 2 else [{"failed": "one died"}] * 2
     finally:
         for process in processes:
             if process.is_alive():
@@ -140,6 +142,9 @@ def _two_processes(source: FitSource, folder: Path) -> list[dict[str, Any]]:
 
 
 def _child(source: FitSource, folder: Path, rank: int, port: int, pipe: Any) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
     torch.set_num_threads(1)  # the parent's others do not survive a fork
     warnings.simplefilter("ignore")
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -155,11 +160,10 @@ def _child(source: FitSource, folder: Path, rank: int, port: int, pipe: Any) -> 
         strategy.parallel_devices = strategy.parallel_devices[:2]
         fit.trainer.callbacks.append(notes)
         subject.run(fit)
-        told = notes.told
+        reports = notes.reports
     except BaseException as error:
-        traceback.print_exc()
-        told = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    pipe.send_bytes(pickle.dumps(told))
+        reports = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    pipe.send_bytes(pickle.dumps(reports))
     pipe.close()
     if rank == 0:
         time.sleep(0.5)  # it holds the store that the other one may still ask
@@ -179,21 +183,21 @@ class _Notes(Callback):
     """Notes what a process does until its first optimizer step."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Any] = {}
+        self.reports: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         vars(pl_module)[_NOTES] = []
         wrap_method(pl_module, "training_step", _noted)
-        self.told["strategy"] = type(trainer.strategy).__name__
-        self.told["start"] = {name: _whole(value) for name, value in pl_module.state_dict().items()}
+        self.reports["strategy"] = type(trainer.strategy).__name__
+        self.reports["start"] = {name: _whole(value) for name, value in pl_module.state_dict().items()}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if "gradients" not in self.told:
+        if "gradients" not in self.reports:
             names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
             found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
-            self.told["gradients"] = {name: _whole(gradient) for name, gradient in found.items()}
+            self.reports["gradients"] = {name: _whole(gradient) for name, gradient in found.items()}
             steps = vars(pl_module)[_NOTES]
-            self.told |= {"batches": [batch for batch, _ in steps], "states": [states for _, states in steps]}
+            self.reports |= {"batches": [batch for batch, _ in steps], "states": [states for _, states in steps]}
 
 
 def _noted(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -169,16 +169,16 @@ class Bench:
 
 
 def few_rows(batch: Any, count: int = ROWS) -> tuple[Any, int]:
-    """The first rows of a batch, and how many there are: 0 if there is nothing that has rows.
+    """The first rows of a batch, and how many there are: 0 if its tensors do not have as many of them each.
 
-    Texts and other things that are no tensors have none: then it is the batch as it is.
+    Of a batch that holds texts and other things that are no tensors none are left out.
     """
     leaves = tree_leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    if not tensors:
+    if len({leaf.shape[0] for leaf in tensors}) != 1:
         return batch, 0
-    rows = max(tensors, key=Tensor.numel).shape[0]
-    if rows <= count or len(tensors) < len(leaves):
+    rows = tensors[0].shape[0]
+    if rows <= count or any(not isinstance(leaf, Tensor) for leaf in leaves):
         return batch, rows
     return cut(batch, rows, slice(count)), count
 

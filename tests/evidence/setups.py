@@ -215,7 +215,7 @@ class Adversaries(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, noise = batch[0], torch.randn(len(batch[0]), 4)
-        generator, critic = self.optimizers()  # type: ignore[misc, attr-defined]
+        generator, critic = self.optimizers()  # type: ignore[attr-defined]
         fake = self.generator(noise)
         loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake.detach())).mean()
         critic.zero_grad()
