@@ -127,6 +127,14 @@ BENCHMARKS: list[tuple[str, str, float, tuple[str, ...], str]] = [
     ),
     ("exact_resume", "--settings 2", 120, (), "all points with ExactResume, 0 without, as on a CPU"),
     (
+        "plan_accuracy",
+        "--minutes 8",
+        570,
+        ("transformers", "diffusers", "peft", "bitsandbytes", "torchao", "sklearn"),
+        "as on a CPU: median 1.5 %, worst 8 %, none under by more than 3 %; what kernels take for themselves is not "
+        "traced, and weighs most in these small networks",
+    ),
+    (
         "diffusion_quality",
         "--seeds 1",
         200,

@@ -122,8 +122,10 @@ class CheckpointAverage(ShadowWeights):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         before, self._step = self._step, trainer.global_step
         due = self._step // self.every_n_steps > before // self.every_n_steps
-        if due and self._step > self.start_step:
+        if (due and self._step > self.start_step) or self.worst_case:
             self._take(self._tracked(pl_module))
+        while self.worst_case and len(self._snapshots) < (self.last_k or 1):
+            self._snapshots.append({name: tensor.clone() for name, tensor in self._snapshots[0].items()})
 
     def _take(self, tracked: Mapping[str, nn.Parameter]) -> None:
         self._mean = self._statistics = None
@@ -159,6 +161,12 @@ class CheckpointAverage(ShadowWeights):
             for name, tensor in snapshot.items():
                 if name in parameters and is_sharded(parameters[name]) and not is_sharded(tensor):
                     snapshot[name] = placed_like(tensor, parameters[name], tensor.dtype)
+
+    def shares(self, steps: int) -> list[float] | None:
+        taken = [step for step in range(self.every_n_steps, steps + 1, self.every_n_steps) if step > self.start_step]
+        taken = taken[-(self.last_k or len(taken)) :]
+        share = dict(zip(taken, position_weights(len(taken), self.weights))) if taken else {}
+        return [share.get(step, 0.0) for step in range(1, steps + 1)] if share else None
 
     def buffers_for(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Statistics of BatchNorm that were computed for the average."""

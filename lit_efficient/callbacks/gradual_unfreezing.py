@@ -8,6 +8,7 @@ Costs: later groups train for fewer steps; under DDP a broadcast of the weights,
 Source: Howard and Ruder (2018), ULMFiT, https://arxiv.org/abs/1801.06146, sections 3.2 and 3.3
 """
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -189,6 +190,7 @@ class GradualUnfreezing(Technique):
 
     def _thaw(self, trainer: Any, module: Any) -> None:
         done = trainer.current_epoch if self.every_n_epochs else trainer.global_step
+        done = sys.maxsize if self.worst_case else done
         now, before = min(thawed(done, self._times()), len(self._names)), self._open
         if now == before:
             return

@@ -85,9 +85,9 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
     if device != own:
         notes.append(f"Kernels of {device} are taken to keep what those of {own} keep; states are taken to stay there.")
     batch, batches = batch_of(fit, notes)
+    accumulated = fit.trainer.accumulate_grad_batches
     traced = trace(fit, make, batch, batches, mode, 1 if device == "cpu" else BLOCK)
     amount, unit = count_batch(batch)
-    accumulated = fit.trainer.accumulate_grad_batches
     memory = traced.memory
     return Plan(
         peak=memory.peak,

@@ -11,7 +11,7 @@ import contextlib
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from lit_efficient.declaration import Phase, held, in_order, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
+from lit_efficient.internals.hugging_face import fakes_pass_for_real
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
 from lit_efficient.internals.torch_fake import (
@@ -99,6 +100,8 @@ def trace(
 def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1) -> Traced:
     observer = _Observer(block=block)
     trainer = fit.trainer
+    observer.accumulated = trainer.accumulate_grad_batches
+    trainer.accumulate_grad_batches = min(2, observer.accumulated)
     device = trainer.strategy.root_device
     faked = _Fakes(mode, device)
     faked.module(fit.module)
@@ -114,6 +117,7 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
         tempfile.TemporaryDirectory() as folder,
         contextlib.suppress(_Enough),
         torch.compiler.set_stance("force_eager"),
+        contextlib.nullcontext() if _has_masks(batch) else fakes_pass_for_real(),
     ):
         _silence(trainer, observer, folder)
         try:
@@ -123,6 +127,11 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
         finally:
             forget_cached_fakes()
     return observer.traced()
+
+
+def _has_masks(batch: Any) -> bool:
+    """Whether a batch says which tokens count or where documents begin: masks are made of that."""
+    return isinstance(batch, Mapping) and not batch.keys().isdisjoint(("attention_mask", "position_ids"))
 
 
 def _silence(trainer: Any, observer: Any, folder: str) -> None:
@@ -157,7 +166,8 @@ class _Observer(StepMeter):
     def __init__(self, block: int) -> None:
         super().__init__(block=block)
         self.counter = FlopMeter()
-        self.flops = [0]
+        self.flops = [0]  # after each batch
+        self.accumulated = 1  # batches a step, of which no more than two are traced: the others are like the first
         self.known: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -177,13 +187,14 @@ class _Observer(StepMeter):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if len(self.steps) == len(self.flops):
-            self.flops.append(self.counter.sums.total())
+        self.flops.append(self.counter.sums.total())
         if len(self.steps) == _STEPS:
             raise _Enough
 
     def traced(self) -> Traced:
-        return Traced(self.steps[-1], self.flops[-1] - self.flops[-2], **self.known)
+        last = self.flops[-1] - self.flops[-2]
+        flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
+        return Traced(self.steps[-1], flops, **self.known)
 
 
 def _notes(technique: Any) -> Iterator[str]:

@@ -35,7 +35,7 @@ from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, 
 from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
-_WRITERS = {"Checkpoint", "ProgressBar", "ModelSummary"}
+WRITERS = {"Checkpoint", "ProgressBar", "ModelSummary"}
 
 
 class Trials:
@@ -159,7 +159,7 @@ class Trials:
 def leaves_traces(callback: object) -> bool:
     """Whether a callback writes, draws or stops outside of what :class:`Rewind` puts back."""
     names = {base.__name__ for base in type(callback).__mro__}
-    return bool(getattr(callback, "leaves_traces", False) or names & _WRITERS)
+    return bool(getattr(callback, "leaves_traces", False) or names & WRITERS)
 
 
 @contextmanager

@@ -1,0 +1,30 @@
+"""What is planned is what is counted, on a few of the cells of benchmarks/plan_accuracy.py; all techniques have one."""
+
+import pytest
+
+from benchmarks.plan_accuracy import error, row
+from benchmarks.plan_cells import MODELS, Cell, cells, techniques
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "precision"),
+    [
+        ("Llama", (), "32-true"),  # without the mask that tracing would make
+        ("Qwen3-MoE", ("LoRA",), "32-true"),  # grouped products
+        ("DiT", ("GaLore",), "bf16-mixed"),
+        ("ViT", ("GradualUnfreezing",), "32-true"),  # what thaws later
+        ("ResNet", ("CheckpointAverage",), "32-true"),  # snapshots that come later
+    ],
+)
+def test_what_is_planned_is_what_is_counted(model, names, precision):
+    found = row(Cell(model, names, 2, precision, MODELS[model].small), "cpu")
+    assert abs(error(found)) <= 1.5
+    assert found["by_plan"]["states"] == pytest.approx(found["by_count"]["states"], rel=0.02)
+
+
+def test_every_technique_stands_in_a_cell_and_names_are_unique():
+    wanted = cells()
+    assert {name for cell in wanted for name in cell.techniques} == set(techniques())
+    assert len({cell.name for cell in wanted}) == len(wanted) >= 60
