@@ -252,6 +252,15 @@ class _Fakes:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = self(tensor, self.device)
+            for name, value in vars(part).items():  # such as the states of a metric
+                if name not in ("_parameters", "_buffers", "_modules") and any(
+                    _is_meta(leaf) for leaf in tree_leaves(value)
+                ):
+                    vars(part)[name] = tree_map_only(Tensor, lambda tensor: self(tensor, self.device), value)
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, FakeTensor)
 
 
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
