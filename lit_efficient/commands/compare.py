@@ -28,9 +28,9 @@ def run(argv: Sequence[str]) -> int:
     from lit_efficient.cli.fits import ConfigFit
     from lit_efficient.cli.next_steps import COMMAND
     from lit_efficient.cli.preflight import redacted
-    from lit_efficient.evidence.comparison_page import log_to_wandb, write_report
-    from lit_efficient.evidence.comparison_runs import Comparing, Schedule
-    from lit_efficient.evidence.comparison_tables import terminal_table
+    from lit_efficient.evidence.comparing.comparison_page import log_to_wandb, write_report
+    from lit_efficient.evidence.comparing.comparison_runs import Comparing, Schedule
+    from lit_efficient.evidence.comparing.comparison_tables import terminal_table
     from lit_efficient.evidence.fits import Change
 
     every = [path.stem for path in sorted((configs.folder() / "techniques").glob("*.yaml"))] if options.all else []

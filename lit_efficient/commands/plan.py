@@ -1,8 +1,9 @@
 """``python -m lit_efficient plan -c X``: what a fit needs, before it runs and before any weight is made; and what to do
 about it.
 
-A step is traced without values (:mod:`lit_efficient.evidence.plan`). Where the fit fits, the largest batch is searched;
-where it does not, the cheapest set of techniques with which it does. Each answer is one of a plan that was made for it.
+A step is traced without values (:mod:`lit_efficient.evidence.planning.plan`). Where the fit fits, the largest batch is
+searched; where it does not, the cheapest set of techniques with which it does. Each answer is one of a plan that was made
+for it.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from lit_efficient.commands.card import wrapped
 from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
 
 if TYPE_CHECKING:
-    from lit_efficient.evidence.advice import Advice
-    from lit_efficient.evidence.plan import Plan
-    from lit_efficient.evidence.plan_search import Found
+    from lit_efficient.evidence.planning.advice import Advice
+    from lit_efficient.evidence.planning.plan import Plan
+    from lit_efficient.evidence.planning.plan_search import Found
     from lit_efficient.internals.lightning_strategies import Traits
 
 _DOES_NOT_FIT, _INTERRUPTED = 3, 130
@@ -81,7 +82,7 @@ class _Answer:
 
     def __init__(self, options: argparse.Namespace, argv: Sequence[str], root: str) -> None:
         from lit_efficient.cli.fits import ConfigFit
-        from lit_efficient.evidence.plan_search import Predictions
+        from lit_efficient.evidence.planning.plan_search import Predictions
         from lit_efficient.internals.lightning_strategies import traits_named
 
         self.options, self.width = options, max(40, shutil.get_terminal_size().columns)
@@ -134,13 +135,13 @@ class _Answer:
         return self._shared(self._alone(change), self.devices)
 
     def _alone(self, change: Any) -> "Plan":
-        from lit_efficient.evidence.plan import plan
+        from lit_efficient.evidence.planning.plan import plan
 
         with _hushed():
             return plan(self.source, change, device=self.kernels)
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
-        from lit_efficient.evidence.plan_devices import largest_unit, per_device
+        from lit_efficient.evidence.planning.plan_devices import largest_unit, per_device
 
         sharded = devices > 1 and self.traits.shards
         return per_device(alone, devices, self.traits, largest_unit(self.source.made.module) if sharded else (0, 0))
@@ -160,13 +161,13 @@ class _Answer:
         return code
 
     def _planned(self) -> int:
-        from lit_efficient.evidence.plan_settings import batch_lever
+        from lit_efficient.evidence.planning.plan_settings import batch_lever
 
         plan = self._predict_first()
         fits = plan.peak <= self.limit
         self._tell(_lines(plan, self), plan=_plain(plan), fits=fits, device=self._device())
         if self.options.output:
-            from lit_efficient.evidence.plan_picture import draw_memory
+            from lit_efficient.evidence.planning.plan_picture import draw_memory
 
             name = type(self.fit.module).__name__
             draw_memory(
@@ -193,8 +194,8 @@ class _Answer:
     def _advise(self, plan: "Plan", batch: Any) -> None:
         from torch.nn.modules.batchnorm import _BatchNorm
 
-        from lit_efficient.evidence.advice import Adviser, candidates
-        from lit_efficient.evidence.plan_settings import length_lever
+        from lit_efficient.evidence.planning.advice import Adviser, candidates
+        from lit_efficient.evidence.planning.plan_settings import length_lever
 
         self._tell(["", "what makes it fit, each with its own plan's peak; append to `fit -c CONFIG`:"], advice=[])
         adviser = Adviser(
@@ -215,8 +216,8 @@ class _Answer:
         self._tell(["not used:", *lines] if lines else [], skipped=adviser.skipped)
 
     def _solved(self) -> int:
-        from lit_efficient.evidence.plan_devices import MOST, largest_unit, least_devices
-        from lit_efficient.evidence.plan_settings import batch_lever, length_lever, rank_lever
+        from lit_efficient.evidence.planning.plan_devices import MOST, largest_unit, least_devices
+        from lit_efficient.evidence.planning.plan_settings import batch_lever, length_lever, rank_lever
 
         wanted = self.options.solve
         if wanted == "devices":
@@ -249,7 +250,7 @@ class _Answer:
         return self._alone(_as_it_is())
 
     def _predict_first(self) -> "Plan":
-        from lit_efficient.evidence.plan import Plan
+        from lit_efficient.evidence.planning.plan import Plan
 
         plan = self.predictions(_as_it_is())
         assert isinstance(plan, Plan)

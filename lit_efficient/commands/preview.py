@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.evidence.token_batches import Kinds, kinds_of
+from lit_efficient.evidence.verifying.token_batches import Kinds, kinds_of
 
 TRAINED, MASKED, PADDED = "trained", "masked", "padded"
 _STYLES = {

@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str, command: str) -> int:
     from lit_efficient.cli.fits import ConfigFit
-    from lit_efficient.evidence.tuned import tune
+    from lit_efficient.evidence.tuning.tuned import tune
     from lit_efficient.files.atomic_file import replacing
 
     folder = output.with_suffix("")

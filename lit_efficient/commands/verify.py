@@ -29,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     from lit_efficient.cli.errors import explained
     from lit_efficient.cli.fits import ConfigFit
-    from lit_efficient.evidence.verification import CLAIMS, chosen, lines_of, verify
+    from lit_efficient.evidence.verifying.verification import CLAIMS, chosen, lines_of, verify
 
     if options.only == "help":
         width = max(len(claim.name) for claim in CLAIMS)

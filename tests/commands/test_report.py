@@ -20,8 +20,8 @@ from PIL import Image
 from lit_efficient.__main__ import main
 from lit_efficient.commands.report import folder_of
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.run_page import chart_of, facts, page
-from lit_efficient.evidence.run_record import RunRecord, flattened
+from lit_efficient.evidence.reporting.run_page import chart_of, facts, page
+from lit_efficient.evidence.reporting.run_record import RunRecord, flattened
 from lit_efficient.files.runs import point_latest, write_record
 from tests.html_page import Page, alone
 
@@ -319,7 +319,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     imported = set(re.findall(r"'([^']+)'", done.stdout))
     assert imported & {"torch", "lightning", "numpy", "matplotlib", "jsonargparse"} == set()
-    assert "lit_efficient.evidence.run_page" in imported
+    assert "lit_efficient.evidence.reporting.run_page" in imported
 
 
 def test_what_is_drawn_together() -> None:

@@ -57,7 +57,7 @@ def test_the_overlay_of_ones_own_task_trains_and_what_does_not_fit_ends_with_3(t
     assert not overlay.exists()
     rows = csv.DictReader(Path("runs/tune/base/table.csv").read_text().splitlines())
     assert {row["state"] for row in rows} == {"too large", "refused"}
-    monkeypatch.setattr("lit_efficient.evidence.tuning.Search.run", _interrupted)
+    monkeypatch.setattr("lit_efficient.evidence.tuning.tuning.Search.run", _interrupted)
     assert main(["tune", *words]) == 130
     assert "the same command goes on" in capsys.readouterr().err
 

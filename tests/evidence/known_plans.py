@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from lit_efficient.evidence.advice import Candidate
 from lit_efficient.evidence.fits import Change
-from lit_efficient.evidence.plan import Moment, Plan
+from lit_efficient.evidence.planning.advice import Candidate
+from lit_efficient.evidence.planning.plan import Moment, Plan
 
 
 def plan_of(kinds: Mapping[str, int], batch: int = 1, **changes: object) -> Plan:

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from lit_efficient.errors import ConflictError
-from lit_efficient.evidence.advice import Advice, Adviser, Candidate, cheapest
 from lit_efficient.evidence.fits import Change
-from lit_efficient.evidence.plan_search import Predictions
-from lit_efficient.evidence.plan_settings import Lever
+from lit_efficient.evidence.planning.advice import Advice, Adviser, Candidate, cheapest
+from lit_efficient.evidence.planning.plan_search import Predictions
+from lit_efficient.evidence.planning.plan_settings import Lever
 from tests.evidence.known_plans import candidates_of, plan_of
 from tests.support import Toy, trainer
 

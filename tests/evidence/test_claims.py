@@ -14,8 +14,8 @@ from torch import nn
 from lit_efficient import EMA, CheckpointAverage, ExactResume, LoRA, TokenWeightedAccumulation, verify
 from lit_efficient.commands.verify import run as command
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.claims import Claim, Verdict
-from lit_efficient.evidence.verification import CLAIMS
+from lit_efficient.evidence.verifying.claims import Claim, Verdict
+from lit_efficient.evidence.verifying.verification import CLAIMS
 from lit_efficient.testing import Toy, data, trainer, weights
 
 OURS = ("runs", "determinism", "accumulation", "trains", "frozen", "schedule", "resume", "average", "merge", "export")

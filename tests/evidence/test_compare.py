@@ -11,9 +11,9 @@ import torch
 import lit_efficient
 from lit_efficient import EMA, LoRA
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.comparison import TRAINING_LOSS
-from lit_efficient.evidence.comparison_rows import Row, Rows, metric_of, results
-from lit_efficient.evidence.comparison_runs import Comparing, Schedule, variants
+from lit_efficient.evidence.comparing.comparison import TRAINING_LOSS
+from lit_efficient.evidence.comparing.comparison_rows import Row, Rows, metric_of, results
+from lit_efficient.evidence.comparing.comparison_runs import Comparing, Schedule, variants
 from lit_efficient.evidence.fits import Change, LiveFit
 from lit_efficient.evidence.measured_run import Measured
 from tests.support import Toy, data, trainer

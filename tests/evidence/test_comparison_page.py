@@ -18,12 +18,19 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lit_efficient.evidence.comparison import Comparison, VariantResult
-from lit_efficient.evidence.comparison_charts import bars, frontier, scatter, shown_kinds
-from lit_efficient.evidence.comparison_page import html, log_to_wandb, write_report
-from lit_efficient.evidence.comparison_tables import csv_text, markdown, one_line, said, tables, terminal_table
-from lit_efficient.evidence.estimates import UNKNOWN, Estimate
-from lit_efficient.evidence.line_chart import Unit
+from lit_efficient.evidence.comparing.comparison import Comparison, VariantResult
+from lit_efficient.evidence.comparing.comparison_charts import bars, frontier, scatter, shown_kinds
+from lit_efficient.evidence.comparing.comparison_page import html, log_to_wandb, write_report
+from lit_efficient.evidence.comparing.comparison_tables import (
+    csv_text,
+    markdown,
+    one_line,
+    said,
+    tables,
+    terminal_table,
+)
+from lit_efficient.evidence.comparing.estimates import UNKNOWN, Estimate
+from lit_efficient.evidence.reporting.line_chart import Unit
 from tests.html_page import Page, alone
 
 HOSTILE = [

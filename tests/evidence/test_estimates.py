@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lit_efficient.evidence.estimates import Estimate, holm, mean_of, ratio_of, t_quantile, t_test
+from lit_efficient.evidence.comparing.estimates import Estimate, holm, mean_of, ratio_of, t_quantile, t_test
 
 
 @pytest.mark.parametrize(

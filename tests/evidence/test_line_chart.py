@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lit_efficient.evidence.line_chart import line_chart, number, thinned
+from lit_efficient.evidence.reporting.line_chart import line_chart, number, thinned
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 HOSTILE = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient.evidence.plan import Moment
-from lit_efficient.evidence.plan_devices import largest_unit, least_devices, per_device
+from lit_efficient.evidence.planning.plan import Moment
+from lit_efficient.evidence.planning.plan_devices import largest_unit, least_devices, per_device
 from lit_efficient.internals.lightning_strategies import traits_named
 from tests.evidence.known_plans import plan_of
 

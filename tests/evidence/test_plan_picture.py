@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lit_efficient.evidence.plan import Moment
-from lit_efficient.evidence.plan_picture import draw_memory, memory_figure
+from lit_efficient.evidence.planning.plan import Moment
+from lit_efficient.evidence.planning.plan_picture import draw_memory, memory_figure
 from tests.evidence.known_plans import plan_of
 
 pytest.importorskip("matplotlib")

@@ -4,7 +4,7 @@ import pytest
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import Change
-from lit_efficient.evidence.plan_search import TRIES, Predictions, Refusal, largest
+from lit_efficient.evidence.planning.plan_search import TRIES, Predictions, Refusal, largest
 from tests.evidence.known_plans import by_formula, plan_of
 
 LIMIT = 10_000_000

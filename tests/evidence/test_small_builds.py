@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from lit_efficient import ExactResume, verify
-from lit_efficient.evidence import small_builds
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
+from lit_efficient.evidence.verifying import small_builds
 from lit_efficient.testing import Net, Toy, data, trainer
 
 VOCABULARY = 16  # what is no width of a block, and the data's

@@ -13,10 +13,10 @@ import yaml
 from lit_efficient import MaxBatchSize
 from lit_efficient.cli.fits import ConfigFit
 from lit_efficient.errors import ConfigurationError, ConflictError
-from lit_efficient.evidence.candidates import Candidate, Option, Space
 from lit_efficient.evidence.fits import Change, Fit, LiveFit, batch_setting
-from lit_efficient.evidence.tuned import Tuned, tune
-from lit_efficient.evidence.tuning import Ledger, Row, Search
+from lit_efficient.evidence.tuning.candidates import Candidate, Option, Space
+from lit_efficient.evidence.tuning.tuned import Tuned, tune
+from lit_efficient.evidence.tuning.tuning import Ledger, Row, Search
 from tests.support import Toy, data, trainer
 
 

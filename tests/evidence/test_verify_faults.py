@@ -3,7 +3,7 @@
 import pytest
 
 import lit_efficient as le
-from lit_efficient.evidence.verification import CLAIMS
+from lit_efficient.evidence.verifying.verification import CLAIMS
 from tests.evidence.seeded_faults import FAULTS
 from tests.evidence.setups import HEALTHY
 

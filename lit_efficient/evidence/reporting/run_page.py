@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lit_efficient.evidence.line_chart import COLOURS, Point, line_figure, number
-from lit_efficient.evidence.markup import Markup, document, escaped, grid, joined, table, tag
-from lit_efficient.evidence.run_record import RunRecord
+from lit_efficient.evidence.reporting.line_chart import COLOURS, Point, line_figure, number
+from lit_efficient.evidence.reporting.markup import Markup, document, escaped, grid, joined, table, tag
+from lit_efficient.evidence.reporting.run_record import RunRecord
 
 MARK = "<!doctype html><!-- a report of lit_efficient -->"
 _MOST_SAMPLES, _MOST_BYTES, _LONGEST = 8, 4_000_000, 200_000  # of a run; of a picture; characters of a text

@@ -16,7 +16,7 @@ from lit_efficient.internals.lightning_strategies import Traits
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 
 if TYPE_CHECKING:
-    from lit_efficient.evidence.plan import Plan
+    from lit_efficient.evidence.planning.plan import Plan
 
 MOST = 4096  # devices
 _SHARDED = ("weights", "adapters", "gradients", "states", "averages")

@@ -13,8 +13,8 @@ from typing import Any
 from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
 from lit_efficient.evidence.memory_kinds import BLOCK, KINDS, Moment
-from lit_efficient.evidence.planned_batch import batch_of
-from lit_efficient.evidence.traced_step import trace
+from lit_efficient.evidence.planning.planned_batch import batch_of
+from lit_efficient.evidence.planning.traced_step import trace
 from lit_efficient.internals.torch_fake import FakeCopyMode, FakeTensorMode
 from lit_efficient.mechanisms.metering import count_batch, samples_of
 

@@ -22,16 +22,16 @@ from lightning.pytorch import Callback
 
 from lit_efficient import __version__
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.evidence.candidates import Space
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, Measured, measured
-from lit_efficient.evidence.plan import plan
-from lit_efficient.evidence.tuning import STEPS, Ledger, Measure, Row, Search
+from lit_efficient.evidence.planning.plan import plan
+from lit_efficient.evidence.tuning.candidates import Space
+from lit_efficient.evidence.tuning.tuning import STEPS, Ledger, Measure, Row, Search
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.mechanisms.trials.memory import accelerator_limit, available_cpu_memory, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from lit_efficient.evidence.plan import Plan
+    from lit_efficient.evidence.planning.plan import Plan
 
 _SHOWN = 10
 

@@ -21,7 +21,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.claims import (
+from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource
+from lit_efficient.evidence.verifying.claims import (
     Claim,
     Subject,
     Verdict,
@@ -31,9 +32,8 @@ from lit_efficient.evidence.claims import (
     loss_of,
     seen_gradients,
 )
-from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource
-from lit_efficient.evidence.layer_calls import few_rows
-from lit_efficient.evidence.token_batches import token_batch
+from lit_efficient.evidence.verifying.layer_calls import few_rows
+from lit_efficient.evidence.verifying.token_batches import token_batch
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE
@@ -80,7 +80,7 @@ class Sharded(Claim):
 
 def _in_one(trainer: Any, module: Any, reports: list[dict[str, Any]]) -> tuple[dict[str, float], list[str], bool]:
     """By parameter how far the two processes' gradient is from that of one; the layers' order; how exact that is."""
-    from lit_efficient.evidence.layer_calls import Bench
+    from lit_efficient.evidence.verifying.layer_calls import Bench
 
     bench = Bench(trainer, module)
     device = trainer.strategy.root_device

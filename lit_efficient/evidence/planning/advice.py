@@ -15,13 +15,13 @@ import lit_efficient
 from lit_efficient.catalog import helping, overlay_of, read_cards
 from lit_efficient.declaration import Declaration
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit
-from lit_efficient.evidence.plan_search import Predictions, Refusal, changed
+from lit_efficient.evidence.planning.plan_search import Predictions, Refusal, changed
 from lit_efficient.files import configs
 from lit_efficient.mechanisms.trials.batch_size import divisors, largest_fitting
 
 if TYPE_CHECKING:
-    from lit_efficient.evidence.plan import Plan
-    from lit_efficient.evidence.plan_settings import Lever
+    from lit_efficient.evidence.planning.plan import Plan
+    from lit_efficient.evidence.planning.plan_settings import Lever
 
 # What a technique computes beside a step without it (`Declaration.computes`), and what people call a set of those.
 TITLES = {

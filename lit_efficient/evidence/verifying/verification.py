@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lit_efficient.errors import did_you_mean, refusal
-from lit_efficient.evidence.claims import Claim, Subject, Verdict, quiet
-from lit_efficient.evidence.claims_of_checkpoints import OF_CHECKPOINTS
-from lit_efficient.evidence.claims_of_data import OF_DATA
-from lit_efficient.evidence.claims_of_execution import OF_EXECUTION
-from lit_efficient.evidence.claims_of_labels import OF_LABELS
-from lit_efficient.evidence.claims_of_shards import OF_SHARDS
-from lit_efficient.evidence.claims_of_training import OF_TRAINING, RUNS
-from lit_efficient.evidence.claims_of_weights import OF_WEIGHTS
 from lit_efficient.evidence.fits import FitSource, LiveFit
-from lit_efficient.evidence.small_builds import small
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, quiet
+from lit_efficient.evidence.verifying.claims_of_checkpoints import OF_CHECKPOINTS
+from lit_efficient.evidence.verifying.claims_of_data import OF_DATA
+from lit_efficient.evidence.verifying.claims_of_execution import OF_EXECUTION
+from lit_efficient.evidence.verifying.claims_of_labels import OF_LABELS
+from lit_efficient.evidence.verifying.claims_of_shards import OF_SHARDS
+from lit_efficient.evidence.verifying.claims_of_training import OF_TRAINING, RUNS
+from lit_efficient.evidence.verifying.claims_of_weights import OF_WEIGHTS
+from lit_efficient.evidence.verifying.small_builds import small
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
 
 CLAIMS: tuple[Claim, ...] = (

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, batch_setting
-from lit_efficient.evidence.plan_search import Found, Predictions, Refusal, changed, largest
+from lit_efficient.evidence.planning.plan_search import Found, Predictions, Refusal, changed, largest
 
 if TYPE_CHECKING:
-    from lit_efficient.evidence.plan import Plan
+    from lit_efficient.evidence.planning.plan import Plan
 
 _STEP = 64  # of contexts, where what is set is a multiple of it
 _DEEP = 3  # blocks of arguments in blocks

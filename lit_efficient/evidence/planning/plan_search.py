@@ -16,7 +16,7 @@ from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import AS_IT_IS, Change
 
 if TYPE_CHECKING:
-    from lit_efficient.evidence.plan import Plan
+    from lit_efficient.evidence.planning.plan import Plan
 
 TRIES = 12
 _WAIT = 2.0  # seconds between two lines of progress

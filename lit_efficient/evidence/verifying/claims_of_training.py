@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import Tensor
 
-from lit_efficient.evidence.claims import (
+from lit_efficient.evidence.verifying.claims import (
     Claim,
     Subject,
     Verdict,
@@ -22,7 +22,7 @@ from lit_efficient.evidence.claims import (
     seen_gradients,
     tolerance_of,
 )
-from lit_efficient.evidence.same_draws import Draws, Unlike
+from lit_efficient.evidence.verifying.same_draws import Draws, Unlike
 from lit_efficient.internals.lightning_trainer import arrived
 from lit_efficient.internals.torch_layers import BatchNorm, Dropout
 from lit_efficient.internals.torch_trees import tree_leaves

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_efficient.evidence.claims import Claim, Subject, Verdict, difference, first_layer
-from lit_efficient.evidence.layer_calls import Bench, aligned, floats
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, difference, first_layer
+from lit_efficient.evidence.verifying.layer_calls import Bench, aligned, floats
 from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
 from lit_efficient.internals.torch_layers import BatchNorm

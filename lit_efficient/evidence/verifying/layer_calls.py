@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.claims import first_batches, gradients, loss_of
+from lit_efficient.evidence.verifying.claims import first_batches, gradients, loss_of
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.rewind import Rewind

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lit_efficient.errors import LitEfficientError, check_number
-from lit_efficient.evidence.candidates import Candidate, Space
 from lit_efficient.evidence.fits import Change
+from lit_efficient.evidence.tuning.candidates import Candidate, Space
 from lit_efficient.mechanisms.trials.batch_size import largest_fitting
 from lit_efficient.mechanisms.trials.memory import format_bytes
 
 if TYPE_CHECKING:  # which import Lightning
     from lit_efficient.evidence.measured_run import Measured
-    from lit_efficient.evidence.plan import Plan
+    from lit_efficient.evidence.planning.plan import Plan
 
 STEPS = 5  # that are timed in a first run; each later one has twice as many
 _RUNGS = (4, 2)  # how many of the best run on in each

@@ -8,7 +8,7 @@ from lit_efficient.files.atomic_file import replacing
 from lit_efficient.mechanisms.trials.memory import format_bytes
 
 if TYPE_CHECKING:
-    from lit_efficient.evidence.plan import Plan
+    from lit_efficient.evidence.planning.plan import Plan
 
 _INK, _GREY, _LIMIT = "#1f2933", "#6b7785", "#c2410c"
 # What stays from step to step is cool and dark, what comes and goes is warm.

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.evidence.comparison import Comparison
-from lit_efficient.evidence.comparison_page import log_to_wandb, write_report
-from lit_efficient.evidence.comparison_runs import Comparing, Schedule
+from lit_efficient.evidence.comparing.comparison import Comparison
+from lit_efficient.evidence.comparing.comparison_page import log_to_wandb, write_report
+from lit_efficient.evidence.comparing.comparison_runs import Comparing, Schedule
 from lit_efficient.evidence.fits import Change, FitSource, LiveFit
 
 With = Mapping[str, Change | Sequence[Any] | Callable[[], list[Any]]]

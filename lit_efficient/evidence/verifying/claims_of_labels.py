@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.evidence.claims import Claim, Subject, Verdict
-from lit_efficient.evidence.layer_calls import Bench, Call, as_it_is, few_rows, floats, recorded
-from lit_efficient.evidence.token_batches import TokenBatch, token_batch
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict
+from lit_efficient.evidence.verifying.layer_calls import Bench, Call, as_it_is, few_rows, floats, recorded
+from lit_efficient.evidence.verifying.token_batches import TokenBatch, token_batch
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 

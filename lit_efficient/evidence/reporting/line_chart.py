@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from lit_efficient.evidence.markup import Markup, grid, joined, tag
+from lit_efficient.evidence.reporting.markup import Markup, grid, joined, tag
 
 Point = tuple[float, float]
 COLOURS = 8

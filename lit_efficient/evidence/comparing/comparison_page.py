@@ -6,11 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lit_efficient.evidence.comparison import Comparison, VariantResult
-from lit_efficient.evidence.comparison_charts import bars, scatter, shown_kinds
-from lit_efficient.evidence.comparison_tables import csv_text, facts, left_out, markdown, notes, numbers, tables
-from lit_efficient.evidence.line_chart import COLOURS, Unit, line_figure
-from lit_efficient.evidence.markup import Markup, document, grid, joined, table, tag
+from lit_efficient.evidence.comparing.comparison import Comparison, VariantResult
+from lit_efficient.evidence.comparing.comparison_charts import bars, scatter, shown_kinds
+from lit_efficient.evidence.comparing.comparison_tables import (
+    csv_text,
+    facts,
+    left_out,
+    markdown,
+    notes,
+    numbers,
+    tables,
+)
+from lit_efficient.evidence.reporting.line_chart import COLOURS, Unit, line_figure
+from lit_efficient.evidence.reporting.markup import Markup, document, grid, joined, table, tag
 from lit_efficient.files.atomic_file import replacing
 
 NAME = "comparison"  # of the files, but for what follows the dot

@@ -22,12 +22,12 @@ import torch
 
 from lit_efficient import __version__
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.evidence.comparison import BASELINE, Comparison
-from lit_efficient.evidence.comparison_rows import Row, Rows, metric_of, results, time_ratio
+from lit_efficient.evidence.comparing.comparison import BASELINE, Comparison
+from lit_efficient.evidence.comparing.comparison_rows import Row, Rows, metric_of, results, time_ratio
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, measured
 from lit_efficient.evidence.own_process import TaskFailed, own_process
-from lit_efficient.evidence.plan import plan
+from lit_efficient.evidence.planning.plan import plan
 
 _TIMED = 12  # steps of a run that is there for its time alone
 _PLANNING = 90.0  # seconds that a plan may take

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.comparison import TRAINING_LOSS, VariantResult
-from lit_efficient.evidence.estimates import Estimate, holm, mean_of, ratio_of
+from lit_efficient.evidence.comparing.comparison import TRAINING_LOSS, VariantResult
+from lit_efficient.evidence.comparing.estimates import Estimate, holm, mean_of, ratio_of
 from lit_efficient.evidence.run_watch import Measured
 
 ROWS, ABOUT = "rows.jsonl", "about.json"

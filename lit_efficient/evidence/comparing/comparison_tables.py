@@ -12,11 +12,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from lit_efficient.evidence.comparison import Comparison, Estimate, VariantResult
-from lit_efficient.evidence.comparison_charts import kinds_of
-from lit_efficient.evidence.line_chart import Unit, number
-from lit_efficient.evidence.markup import plain
-from lit_efficient.evidence.text_table import room_of, text_lines, text_row, text_table
+from lit_efficient.evidence.comparing.comparison import Comparison, Estimate, VariantResult
+from lit_efficient.evidence.comparing.comparison_charts import kinds_of
+from lit_efficient.evidence.reporting.line_chart import Unit, number
+from lit_efficient.evidence.reporting.markup import plain
+from lit_efficient.evidence.reporting.text_table import room_of, text_lines, text_row, text_table
 
 NONE = "-"
 _TWO_DIGITS = 3.55  # half an interval of 0.035 is given in two digits, of 0.036 in one

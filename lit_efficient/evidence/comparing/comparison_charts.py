@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from lit_efficient.evidence.comparison import VariantResult
-from lit_efficient.evidence.line_chart import COLOURS, RIGHT, WIDTH, Axis, Unit, frame, number, picture
-from lit_efficient.evidence.markup import Markup, joined, tag
-from lit_efficient.evidence.text_table import room_of
+from lit_efficient.evidence.comparing.comparison import VariantResult
+from lit_efficient.evidence.reporting.line_chart import COLOURS, RIGHT, WIDTH, Axis, Unit, frame, number, picture
+from lit_efficient.evidence.reporting.markup import Markup, joined, tag
+from lit_efficient.evidence.reporting.text_table import room_of
 
 _TOP, _BOTTOM = 26, 276
 _LETTER, _LINE = 6.2, 12  # width and height of a letter

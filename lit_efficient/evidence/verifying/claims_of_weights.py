@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lit_efficient.declaration import Phase, held, techniques_of
-from lit_efficient.evidence.claims import Claim, Subject, Verdict, first_batches, loss_of, order_of
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batches, loss_of, order_of
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS
 
 

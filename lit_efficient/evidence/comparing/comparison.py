@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lit_efficient.evidence.estimates import UNKNOWN, Estimate
+from lit_efficient.evidence.comparing.estimates import UNKNOWN, Estimate
 
 BASELINE = "baseline"
 TRAINING_LOSS = "training loss"

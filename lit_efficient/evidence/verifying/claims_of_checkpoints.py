@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lit_efficient.declaration import Phase, defines, techniques_of
 from lit_efficient.errors import LitEfficientError
-from lit_efficient.evidence.claims import (
+from lit_efficient.evidence.fits import Fit
+from lit_efficient.evidence.verifying.claims import (
     Claim,
     Subject,
     Verdict,
@@ -24,7 +25,6 @@ from lit_efficient.evidence.claims import (
     tolerance_of,
     twin,
 )
-from lit_efficient.evidence.fits import Fit
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.internals.lightning_data import validation_loaders

@@ -16,8 +16,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.claims import quiet
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
+from lit_efficient.evidence.verifying.claims import quiet
 from lit_efficient.internals.lightning_trainer import begin_fit
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.blocks.finding import find_blocks

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.evidence.claims import Claim, Subject, Verdict
-from lit_efficient.evidence.layer_calls import (
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict
+from lit_efficient.evidence.verifying.layer_calls import (
     Bench,
     Call,
     aligned,
@@ -20,7 +20,7 @@ from lit_efficient.evidence.layer_calls import (
     most,
     ratio,
 )
-from lit_efficient.evidence.token_batches import TokenBatch, token_batch
+from lit_efficient.evidence.verifying.token_batches import TokenBatch, token_batch
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE

@@ -1,0 +1,1 @@
+"""What each technique saves on a fit, measured beside it."""

@@ -1,0 +1,1 @@
+"""What a fit will need, before it runs."""

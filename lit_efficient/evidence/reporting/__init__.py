@@ -1,0 +1,1 @@
+"""The page of runs, and what other pages share with it."""

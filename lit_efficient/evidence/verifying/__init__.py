@@ -1,0 +1,1 @@
+"""What ought to be true of a training, checked on it."""
