@@ -3,7 +3,7 @@
     parts of the fit -> fake weights -> Trainer.fit on fake batches -> memory by kind and FLOPs of the second step
 
 The second step is the first that has the optimizer's states and the gradients of the one before. A value that is read
-is stood in for. Callbacks that leave traces outside the process do not take part, nor do those that fail for want of
+is assumed. Callbacks that leave traces outside the process do not take part, nor do those that fail for want of
 values, which is noted.
 """
 
@@ -248,7 +248,8 @@ class _Fakes:
     def module(self, module: nn.Module) -> None:
         """Put fakes into a module, in place."""
         for part in module.modules():
-            for tensors in (part._parameters, part._buffers):
+            held_here: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for tensors in held_here:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = self(tensor, self.device)
