@@ -2,8 +2,8 @@
 about it.
 
 A step is traced without values (:mod:`lit_efficient.evidence.planning.plan`). Where the fit fits, the largest batch is
-searched; where it does not, the cheapest set of techniques with which it does. Each answer is one of a plan that was made
-for it.
+searched, and where it does not, the cheapest set of techniques with which it does. Each answer is that of a plan which
+was made for it.
 """
 
 import argparse
@@ -192,10 +192,9 @@ class _Answer:
         return 0 if fits else _DOES_NOT_FIT
 
     def _advise(self, plan: "Plan", batch: Any) -> None:
-        from torch.nn.modules.batchnorm import _BatchNorm
-
         from lit_efficient.evidence.planning.advice import Adviser, candidates
         from lit_efficient.evidence.planning.plan_settings import length_lever
+        from lit_efficient.internals.torch_layers import BatchNorm
 
         self._tell(["", "what makes it fit, each with its own plan's peak; append to `fit -c CONFIG`:"], advice=[])
         adviser = Adviser(
@@ -204,7 +203,7 @@ class _Answer:
             self.fit,
             batch,
             lambda: length_lever(self.fit, self.predictions, plan),
-            any(isinstance(module, _BatchNorm) for module in self.source.made.module.modules()),
+            any(isinstance(module, BatchNorm) for module in self.source.made.module.modules()),
         )
         for advice in adviser.all():
             self.data["advice"].append(_advice(advice))

@@ -5,7 +5,6 @@ Checked with transformers 5.23, diffusers 0.42 and datasets 5.2.
 
 import copy
 import functools
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -52,25 +51,6 @@ def masks_unread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         vars(masking_utils).update(replaced)
-
-
-@contextmanager
-def fakes_pass_for_real() -> Iterator[None]:
-    """Let transformers do with fake tensors what it does with real ones, as far as it asks: ``is_fake_tensor``.
-
-    With fakes it makes masks that it does without where it may look at values.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        yield
-        return
-    from transformers.utils import import_utils
-
-    replaced = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda _: False
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = replaced
 
 
 def _documents(position_ids: Tensor) -> Tensor:

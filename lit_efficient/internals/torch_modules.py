@@ -23,6 +23,11 @@ def hook_owners(module: nn.Module) -> list[Any]:
     return [owner for owner in owners if hasattr(owner, "__dict__")]
 
 
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """The tables in which a module keeps its own parameters and buffers: ``_parameters``, ``_buffers``."""
+    return module._parameters, module._buffers
+
+
 def held_beside(module: object) -> list[Any]:
     """The attributes of ``module`` but the tables of its parameters and parts: ``_parameters``, ``_modules``."""
     return [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]

@@ -1,6 +1,11 @@
 """Operators that ``torch.ops.aten`` has under private names, by what they compute. Checked with torch 2.13."""
 
+from typing import Any
+
 import torch
+from torch._ops import OpOverload as Overload
+
+__all__ = ["ATTENTION", "ATTENTION_KERNELS", "GROUPED_MM", "MATMUL", "Overload", "base_name", "returns_bool", "writes"]
 
 _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _ATTENTION = {
@@ -15,3 +20,19 @@ ATTENTION = [getattr(torch.ops.aten, name).default for name in _ATTENTION]
 # What torch's attention runs, by the operator that only this kernel has.
 ATTENTION_KERNELS = {getattr(torch.ops.aten, name).default: kind for name, kind in _ATTENTION.items()}
 ATTENTION_KERNELS[torch.ops.aten._safe_softmax.default] = "math"
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+def base_name(func: Any) -> str:
+    """An operator's name without namespace and overload: ``_overloadpacket``."""
+    return str(func._overloadpacket.__name__)
+
+
+def writes(func: Any) -> bool:
+    """Whether an operator changes what it is given: ``_schema``."""
+    return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+
+
+def returns_bool(func: Any) -> bool:
+    """Whether an operator gives a truth value, and no tensor: ``_schema``."""
+    return str(func._schema.returns[0].type) == "bool"

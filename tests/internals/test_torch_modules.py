@@ -82,3 +82,16 @@ def test_what_lies_beside_parameters_and_parts_is_found():
     assert any(value is seen for value in held)
     tables = [value for module in (network, network[0]) for value in held_beside(module) if isinstance(value, dict)]
     assert not any(isinstance(value, nn.Module | nn.Parameter) for table in tables for value in table.values())
+
+
+@leans_on("torch", "nn.Module._parameters", "torch_modules")
+@leans_on("torch", "nn.Module._buffers", "torch_modules")
+def test_what_is_put_into_the_tables_is_what_a_module_has():
+    from lit_efficient.internals.torch_modules import tensor_tables
+
+    layer = nn.BatchNorm1d(2)
+    for table in tensor_tables(layer):
+        for name, tensor in table.items():
+            table[name] = nn.Parameter(tensor + 1) if isinstance(tensor, nn.Parameter) else tensor + 1
+    assert layer.weight.tolist() == [2, 2]
+    assert layer.running_mean.tolist() == [1, 1]

@@ -54,3 +54,25 @@ def test_attention_is_known():
     x = torch.ones(1, 2, 8, 16, requires_grad=True)
     assert operators_of(lambda: F.scaled_dot_product_attention(x, x, x, is_causal=True)) & {*ATTENTION}
     assert [str(operator) for operator in ATTENTION] == [f"aten._scaled_dot_product_{k}.default" for k in KERNELS]
+
+
+@leans_on("torch", "OpOverload._overloadpacket", "torch_operators")
+@leans_on("torch", "OpOverload._schema", "torch_operators")
+@leans_on("torch", "torch._ops.OpOverload", "torch_operators")
+def test_operators_say_their_names_and_whether_they_write_or_give_a_truth_value():
+    from lit_efficient.internals.torch_operators import Overload, base_name, returns_bool, writes
+
+    aten = torch.ops.aten
+    assert isinstance(aten.add_.Tensor, Overload)
+    assert base_name(aten.add_.Tensor) == "add_"
+    assert writes(aten.add_.Tensor)
+    assert not writes(aten.add.Tensor)
+    assert returns_bool(aten.equal.default)
+    assert not returns_bool(aten.eq.Scalar)
+
+
+@leans_on("torch", "aten._grouped_mm", "torch_operators")
+def test_products_of_groups_are_one_operator():
+    from lit_efficient.internals.torch_operators import GROUPED_MM, base_name
+
+    assert base_name(GROUPED_MM) == "_grouped_mm"

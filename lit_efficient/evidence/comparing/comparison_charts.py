@@ -104,8 +104,8 @@ def bars(variants: Sequence[VariantResult], kinds: Sequence[str], unit: Unit) ->
         if each.planned is not None:
             words = tag("title", f"{each.name}: planned {unit.of(each.planned)} {unit.name}")
             drawn.append(tag("path", words, d=f"M{each.planned * scale:.1f} {top + 12}v18", class_="tick"))
-    words = "; ".join(f"{each.name}: {unit.of(each.peak)} {unit.name}" for each in variants)
-    return picture("Memory at the peak by kind", *drawn, height=8 + 34 * len(variants), words=words)
+    peaks = "; ".join(f"{each.name}: {unit.of(each.peak)} {unit.name}" for each in variants)
+    return picture("Memory at the peak by kind", *drawn, height=8 + 34 * len(variants), words=peaks)
 
 
 def shown_kinds(all_kinds: Sequence[Mapping[str, int]]) -> list[str]:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,6 @@ from lit_efficient.declaration import Phase, held, in_order, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
-from lit_efficient.internals.hugging_face import fakes_pass_for_real
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
 from lit_efficient.internals.torch_fake import (
@@ -37,6 +36,8 @@ from lit_efficient.internals.torch_fake import (
     forget_cached_fakes,
     like_real_ones,
 )
+from lit_efficient.internals.torch_modules import tensor_tables
+from lit_efficient.internals.torch_operators import GROUPED_MM, Overload, base_name, returns_bool, writes
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
@@ -117,7 +118,6 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
         tempfile.TemporaryDirectory() as folder,
         contextlib.suppress(_Enough),
         torch.compiler.set_stance("force_eager"),
-        contextlib.nullcontext() if _has_masks(batch) else fakes_pass_for_real(),
     ):
         _silence(trainer, observer, folder)
         try:
@@ -127,11 +127,6 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
         finally:
             forget_cached_fakes()
     return observer.traced()
-
-
-def _has_masks(batch: Any) -> bool:
-    """Whether a batch says which tokens count or where documents begin: masks are made of that."""
-    return isinstance(batch, Mapping) and not batch.keys().isdisjoint(("attention_mask", "position_ids"))
 
 
 def _silence(trainer: Any, observer: Any, folder: str) -> None:
@@ -248,15 +243,12 @@ class _Fakes:
     def module(self, module: nn.Module) -> None:
         """Put fakes into a module, in place."""
         for part in module.modules():
-            held_here: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-            for tensors in held_here:
+            for tensors in tensor_tables(part):
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = self(tensor, self.device)
             for name, value in vars(part).items():  # such as the states of a metric
-                if name not in ("_parameters", "_buffers", "_modules") and any(
-                    _is_meta(leaf) for leaf in tree_leaves(value)
-                ):
+                if isinstance(value, Tensor | dict | list) and any(_is_meta(leaf) for leaf in tree_leaves(value)):
                     vars(part)[name] = tree_map_only(Tensor, lambda tensor: self(tensor, self.device), value)
 
 
@@ -266,7 +258,6 @@ def _is_meta(leaf: Any) -> bool:
 
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
 _UNKNOWN = object()
-_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class _StandIns(TorchDispatchMode):
@@ -283,14 +274,14 @@ class _StandIns(TorchDispatchMode):
         kwargs = kwargs or {}
         values = _UNKNOWN
         try:
-            result = _grouped(func, args, kwargs) if func is _GROUPED else func(*args, **kwargs)
+            result = _grouped(func, args, kwargs) if func is GROUPED_MM else func(*args, **kwargs)
         except DataDependentOutputException:
             values = _values(func, args, kwargs)
             return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
             result = values.new_empty(values.shape) if isinstance(values, Tensor) else _largest(func, *args)
-        if isinstance(func, torch._ops.OpOverload) and not _is_large(result):
+        if isinstance(func, Overload) and not _is_large(result):
             values = _values(func, args, kwargs) if values is _UNKNOWN else values
         if values is _UNKNOWN:
             _forget_written(func, args)
@@ -307,7 +298,7 @@ def _values(func: Any, args: Any, kwargs: Any) -> Any:
     taken = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     if func is torch.ops.aten.rand.default:  # what happens with a probability below 1/2 does not happen
         func, args, kwargs = torch.ops.aten.full.default, (args[0], 0.5), {}
-    elif torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._overloadpacket.__name__:
+    elif torch.Tag.nondeterministic_seeded in func.tags or "empty" in base_name(func):
         return _UNKNOWN
     if not all(hasattr(one, "known") or not isinstance(one, FakeTensor) for one in taken):
         return _UNKNOWN
@@ -325,7 +316,7 @@ def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _largest(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
     """What an operator gives that takes those entries of which something is true, where it is true of all."""
-    name = func._overloadpacket.__name__
+    name = base_name(func)
     if name == "index":
         whole = [
             [one.new_zeros(one.numel(), dtype=torch.int64)] * one.ndim
@@ -346,12 +337,12 @@ def _is_large(result: Any) -> bool:
 
 
 def _forget_written(func: Any, args: Any) -> None:
-    for one in tree_leaves(args[:1]) if getattr(getattr(func, "_schema", None), "is_mutable", False) else ():
+    for one in tree_leaves(args[:1]) if writes(func) else ():
         vars(one).pop("known", None) if isinstance(one, FakeTensor) else None
 
 
 def _guess(func: Any, args: Any) -> bool | float:
-    dtype = torch.bool if str(func._schema.returns[0].type) == "bool" else args[0].dtype
+    dtype = torch.bool if returns_bool(func) else args[0].dtype
     if dtype == torch.bool:
         return not getattr(args[0], "says_wrong", False)
     return 1.0 if dtype.is_floating_point else 1
@@ -359,7 +350,7 @@ def _guess(func: Any, args: Any) -> bool | float:
 
 def _says_wrong(func: Any, args: Any) -> bool:
     """Whether what is true of a number, if an operator says so, is what one fears: that it is no number, or large."""
-    name = func._overloadpacket.__name__
+    name = base_name(func)
     if name in ("ne", "eq") and not isinstance(args[1], Tensor):
         return name == "eq" and args[1] in (math.inf, -math.inf)
     if name in ("ne", "gt", "ge", "lt", "le", "isnan", "isinf"):

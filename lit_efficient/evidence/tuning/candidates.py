@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import yaml
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import lit_efficient
 from lit_efficient.catalog import SLOTS, helping, read_cards
 from lit_efficient.declaration import Declaration, check_conflicts, parts_of
 from lit_efficient.errors import ConfigurationError, ConflictError, did_you_mean
 from lit_efficient.evidence.fits import Change, Fit, batch_setting
+from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.trials.batch_size import halvings, places_of, value_at
 
 BATCH = "batch_size"
@@ -230,4 +230,4 @@ def _over_batches(module: Any) -> int:
     if not any(True for _ in module.parameters()):
         with contextlib.suppress(Exception), torch.device("meta"):
             module.configure_model()
-    return sum(isinstance(layer, _BatchNorm) for layer in module.modules())
+    return sum(isinstance(layer, BatchNorm) for layer in module.modules())
