@@ -109,7 +109,7 @@ def forget_cached_fakes() -> None:
 
 def _has_fakes(tree: Any, depth: int = 4) -> bool:
     if isinstance(tree, dict):
-        tree = [*tree.values()]
+        tree = [*dict.values(tree)]  # of a subclass, as they lie there
     if isinstance(tree, list | tuple) and depth:
         return any(_has_fakes(one, depth - 1) for one in tree)
     return isinstance(tree, FakeTensor)

@@ -6,6 +6,7 @@ from benchmarks.plan_accuracy import error, row
 from benchmarks.plan_cells import MODELS, Cell, cells, techniques
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
 
 @pytest.mark.parametrize(
