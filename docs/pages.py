@@ -31,6 +31,7 @@ _MENU = {
         "llm.md",
         "diffusion.md",
         "examples.md",
+        "measuring.md",
         "resuming.md",
         "commands.md",
         "gpus.md",

@@ -9,8 +9,10 @@ from lit_efficient.errors import DivergedError as DivergedError
 from lit_efficient.errors import LitEfficientError as LitEfficientError
 from lit_efficient.application import apply as apply
 from lit_efficient.mechanisms.restore import restore as restore
+from lit_efficient.evidence.compare import compare as compare
 from lit_efficient.evidence.plan import plan as plan
 from lit_efficient.evidence.verification import verify as verify
+from lit_efficient.evidence.tuned import tune as tune
 from lit_efficient.surgery import mix_in as mix_in
 from lit_efficient.mechanisms.adapters.merge import merge_adapters as merge_adapters
 from lit_efficient.mechanisms.blocks.freezing import depth_groups as depth_groups

@@ -25,7 +25,10 @@ COMMANDS = {
     "completion": "completion",
     "schema": "schema",
     "check": "check",
+    "plan": "plan",
     "verify": "verify",
+    "compare": "compare",
+    "tune": "tune",
 }
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
@@ -37,8 +40,13 @@ usage: python -m lit_efficient COMMAND ...
 
   fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
   check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
+  plan        say what a fit will need, before it runs: memory by kind, FLOPs, the largest batch that fits, or what
+              makes it fit:    -c CONFIG [--device-memory 24GiB] [--devices 8] [--solve max_length]
+  tune        search the fastest way to run a fit within a memory, at the same effective batch, and write it as an
+              overlay:    -c CONFIG --device_memory 24GiB [--minutes 20] [--allow_changes]
   verify      check what ought to be true of a training, in a minute: accumulation, resuming, masks, exports, ...
               -c CONFIG [...] [--only A,B] [--full] [--json]
+  compare     what each technique saves in time and memory on a config, measured:    -c CONFIG --with lora ema | --all
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
   predict     run a checkpoint's predictions

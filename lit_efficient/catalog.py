@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lit_efficient import PUBLIC
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files import configs
 
 PACKAGE = Path(__file__).parent
 GROUP = "lit_efficient.techniques"
@@ -87,6 +88,13 @@ def helping(cards: Iterable[Card], purpose: str) -> list[tuple[str, str]]:
     found = [(card.facts[purpose].partition(". "), card) for card in cards if purpose in card.facts]
     ranked = sorted(found, key=lambda entry: int(entry[0][0]))
     return [(card.name, reason) for (rank, _, reason), card in ranked if rank != "0"]
+
+
+def overlay_of(card: Card) -> str:
+    """The name of the config that adds it to a run, if one comes along; a third party's has none."""
+    name = card.module.rpartition(".")[2]
+    path = configs.known().get(name)
+    return name if path and path.parent.name == "techniques" and card.module.startswith("lit_efficient.") else ""
 
 
 def purpose_of(card: Card) -> str:

@@ -90,6 +90,9 @@ class Declaration:
     # costs; 0: it needs something else beside it, or is another training, and is not what to try first.
     helps: ClassVar[Mapping[str, tuple[int, str]]] = {}
     alters: ClassVar[tuple[str, ...]] = ()  # what a checkpoint must agree on: "weights", "optimizer"
+    # What a step computes beside one without it: the "same" but for the order of sums, "rounded" to fewer bits, or what
+    # is an "other" training.
+    computes: ClassVar[str] = "other"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out

@@ -83,6 +83,7 @@ class ActivationCheckpointing(Technique):
     training_only = True
     after_sharding = True  # the class of a block changes, no parameter does
     conflicts: ClassVar[dict[str, str]] = {}
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (2, "activations of the blocks, for about a third more time")
     }

@@ -58,6 +58,7 @@ class ActivationOffload(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "Compile(modules='network')": "what is compiled as a whole saves its tensors by itself: use modules='blocks'"
     }
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (7, "activations of the blocks, for transfers beside the computation")
     }

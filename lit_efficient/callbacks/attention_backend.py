@@ -95,6 +95,7 @@ class AttentionBackend(Technique):
     training_only = True
     after_sharding = True  # no parameter changes
     conflicts: ClassVar[dict[str, str]] = {}
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (6, "no slow kernel for attention unseen")}
 
     def __init__(self, backend: Backend = "flash") -> None:

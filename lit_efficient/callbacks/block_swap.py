@@ -87,6 +87,7 @@ class BlockSwap(Technique):
         "Compile(mode='reduce-overhead')": "CUDA graphs want weights that stay where they are: leave mode out",
         "Compile(mode='max-autotune')": "CUDA graphs want weights that stay: use max-autotune-no-cudagraphs",
     }
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (9, "frozen weights of the blocks, for transfers in each step")
     }

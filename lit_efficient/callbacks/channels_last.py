@@ -56,6 +56,7 @@ class ChannelsLast(Technique):
     phase = Phase.LAYOUT
     training_only = True
     conflicts: ClassVar[dict[str, str]] = {}
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (3, "no transpositions around convolutions")}
 
     def __init__(self) -> None:

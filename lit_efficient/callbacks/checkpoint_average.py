@@ -162,6 +162,12 @@ class CheckpointAverage(ShadowWeights):
                 if name in parameters and is_sharded(parameters[name]) and not is_sharded(tensor):
                     snapshot[name] = placed_like(tensor, parameters[name], tensor.dtype)
 
+    def shares(self, steps: int) -> list[float] | None:
+        taken = [step for step in range(self.every_n_steps, steps + 1, self.every_n_steps) if step > self.start_step]
+        taken = taken[-(self.last_k or len(taken)) :]
+        share = dict(zip(taken, position_weights(len(taken), self.weights))) if taken else {}
+        return [share.get(step, 0.0) for step in range(1, steps + 1)] if share else None
+
     def buffers_for(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Statistics of BatchNorm that were computed for the average."""
         if self._statistics is None and any(key.endswith(".running_mean") for key in state):

@@ -81,6 +81,7 @@ class Compile(Technique):
     phase = Phase.COMPILE
     training_only = True
     after_sharding = True  # no parameter changes
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (1, "fewer kernels, the same training")}
 
     def __init__(

@@ -171,6 +171,7 @@ class DataLoaderTuner(Technique):
         ConfigurationError: For an argument out of range.
     """
 
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (5, "workers and pinning by measuring, where steps wait")}
 
     def __init__(

@@ -46,6 +46,7 @@ class DevicePrefetcher(Technique):
     """
 
     leaves_traces: ClassVar[bool] = True  # it reads the run's own batches
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (4, "a GPU does not wait for its batches to be copied")}
 
     def __init__(self, ahead: bool = True) -> None:

@@ -92,6 +92,14 @@ class EMA(ShadowWeights):
         """The average, once it has been updated."""
         return self._average if self._updates else None
 
+    def shares(self, steps: int) -> list[float] | None:
+        found: list[float] = []
+        for since in range(steps - self.start_step):
+            decay = decay_at(since, self.decay, self.warmup, self.power) if any(found) else 0.0
+            due = (self.start_step + since) % self.every_n_steps == 0
+            found = [share * decay for share in found] + [1 - decay] if due else [*found, 0.0]
+        return [0.0] * self.start_step + found if any(found) and not self.switch_every else None
+
     def forget(self) -> None:
         """Start again."""
         self._average, self._updates = {}, 0

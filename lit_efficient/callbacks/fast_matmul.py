@@ -78,6 +78,7 @@ class FastMatmul(Technique):
         ConfigurationError: For an argument out of range.
     """
 
+    computes: ClassVar[str] = "rounded"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (2, "float32 products on tensor cores, from Ampere on")}
 
     def __init__(self, precision: str = "high", reduced_reductions: bool = True, cudnn_benchmark: bool = True) -> None:

@@ -54,6 +54,7 @@ class LowBitOptimizer(Technique):
         "GroupedAdafactor": "it has no low-bit twin, and hardly a state to save: leave LowBitOptimizer out",
         "MuonAdamW": "it has no low-bit twin: use FusedAdamW or Lion, or leave LowBitOptimizer out",
     }
+    computes: ClassVar[str] = "rounded"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (5, "three quarters of the optimizer's states")}
 
     def __init__(

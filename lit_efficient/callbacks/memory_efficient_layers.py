@@ -93,6 +93,7 @@ class MemoryEfficientLayers(Technique):
     training_only = True
     conflicts: ClassVar[dict[str, str]] = {}
     worth: ClassVar[float] = 0.8  # of its bytes a layer must keep less: the two numbers a row of a LayerNorm are not
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (4, "what norms and gated MLPs keep, for little time")}
 
     def __init__(self, backend: str = "auto") -> None:

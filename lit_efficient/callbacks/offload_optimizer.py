@@ -51,6 +51,7 @@ class OffloadOptimizer(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both"
     }
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (8, "all of the optimizer's states, for transfers in each step")
     }

@@ -53,6 +53,7 @@ class OptimizerInBackward(Technique):
         "Compile(modules='network')": "the whole network's gradients come together, and none is freed early: use "
         "modules='blocks'",
     }
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (6, "all gradients but one layer's; without accumulation and clipping by norm")
     }

@@ -78,6 +78,7 @@ class Tiling(Technique):
     training_only = True
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str, str]] = {}
+    computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (9, "sizes that tensor cores like")}
 
     def __init__(self, pad_vocabulary: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from jsonargparse import Namespace
 
 from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.cli.errors import explained
-from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, give_arguments
+from lit_efficient.files import configs
 
 
 class ConfigFit(FitSource):
@@ -29,13 +31,28 @@ class ConfigFit(FitSource):
 
     def make(self, change: Change = AS_IT_IS) -> Fit:
         words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
-        words += [f"--{name}={_word(value)}" for name, value in change.settings.items()]
+        own = {name: value for name, value in change.settings.items() if name[:1].isupper()}  # of a technique
+        words += [f"--{name}={_word(value)}" for name, value in change.settings.items() if name not in own]
+        words += [] if change.seed is None else [f"--seed_everything={change.seed}"]
         parts = _Parts(words, self.root, self.device)
         trainer: Any = parts.trainer
+        give_arguments(trainer, own)
         trainer.callbacks = [*change.callbacks(), *trainer.callbacks]
         seed = parts.part(parts.config, "seed_everything")
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         return Fit(trainer, parts.model, parts.datamodule, seed if whole else 0)
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
+        texts = [Path(path).read_text("utf-8") for path in map(configs.located, words) if path.endswith(".yaml")]
+        return f"{words} {texts} {super().identity(replace(change, overlays=()))}"
+
+    def without_weights(self) -> "ConfigFit":
+        return ConfigFit(self.argv, self.root, "meta")
+
+    def config(self) -> dict[str, Any]:
+        """The config as plain data, with defaults; nothing is built, and no device is asked for."""
+        return _Read(self.argv, self.root, None).config_dump
 
 
 class _Parts(LitEfficientCLI):
@@ -68,6 +85,16 @@ class _Parts(LitEfficientCLI):
 
     def run_subcommand(self, subcommand: str) -> None:
         """Nothing runs."""
+
+
+class _Read(_Parts):
+    """Parses a config, and builds nothing."""
+
+    def before_instantiate_classes(self) -> None:
+        self.dump_config()
+
+    def instantiate_classes(self) -> None:
+        """Nothing is built."""
 
 
 def _word(value: Any) -> str:

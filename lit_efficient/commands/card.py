@@ -5,9 +5,8 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from lit_efficient.catalog import PACKAGE, PURPOSES, Card, pairs
+from lit_efficient.catalog import PACKAGE, PURPOSES, Card, overlay_of, pairs
 from lit_efficient.commands.card_python import python_lines
-from lit_efficient.files import configs
 
 
 def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
@@ -76,13 +75,6 @@ def related(card: Card, cards: Sequence[Card]) -> list[str]:
 
     others = [one.name for one in cards if one.name != card.name]
     return [name for name in others if names(texts[card.name], name) or names(texts[name], card.name)]
-
-
-def overlay_of(card: Card) -> str:
-    """The name of the config that adds it to a run, if one comes along; a third party's has none."""
-    name = card.module.rpartition(".")[2]
-    path = configs.known().get(name)
-    return name if path and path.parent.name == "techniques" and card.module.startswith("lit_efficient.") else ""
 
 
 def _as_overlay(card: Card) -> str:

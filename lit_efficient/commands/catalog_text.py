@@ -14,12 +14,13 @@ from lit_efficient.catalog import (
     Card,
     arguments_of,
     helping,
+    overlay_of,
     pairs,
     purpose_of,
     read_cards,
     read_third_party,
 )
-from lit_efficient.commands.card import card_text, excluded, overlay_of, wrapped
+from lit_efficient.commands.card import card_text, excluded, wrapped
 from lit_efficient.errors import ConfigurationError, did_you_mean
 
 _SINGLE = {"optimizer", "lr_scheduler", "model", "data", "trainer.strategy"}  # slots that hold one class

@@ -5,10 +5,12 @@ The words are read from the sources when the script is printed, so that pressing
 
 import argparse
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lit_efficient.catalog import PACKAGE, PURPOSES, read_cards, source
+from lit_efficient.commands.plan import SOLVES
 from lit_efficient.files import configs
 
 # Options of a run whose value is a class; other commands have options of these names, too.
@@ -62,13 +64,23 @@ def run(argv: Sequence[str]) -> int:
 def options() -> dict[str, list[str]]:
     """The options of each command."""
     of_runs = [*_OF_RUNS, *(f"--trainer.{name}" for name in _trainer_arguments())]
-    found = dict.fromkeys((*RUNS, "check"), of_runs)
+    found = dict.fromkeys(RUNS, of_runs)
     for command, module in COMMANDS.items():
         tree = _command(module)
         own = [*_added(tree), *_added_by_helpers(tree), "--help"]
-        takes_those_of_runs = any(isinstance(n, ast.Attribute) and n.attr == "parse_known_args" for n in ast.walk(tree))
-        found[command] = list(dict.fromkeys([*own, *(of_runs if takes_those_of_runs else [])]))
+        found[command] = list(dict.fromkeys([*own, *(of_runs if command in like_runs() else [])]))
     return found
+
+
+@functools.cache
+def like_runs() -> tuple[str, ...]:
+    """The commands that take the options of a run, beside their own."""
+    passes_on = [
+        command
+        for command, module in COMMANDS.items()
+        if any(isinstance(n, ast.Attribute) and n.attr == "parse_known_args" for n in ast.walk(_command(module)))
+    ]
+    return (*RUNS, *passes_on)
 
 
 def _command(module: str) -> ast.Module:
@@ -114,6 +126,7 @@ def values() -> dict[str, list[str]]:
         "--without": techniques,
         **{f"--{slot}": found for slot, found in of.items()},
         "--for": [*PURPOSES, "oom"],
+        "--solve": [*SOLVES],
         "techniques": [card.name for card in cards],
         "completion": [*SHELLS],
         "help": [*RUNS, *COMMANDS],
@@ -137,7 +150,7 @@ _lit_efficient() {{
     case "$cur" in --*=*) prev="${{cur%%=*}}" first="${{cur%%=*}}=" cur="${{cur#*=}}";; esac
     case "$prev" in
         --{" | --".join(_OF_CLASSES)})
-            case "${{COMP_WORDS[1]}}" in {" | ".join(RUNS)} | check) ;; *) prev=--other;; esac;;
+            case "${{COMP_WORDS[1]}}" in {" | ".join(like_runs())}) ;; *) prev=--other;; esac;;
     esac
     case "$prev" in
 {follow}
@@ -181,7 +194,7 @@ def fish() -> str:
         for name in found:
             short, dashes = ("-s", 1) if name[1] != "-" else ("-l", 2)
             flag = f'complete -c {_PROGRAM} -n "{seen}" {short} {name[dashes:]}'
-            follows = known.get(name, []) if name[2:] not in _OF_CLASSES or command in (*RUNS, "check") else []
+            follows = known.get(name, []) if name[2:] not in _OF_CLASSES or command in like_runs() else []
             takes = "-r" if name in ("-c", "--config") else "-x"  # a file, or nothing but these
             lines.append(f"{flag} {takes} -a '{' '.join(follows)}'" if follows else flag)
         if command in known:

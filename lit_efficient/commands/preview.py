@@ -9,14 +9,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.losses.next_token import IGNORE
+from lit_efficient.evidence.token_batches import Kinds, kinds_of
 
 TRAINED, MASKED, PADDED = "trained", "masked", "padded"
 _STYLES = {
@@ -29,54 +28,6 @@ _STYLES = {
 _RESET = "\033[0m"
 # What would move the cursor or change colours if a text held it; a line break and a tab are harmless.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """What each token of a batch is.
-
-    Args:
-        trained: ``[B, T]`` bool: something predicts it.
-        padded: ``[B, T]`` bool: it fills the row up.
-        starts: ``[B, T]`` bool: a document begins with it.
-    """
-
-    trained: Tensor
-    padded: Tensor
-    starts: Tensor
-
-
-def kinds_of(batch: dict[str, Tensor]) -> Kinds:
-    """Tell the tokens of a batch apart.
-
-    Args:
-        batch: ``input_ids`` and ``labels`` (shifted by one or not) or ``shift_labels`` ``[B, T]``, with
-            ``position_ids`` if it is packed or ``attention_mask`` if it is padded.
-
-    Raises:
-        ConfigurationError: If the labels are neither the tokens nor those that follow.
-    """
-    ids, labels = batch["input_ids"], batch["labels" if "labels" in batch else "shift_labels"]
-    counts = labels != IGNORE
-    trained = counts.clone()
-    if "labels" not in batch or not torch.equal(labels[counts], ids[counts]):
-        if not torch.equal(labels[:, :-1][counts[:, :-1]], ids[:, 1:][counts[:, :-1]]):
-            raise ConfigurationError("preview: the labels are neither the tokens nor those that follow each.")
-        trained = torch.cat((torch.zeros_like(counts[:, :1]), counts[:, :-1]), dim=1)
-    starts = torch.zeros_like(counts)
-    starts[:, 0] = True
-    padded = torch.zeros_like(counts)
-    if "attention_mask" in batch:
-        padded = batch["attention_mask"] == 0
-    elif "position_ids" in batch:
-        positions = batch["position_ids"]
-        starts[:, 1:] = positions.diff(dim=1) != 1
-        # The filling is a last document in which nothing is learned; every real one learns something.
-        document = starts.cumsum(1)
-        for row in range(len(ids)):
-            last = document[row] == document[row, -1]
-            padded[row] = last & ~trained[row, last].any() & bool(document[row, -1] > 1)
-    return Kinds(trained, padded, starts & ~padded)
 
 
 def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import inspect
 import logging
 import math
 import signal
+import sys
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
@@ -30,11 +31,15 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_data import combined_loader
+from lit_efficient.internals.lightning_loops import accumulates
+from lit_efficient.internals.lightning_strategies import run_alone
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
+from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
-from lit_efficient.mechanisms.trials.steps import leaves_traces
+from lit_efficient.mechanisms.rewind import set_random_states
+from lit_efficient.mechanisms.trials.steps import leaves_traces, schedule
 
 T = TypeVar("T")
 
@@ -74,12 +79,19 @@ class Claim(ABC):
     def check(self, subject: "Subject") -> Verdict:
         """Whether it is true of the subject's fit."""
 
-    def measured(self, number: float, tolerance: float, unit: str, why: str, **more: Any) -> Verdict:
-        """It holds if a number is at most a tolerance; one that is not finite is more than any."""
+    def measured(
+        self,
+        number: float,
+        tolerance: float,
+        unit: str,
+        why: str,
+        where: str | Callable[[], str] = "",
+        uncovered: tuple[str, ...] = (),
+    ) -> Verdict:
+        """It holds if a number is at most a tolerance; one that is not finite never is. ``where`` is asked if not."""
         held = number <= tolerance
-        return Verdict(
-            self.name, held, number, tolerance, unit, why, **{**more, "where": "" if held else more["where"]}
-        )
+        place = "" if held else where if isinstance(where, str) else where()
+        return Verdict(self.name, held, number, tolerance, unit, why, place, uncovered)
 
     def idle(self, why: str) -> Verdict:
         """It does not apply, or cannot be tried."""
@@ -93,22 +105,25 @@ class Trace:
     Args:
         fit: The fit, which is over.
         start: Weights and buffers before the first step, by name.
-        losses: Of each batch.
+        losses: Of each batch; 0 of steps that return none.
         batches: As the training step got them, copied.
-        gradients: By name, of each optimizer step, as they were before clipping.
-        weights: After each optimizer step, the parameters by name.
-        rates: Of each optimizer step, the learning rate of each group of all optimizers.
+        gradients: By name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``.
+        weights: After each optimizer step, the parameters by name; empty, if ``slim``.
         end: Weights and buffers after the last step, by name.
+        trainable: Names of the parameters that require a gradient when training starts.
+        tied: Names that one parameter had before the fit, for each that had several.
     """
 
     fit: Fit
+    slim: bool = False
     start: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
     end: dict[str, Tensor] = field(default_factory=dict)
+    trainable: set[str] = field(default_factory=set)
+    tied: list[list[str]] = field(default_factory=list)
 
 
 class Subject:
@@ -119,10 +134,15 @@ class Subject:
         folder: Where runs may write.
         full: Take a large model as it is.
         shortened: What was done to the model to make it small, as a clause; empty for one that is as it is.
+        alone: Whether a fit of several processes is one of this process alone.
     """
 
-    def __init__(self, source: FitSource, folder: Path, full: bool = False, shortened: str = "") -> None:
+    def __init__(
+        self, source: FitSource, folder: Path, full: bool = False, shortened: str = "", alone: bool = True
+    ) -> None:
         self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
+        self.alone = alone
+        self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
         """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces.
@@ -132,49 +152,69 @@ class Subject:
             steps: Optimizer steps.
             traces: Which of the trainer's callbacks are left out.
         """
-        with _quiet():
+        with quiet():
             fit = self.source.make(change)
         trainer = fit.trainer
-        trainer.callbacks = [*(one for one in trainer.callbacks if not traces(one)), _Short(steps)]
+        if self.alone and trainer.world_size > 1:
+            run_alone(trainer)
+        kept = [one for one in trainer.callbacks if not traces(one) and not getattr(one, "tries_steps", False)]
+        trainer.callbacks = [*kept, _Short(steps)]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.num_sanity_val_steps = 0
+        trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
         trainer.limit_val_batches = min(1, trainer.limit_val_batches)  # schedules and the like may ask for its metrics
         set_default_root_dir(trainer, tempfile.mkdtemp(dir=self.folder))
         return fit
 
     def run(self, fit: Fit) -> None:
         """Train in silence."""
-        with _quiet(), _interruptible():
+        with quiet(), _interruptible():
             fit.run()
 
-    def train(self, steps: int, change: Change = AS_IT_IS, prepare: Callable[[Fit], object] = id) -> Trace:
+    @property
+    def plain(self) -> Trace:
+        """A slim trace of five steps of the fit as it is, made once."""
+        if self._plain is None:
+            self._plain = self.train(5, slim=True)
+        return self._plain
+
+    def train(
+        self, steps: int, change: Change = AS_IT_IS, prepare: Callable[[Fit], object] = id, slim: bool = False
+    ) -> Trace:
         """Train a few optimizer steps, and note what happens.
 
         Args:
             steps: How many.
             change: What the fit has that the user's has not.
             prepare: Called with the fit before it is run.
+            slim: Keep no weights between the steps, and of gradients their norms.
         """
-        trace = Trace(self.fit(change, steps=steps))
+        trace = Trace(self.fit(change, steps=steps), slim)
+        trace.tied = ties(trace.fit.module)
         prepare(trace.fit)
         trace.fit.trainer.callbacks.append(Recorder(trace))
         self.run(trace.fit)
         return trace
 
-    def within(self, probe: Callable[[Any, Any], T], change: Change = AS_IT_IS) -> T:
-        """What ``probe(trainer, module)`` returns where a fit stands before its first batch: techniques are applied,
-        optimizers built; what the module logs goes nowhere. Nothing is trained, and the fit is thrown away.
+    def within(
+        self,
+        probe: Callable[[Any, Any], T],
+        change: Change = AS_IT_IS,
+        *,
+        steps: int = 0,
+        traces: Callable[[Any], bool] = leaves_traces,
+    ) -> T:
+        """What ``probe(trainer, module)`` returns inside a fit, after some optimizer steps.
+
+        Without any that is before the first batch, where techniques are applied and optimizers built. What the module
+        logs there goes nowhere, and the fit is thrown away.
         """
-        fit = self.fit(change)
-        at_start = _AtStart(probe)
-        fit.trainer.callbacks.append(at_start)
+        fit = self.fit(change, steps=steps + 1, traces=traces)
+        inside = _Inside(probe, steps)
+        fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
             self.run(fit)
-        return at_start.found  # type: ignore[no-any-return]
-
-    def batches(self, count: int, change: Change = AS_IT_IS) -> list[Any]:
-        """The fit's own first training batches, as the training step gets them."""
-        return self.within(lambda trainer, module: first_batches(trainer, count), change)
+        return inside.found
 
 
 class _Short(Callback):
@@ -183,10 +223,13 @@ class _Short(Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         loop = trainer.fit_loop
-        loop.epoch_loop.max_steps, loop.epoch_loop.min_steps = trainer.global_step + self.steps, None
-        loop.max_epochs, loop.min_epochs = -1, None
+        loop.max_epochs = loop.epoch_loop.max_steps = -1  # what is resumed may be at its end
+        loop.min_epochs = loop.epoch_loop.min_steps = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + self.steps
 
 
 class Recorder(Callback):
@@ -199,60 +242,84 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.trace.start = state_of(pl_module)
         self._step = trainer.global_step
+        self.trace.trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.trace.batches.append(copy.deepcopy(batch))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         names = {id(p): name for name, p in pl_module.named_parameters()}
-        found = {names[id(p)]: g for p, g in gradients_of(optimizer).items() if id(p) in names}
-        self.trace.gradients.append({name: g.detach().to("cpu", copy=True) for name, g in found.items()})
-        self.trace.rates.append([float(group["lr"]) for one in trainer.optimizers for group in one.param_groups])
+        found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
+        kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
+        self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.trace.losses.append(float("nan") if loss is None else float(loss))
+        self.trace.losses.append(0.0 if loss is None else float(loss))  # none: left out, or manual optimization
         if trainer.global_step > self._step:
             self._step = trainer.global_step
-            self.trace.weights.append({n: p.detach().to("cpu", copy=True) for n, p in pl_module.named_parameters()})
+            if not self.trace.slim:
+                self.trace.weights.append({n: p.detach().to("cpu", copy=True) for n, p in pl_module.named_parameters()})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.trace.end = state_of(pl_module)
+
+
+def seen_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The gradient of each parameter before a step; none where parameters are stepped in the backward pass."""
+    try:
+        return gradients_of(optimizer)
+    except ConfigurationError:  # which refuses to show what is gone
+        return {}
 
 
 class _Over(Exception):
     """A probe has seen what it wanted."""
 
 
-class _AtStart(Callback):
-    def __init__(self, probe: Callable[[Any, Any], Any]) -> None:
-        self.probe = probe
+class _Inside(Callback):
+    def __init__(self, probe: Callable[[Any, Any], Any], steps: int) -> None:
+        self.probe, self.steps = probe, steps
         self.found: Any = None
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        with silent(pl_module):
-            self.found = self.probe(trainer, pl_module)
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.steps:
+            schedule(trainer, lambda _: None, lambda: self._look(trainer, pl_module), order=sys.maxsize)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= self.steps > 0 and not accumulates(trainer):
+            self._look(trainer, pl_module)
+
+    def _look(self, trainer: Any, module: Any) -> None:
+        with silent(module):
+            self.found = self.probe(trainer, module)
         raise _Over
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """A copy of a module's weights and buffers by name, on the CPU."""
-    state = module.state_dict()
-    return {name: t.detach().to("cpu", copy=True) for name, t in state.items() if isinstance(t, Tensor)}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in whole_state(module).items()}
 
 
-def first_batches(trainer: Any, count: int) -> list[Any]:
-    """The first training batches, as the training step gets them; of a trainer that has its loaders."""
-    seed_state = torch.get_rng_state()
-    found = []
-    for drawn, *_ in iter(combined_loader(trainer)):
-        found.append(arrived(trainer, drawn))
-        if len(found) == count:
-            break
-    torch.set_rng_state(seed_state)
+def ties(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def drawn_batches(trainer: Any, count: int) -> list[Any]:
+    """The first training batches as the loader gives them, of a trainer that has its loaders."""
+    found = [drawn for _, (drawn, *_) in zip(range(count), iter(combined_loader(trainer)))]
     if len(found) < count:
         raise ConfigurationError(f"verify: the training data has {len(found)} batches, and {count} are needed")
     return found
+
+
+def first_batches(trainer: Any, count: int) -> list[Any]:
+    """The first training batches, as the training step gets them."""
+    return [arrived(trainer, drawn) for drawn in drawn_batches(trainer, count)]
 
 
 def twin(module: Any) -> Any:
@@ -262,14 +329,17 @@ def twin(module: Any) -> Any:
     return copied
 
 
-def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int = 0) -> Tensor:
-    """The loss that the module's own training step returns for a batch; draws follow from the seed.
+def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int | dict[str, Any] = 0) -> Tensor:
+    """The loss that the module's own training step returns for a batch; draws follow from the seed, or states.
 
     Within a fit techniques act on it, and so does the trainer's precision.
     """
     trainer = trainer_of(module)
     context = contextlib.nullcontext() if trainer is None else trainer.precision_plugin.train_step_context()
-    seed_everything(seed, verbose=False)
+    if isinstance(seed, int):
+        seed_everything(seed, verbose=False)
+    else:
+        set_random_states(seed)
     several = len(inspect.signature(module.training_step).parameters) > 1
     with context:
         output = module.training_step(batch, *([batch_idx] if several else []))
@@ -314,30 +384,33 @@ def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
     return [*done, *(name for name, _ in module.named_modules() if name not in done)]
 
 
-def first_difference(one: Any, other: Any, batch: Any, tolerance: float, seed: int = 0) -> tuple[str, float]:
-    """The first module, in order of computation, whose output in a training step differs, and by how much.
+def outputs_of(module: Any, batch: Any, seed: int = 0) -> dict[str, Any]:
+    """What each module returns in a training step, in order of computation, and the loss; without gradients."""
+    outputs: dict[str, Any] = {}
 
-    Args:
-        one: What is right.
-        other: What may be wrong; modules that only one of them has are passed over.
-        batch: What both get.
-        tolerance: Relative differences up to this are none.
-        seed: What random draws follow from.
+    def note(name: str, output: Any) -> None:
+        outputs.pop(name, None)  # the last call counts: a network may be probed first
+        outputs[name] = _copied(output)
 
-    Returns:
-        Its name and difference; an empty name where no output differs.
-    """
-    outputs: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for module, found in zip((one, other), outputs):
-        with _hooked(module, lambda name, output, into=found: into.setdefault(name, _copied(output))), torch.no_grad():
-            loss_of(module, copy.deepcopy(batch), seed=seed)
-    for name, right in outputs[0].items():
-        if name in outputs[1]:
-            a, b = ({str(i): t for i, t in enumerate(_tensors(output))} for output in (right, outputs[1][name]))
-            worst = max(difference(a, b).values(), default=0.0)
-            if worst > tolerance:
-                return name, worst
-    return "", 0.0
+    with _hooked(module, note), torch.no_grad():
+        loss = loss_of(module, copy.deepcopy(batch), seed=seed)
+    return {**outputs, "the loss": loss.detach()}
+
+
+def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """In order of computation how far outputs are from the right ones; modules that only one has are passed over."""
+    off = {}
+    for name, output in right.items():
+        if name in found:
+            a, b = ({str(i): t for i, t in enumerate(_tensors(one))} for one in (output, found[name]))
+            off[name] = max(difference(a, b).values(), default=0.0)
+    return off
+
+
+def tolerance_of(trainer: Any, module: nn.Module) -> float:
+    """How far sums of the same numbers in another order may be apart, in the precision of a training."""
+    low = "16" in str(trainer.precision) or any(p.itemsize < 4 for p in module.parameters() if p.is_floating_point())
+    return 0.1 if low else 1e-3
 
 
 def first_layer(differences: Mapping[str, float], tolerance: float, order: list[str]) -> str:
@@ -372,7 +445,8 @@ def _copied(output: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Log nothing and warn of nothing: what there is to say is in verdicts."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -15,7 +15,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from torch.utils.data import DataLoader
+
+from lit_efficient.declaration import techniques_of
+from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.mechanisms.trials.batch_size import NAMES, places_of, set_at, value_at
+from lit_efficient.mechanisms.trials.probes import batch_size_of, resize
 
 # What a trainer that exists takes, and where it keeps it.
 _OF_TRAINER = {
@@ -40,15 +45,18 @@ class Change:
 
     Args:
         name: How people call it.
-        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``.
+        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``; or by
+            the class of a technique that it has: ``LoRA.rank``.
         overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
         callbacks: Makes the callbacks that are added.
+        seed: What random numbers begin with, those of the weights, too, where these are made anew; ``None``: as it is.
     """
 
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     overlays: tuple[str, ...] = ()
     callbacks: Callable[[], list[Any]] = list
+    seed: int | None = None
 
 
 AS_IT_IS = Change()
@@ -64,17 +72,28 @@ class Fit:
         data: A DataModule, a loader to train on, a pair of one to train and one to validate on, or ``None`` where the
             module has them.
         seed: What the random numbers of its run begin with.
+        resumed: The checkpoint that it goes on from, ``None`` for a new one.
     """
 
     trainer: Any
     module: Any
     data: Any = None
     seed: int = 0
+    resumed: Any = None
 
     @property
     def datamodule(self) -> Any:
         """The DataModule, ``None`` where there is none."""
         return self.data if hasattr(self.data, "prepare_data") else None
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Set what goes by these names in a config.
+
+        Raises:
+            ConfigurationError: If one cannot be set any more, or is none of the part's.
+        """
+        for name, value in settings.items():
+            _set(self, name, value)
 
     def run(self) -> None:
         """Train, from the same random numbers each time."""
@@ -82,10 +101,10 @@ class Fit:
 
         seed_everything(self.seed, verbose=False)
         if self.datamodule is not None or self.data is None:
-            self.trainer.fit(self.module, datamodule=self.datamodule)
+            self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=self.resumed)
         else:
             loaders = self.data if isinstance(self.data, tuple) else (self.data,)
-            self.trainer.fit(self.module, *loaders)
+            self.trainer.fit(self.module, *loaders, ckpt_path=self.resumed)
 
 
 class FitSource(ABC):
@@ -98,6 +117,18 @@ class FitSource(ABC):
         Raises:
             ConfigurationError: If it cannot be changed so.
         """
+
+    def without_weights(self) -> "FitSource":
+        """The same fit with its network on the meta device, where it can be made so."""
+        return self
+
+    def config(self) -> dict[str, Any]:
+        """The config as plain data, with defaults; empty where there is none."""
+        return {}
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        """A text that is another one for another fit, by which a folder of results knows whose it is."""
+        return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"
 
 
 class LiveFit(FitSource):
@@ -131,13 +162,88 @@ class LiveFit(FitSource):
             fit = copy.deepcopy(self.parts, memo)
         callbacks = change.callbacks()
         fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
-        for name, value in change.settings.items():
-            _set(fit, name, value)
+        fit.change(give_arguments(fit.trainer, change.settings))
+        fit.seed = fit.seed if change.seed is None else change.seed
         return fit
+
+    def identity(self, change: Change = AS_IT_IS) -> str:
+        fit = self.parts
+        trainer = {name: getattr(fit.trainer, name, None) for name in ("accumulate_grad_batches", "gradient_clip_val")}
+        weights = sum(float(p.detach().double().sum()) for p in fit.module.parameters() if p.device.type != "meta")
+        parts = [_described(part) for part in (*fit.trainer.callbacks, fit.data)]
+        return f"{super().identity(change)} {fit.module} {weights} {trainer} {fit.trainer.precision} {parts}"
+
+
+def _each(change: Change) -> list[str]:
+    return [_described(callback) for callback in change.callbacks()]
+
+
+def _described(part: Any) -> str:
+    """A part by its class and those of its attributes that are plain."""
+    if isinstance(part, tuple):
+        return str([_described(one) for one in part])
+    plain = {name: value for name, value in getattr(part, "__dict__", {}).items() if _is_plain(value)}
+    return f"{type(part).__qualname__}{plain}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | bool | None)
+
+
+def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make techniques anew with those settings that name one (``LoRA.rank``), and return the others.
+
+    Raises:
+        ConfigurationError: If the trainer has no such technique, it takes no such argument, or refuses the value.
+    """
+    given = {name: value for name, value in settings.items() if name[:1].isupper()}
+    parts = {type(part).__name__: part for part in techniques_of(trainer)} if given else {}
+    for name, value in given.items():
+        owner, _, argument = name.partition(".")
+        part = parts.get(owner)
+        if part is None or argument not in (known := part.arguments()):
+            accepted = ", ".join(known) if part is not None else f"of {', '.join(parts) or 'no technique'}"
+            raise ConfigurationError(f"{name}: there is no such argument (accepted: {accepted})")
+        part.__init__(**{**{one: getattr(part, one) for one in known}, argument: value})  # type: ignore[misc]
+    return {name: value for name, value in settings.items() if name not in given}
+
+
+def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
+    """The setting that holds the size of the training batches, and what it is; ``None`` where none is found.
+
+    Args:
+        fit: The fit.
+        name: The setting, or ``auto`` for the usual ones: of a loader, the DataModule or the module.
+
+    Raises:
+        ConfigurationError: If there is no such setting, or it is no size.
+    """
+    if fit.data is not None and fit.datamodule is None:
+        loader = (fit.data if isinstance(fit.data, tuple) else (fit.data,))[0]
+        size = batch_size_of(loader) if isinstance(loader, DataLoader) else None
+        return None if size is None else ("data.batch_size", size)
+    parts = {"data": fit.datamodule, "model": fit.module}
+    wanted = [f"{part}.{one}" for one in NAMES for part in parts] if name == "auto" else [name]
+    for one in wanted:
+        part, _, key = one.partition(".")
+        places = places_of(parts.get(part), key) if key else []
+        if places:
+            value = value_at(places[0])
+            check_number("Fit", one, value, least=1, whole=True)
+            return one, value
+    if name == "auto":
+        return None
+    raise refusal("Fit", "the setting of the batch size", "an attribute of data or model, as in data.batch_size", name)
 
 
 def _set(fit: Fit, name: str, value: Any) -> None:
     part, _, key = name.partition(".")
+    if name == "data.batch_size" and fit.data is not None and fit.datamodule is None:
+        train, *others = fit.data if isinstance(fit.data, tuple) else (fit.data,)
+        fit.data = (resize(train, value), *others)
+        return
     owner = {"trainer": fit.trainer, "model": fit.module, "data": fit.data}.get(part)
     path = _OF_TRAINER.get(key) if part == "trainer" else key
     if owner is None or path is None:
@@ -145,9 +251,7 @@ def _set(fit: Fit, name: str, value: Any) -> None:
             f"{name}: a trainer that exists cannot be given it; of `trainer` it takes {', '.join(_OF_TRAINER)}. "
             "Make the fit from a config, or write a FitSource of your own"
         )
-    *owners, last = path.split(".")
-    for each in owners:
-        owner = getattr(owner, each)
-    if not hasattr(owner, last):
-        raise ConfigurationError(f"{name}: {type(owner).__name__} has no {last}")
-    setattr(owner, last, value)
+    places = places_of(owner, path)
+    if not places:
+        raise ConfigurationError(f"{name}: {type(owner).__name__} has no {path}")
+    set_at(places, value)

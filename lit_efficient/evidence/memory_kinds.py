@@ -47,7 +47,7 @@ KINDS = (
     "other",  # batches, what an optimizer's step makes for itself, what other callbacks keep
 )
 _FORWARD, _STEP, _BETWEEN = "forward", "optimizer step", "between steps"
-_BLOCK = 512  # bytes: what torch's allocators of accelerators round up to
+BLOCK = 512  # bytes: what torch's allocators of accelerators round up to
 _POINTS = 400  # of a timeline
 
 
@@ -103,6 +103,7 @@ class KindMeter(TorchDispatchMode):
 
     Args:
         device: Type of the device that is counted; what lies on the CPU beside it counts as the host's.
+        block: Bytes that sizes are rounded up to; ``None``: 512 on an accelerator, 1 on the CPU.
 
     Example:
         >>> layer = nn.Linear(256, 256, bias=False)
@@ -116,9 +117,10 @@ class KindMeter(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", block: int | None = None) -> None:
         super().__init__()
         self.device = device
+        self.block = block or (1 if device == "cpu" else BLOCK)
         self.phase = _FORWARD
         self._pieces: dict[int, _Piece] = {}
         self._log: list[tuple[_Piece, bool, str]] = []
@@ -208,7 +210,7 @@ class KindMeter(TorchDispatchMode):
         return 0
 
     def _rounded(self, size: int) -> int:
-        return size if self.device == "cpu" else -(-size // _BLOCK) * _BLOCK
+        return -(-size // self.block) * self.block
 
     def _arrives(self, gradient: Tensor) -> None:
         for storage, place in storages_of(gradient):
@@ -251,16 +253,17 @@ class StepMeter(Callback):
 
     Args:
         device: Type of the device; ``None``: the one that the module is on.
+        block: As in :class:`KindMeter`.
     """
 
-    def __init__(self, device: str | None = None) -> None:
-        self.device = device
+    def __init__(self, device: str | None = None, block: int | None = None) -> None:
+        self.device, self.block = device, block
         self.steps: list[StepMemory] = []
         self.meter: KindMeter | None = None
         self._step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.meter = KindMeter(self.device or pl_module.device.type)
+        self.meter = KindMeter(self.device or pl_module.device.type, self.block)
         self._step = trainer.global_step
         self._end_step(trainer, pl_module)
         self.steps.clear()

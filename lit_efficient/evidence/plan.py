@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
-from lit_efficient.evidence.memory_kinds import KINDS, Moment
+from lit_efficient.evidence.memory_kinds import BLOCK, KINDS, Moment
 from lit_efficient.evidence.planned_batch import batch_of
 from lit_efficient.evidence.traced_step import trace
 from lit_efficient.internals.torch_fake import FakeCopyMode, FakeTensorMode
@@ -59,11 +60,13 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
     Args:
         source: Makes the fit: of a config, or :class:`~.fits.LiveFit` of a trainer, a module and data that exist.
         change: What it has that the fit as it is has not.
-        device: ``cpu`` or ``cuda``: whose kernels are assumed; ``None``: the trainer's.
+        device: ``cpu`` or ``cuda``: whose allocator rounds; ``None``: the trainer's.
 
     Raises:
         ConfigurationError: What the fit itself would refuse.
     """
+    if device is not None:
+        check_choice("plan", "device", device, ("cpu", "cuda"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make() -> Fit:
@@ -72,11 +75,19 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
         return source.make(change)
 
     fit = make()
+    if fit.trainer.world_size > 1:
+        raise ConfigurationError(
+            f"plan: this fit has {fit.trainer.world_size} processes, and one is traced: set trainer.devices to 1"
+        )
+    own = fit.trainer.strategy.root_device.type
+    device = device or own
     notes: list[str] = []
+    if device != own:
+        notes.append(f"Kernels of {device} are taken to keep what those of {own} keep; states are taken to stay there.")
     batch, batches = batch_of(fit, notes)
-    traced = trace(fit, make, batch, batches, mode)
-    amount, unit = count_batch(batch)
     accumulated = fit.trainer.accumulate_grad_batches
+    traced = trace(fit, make, batch, batches, mode, 1 if device == "cpu" else BLOCK)
+    amount, unit = count_batch(batch)
     memory = traced.memory
     return Plan(
         peak=memory.peak,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.evidence.fits import Fit
@@ -18,7 +19,15 @@ def batch_of(fit: Fit, notes: list[str]) -> tuple[Any, int | None]:
         fit: The fit; its data is prepared.
         notes: Gets a sentence on where the batch comes from.
     """
-    loaders = _loaders(fit)
+    try:
+        loaders = _loaders(fit)
+    except Exception as error:
+        batch = _made_up(fit)
+        if batch is None:
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        notes.append(f"The data is not there ({lines[0][:100]}): the batch has the shape that its arguments say.")
+        return batch, None
     longest = next(
         (owner.longest_samples for owner in (fit.datamodule, fit.module) if hasattr(owner, "longest_samples")), None
     )
@@ -47,3 +56,14 @@ def _largest(loader: Any, longest: Any) -> Any:
     if indexed and batch_size_of(loader) is not None:
         return ProbeBatches(loader, ProbeBatches.find(loader, _SCAN, longest)).batch()
     return next(iter(loader))
+
+
+def _made_up(fit: Fit) -> Any:
+    """A batch of tokens by the data's arguments, or what the module names as an example of its input; else ``None``."""
+    data = fit.data
+    length = getattr(data, "max_length", None) or getattr(data, "sequence_length", None)
+    if isinstance(length, int) and isinstance(getattr(data, "batch_size", None), int):
+        tokens = torch.zeros(data.batch_size, length, dtype=torch.int64)
+        positions = {"position_ids": torch.arange(length).expand_as(tokens)} if getattr(data, "pack", False) else {}
+        return {"input_ids": tokens, "labels": tokens, **positions}
+    return getattr(fit.module, "example_input_array", None)

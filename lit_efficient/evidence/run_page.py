@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lit_efficient.evidence.line_chart import COLOURS, Point, line_chart, number
-from lit_efficient.evidence.markup import Markup, escaped, joined, tag
+from lit_efficient.evidence.line_chart import COLOURS, Point, line_figure, number
+from lit_efficient.evidence.markup import Markup, document, escaped, grid, joined, table, tag
 from lit_efficient.evidence.run_record import RunRecord
 
 MARK = "<!doctype html><!-- a report of lit_efficient -->"
@@ -27,34 +27,18 @@ _TITLES = {
 def page(runs: Sequence[RunRecord]) -> str:
     """The whole page."""
     title = ", ".join(run.name for run in runs)
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     several = len(runs) > 1
     sections = {
-        "": _grid("runs", *(_summary(run, place, several) for place, run in enumerate(runs))),
+        "": grid("runs", *(_summary(run, place, several) for place, run in enumerate(runs))),
         "What differs": _differences(runs) if several else Markup(),
-        "Curves, by optimizer step": _grid("grid", *_curves(runs)),
-        "Samples": _grid("runs", *(_of(run, several, *_samples(run, several)) for run in runs)),
-        "What each technique touched": joined(*(_of(run, several, _table(run.techniques)) for run in runs)),
+        "Curves, by optimizer step": grid("grid", *_curves(runs)),
+        "Samples": grid("runs", *(_of(run, several, *_samples(run, several)) for run in runs)),
+        "What each technique touched": joined(*(_of(run, several, table(run.techniques)) for run in runs)),
         "More": joined(*(_of(run, several, _details(run)) for run in runs)),
     }
-    return MARK + tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", http_equiv="Content-Security-Policy", content=policy),
-            tag("title", title),
-            tag("style", Markup(Path(__file__).with_suffix(".css").read_text("utf-8"))),
-        ),
-        tag(
-            "body",
-            tag("h1", title if len(runs) < 3 else f"{len(runs)} runs"),
-            *(_alert(run) for run in runs),
-            *(joined(tag("h2", name) if name else "", content) for name, content in sections.items() if content),
-        ),
-        lang="en",
-    )
+    heads = (joined(tag("h2", name) if name else "", content) for name, content in sections.items() if content)
+    alerts = (_alert(run) for run in runs)
+    return MARK + document(title, tag("h1", title if len(runs) < 3 else f"{len(runs)} runs"), *alerts, *heads)
 
 
 def facts(run: RunRecord) -> dict[str, str]:
@@ -101,21 +85,9 @@ def _summary(run: RunRecord, place: int, several: bool) -> Markup:
     )
 
 
-def _grid(kind: str, *children: Markup) -> Markup:
-    return tag("div", *children, class_=kind) if any(children) else Markup()
-
-
 def _of(run: RunRecord, several: bool, *content: Markup) -> Markup:
     """What a run has to show, under its name where there are several."""
     return tag("div", tag("h3", run.name) if several else "", *content) if any(content) else Markup()
-
-
-def _table(rows: Sequence[Sequence[object]], head: Sequence[object] = ()) -> Markup:
-    if not rows:
-        return Markup()
-    first = [tag("tr", *(tag("th", cell) for cell in head))] if head else []
-    body = (tag("tr", tag("th", row[0]), *(tag("td", cell) for cell in row[1:])) for row in rows)
-    return tag("div", tag("table", *first, *body), class_="card wide")
 
 
 def _differences(runs: Sequence[RunRecord]) -> Markup:
@@ -127,7 +99,7 @@ def _differences(runs: Sequence[RunRecord]) -> Markup:
             if len(set(cells)) > 1 and not (absent and key.startswith(absent)):
                 rows.append([key, *cells])
                 absent = f"{key}." if "–" in cells else ""
-    return _table(rows, ["key", *(run.name for run in runs)]) or tag("p", "Neither config nor environment.")
+    return table(rows, ["key", *(run.name for run in runs)]) or tag("p", "Neither config nor environment.")
 
 
 def chart_of(metric: str) -> str:
@@ -152,13 +124,8 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[Markup]:
         title = _TITLES.get(chart) or f"{chart[:1].upper()}{chart[1:].replace('_', ' ')}"
         for start in range(0, len(charts[chart, metric]), COLOURS):
             part = charts[chart, metric][start : start + COLOURS]
-            keys = (
-                tag("span", f"{label} {number(points[-1][1])}", class_=f"key line{colour % COLOURS}")
-                for colour, label, points in part
-            )
             from_zero = "per_second" in chart or chart in ("memory", "data_wait")
-            drawn = line_chart(title, [(colour, points) for colour, _, points in part], from_zero=from_zero)
-            yield tag("figure", tag("figcaption", title, tag("small", " ", metric), _grid("keys", *keys)), drawn)
+            yield line_figure(title, metric, part, from_zero=from_zero)
 
 
 def _samples(run: RunRecord, several: bool) -> Iterator[Markup]:
@@ -168,7 +135,7 @@ def _samples(run: RunRecord, several: bool) -> Iterator[Markup]:
         places = sorted({round(i * (len(found) - 1) / max(count - 1, 1)) for i in range(count)})
         chosen = (found[place] for place in places)
         figures = (tag("figure", tag("figcaption", f"step {step:,}"), _sample(step, path)) for step, path in chosen)
-        yield _grid("stack" if several else "grid", *figures)
+        yield grid("stack" if several else "grid", *figures)
         if len(places) < len(found):
             yield tag("p", f"{len(places)} of {len(found)} *{suffix} in {run.folder / 'samples'}")
 
@@ -192,9 +159,9 @@ def _details(run: RunRecord) -> Markup:
     }
     parts = {
         "Not known": tag("ul", *(tag("li", text) for text in run.missing)) if run.missing else "",
-        "Warnings": _table([(text, f"{count} times") for text, count in run.warnings.items()]),
-        "Checkpoints": _table([*rows.values()], ["file", "step", "metric", "score"]),
-        "Environment": _table([*run.environment.items()]),
+        "Warnings": table([(text, f"{count} times") for text, count in run.warnings.items()]),
+        "Checkpoints": table([*rows.values()], ["file", "step", "metric", "score"]),
+        "Environment": table([*run.environment.items()]),
         "Config": tag("pre", run.config_text[:_LONGEST]) if run.config_text else "",
         "Log": tag("pre", run.log[-_LONGEST:]) if run.log else "",
     }

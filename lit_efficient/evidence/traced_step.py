@@ -3,13 +3,14 @@
     parts of the fit -> fake weights -> Trainer.fit on fake batches -> memory by kind and FLOPs of the second step
 
 The second step is the first that has the optimizer's states and the gradients of the one before. A value that is read
-is stood in for. Callbacks that leave traces outside the process do not take part, nor do those that fail for want of
+is assumed. Callbacks that leave traces outside the process do not take part, nor do those that fail for want of
 values, which is noted.
 """
 
 import contextlib
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
 from lit_efficient.application import reports_of
-from lit_efficient.declaration import in_order, techniques_of
+from lit_efficient.declaration import Phase, held, in_order, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
@@ -38,7 +39,7 @@ from lit_efficient.internals.torch_fake import (
 )
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
-from lit_efficient.mechanisms.trials.steps import leaves_traces
+from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
 
 _STEPS = 2
@@ -65,7 +66,9 @@ class Traced:
     notes: list[str] = field(default_factory=list)
 
 
-def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
+def trace(
+    fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1
+) -> Traced:
     """Run two steps of a fit without values.
 
     Args:
@@ -74,6 +77,7 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         batch: What the loader yields: tensors of any kind, in any structure.
         batches: How many an epoch has; ``None``: nobody knows.
         mode: The mode that knows the fakes.
+        block: Bytes that sizes are rounded up to.
     """
     left_out: dict[str, str] = {}
     data = fit.data
@@ -81,7 +85,7 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         fit.data = data
         fit.trainer.callbacks = [one for one in fit.trainer.callbacks if type(one).__name__ not in left_out]
         try:
-            traced = _trace(fit, batch, batches, mode)
+            traced = _trace(fit, batch, batches, mode, block)
         except Exception as error:
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if guilty is None or isinstance(error, LitEfficientError):
@@ -93,9 +97,11 @@ def trace(fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mo
         return traced
 
 
-def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> Traced:
-    observer = _Observer()
+def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1) -> Traced:
+    observer = _Observer(block=block)
     trainer = fit.trainer
+    observer.accumulated = trainer.accumulate_grad_batches
+    trainer.accumulate_grad_batches = min(2, observer.accumulated)
     device = trainer.strategy.root_device
     faked = _Fakes(mode, device)
     faked.module(fit.module)
@@ -115,7 +121,8 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode) -> T
     ):
         _silence(trainer, observer, folder)
         try:
-            with like_real_ones(), mode, _StandIns(), observer.counter:
+            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, _StandIns(), observer.counter:
+                warnings.simplefilter("ignore")
                 trainer.fit(fit.module, **data)
         finally:
             forget_cached_fakes()
@@ -156,10 +163,11 @@ class _Enough(Exception):
 class _Observer(StepMeter):
     """Keeps what is to be known of the steps, and ends the fit after the last one."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, block: int) -> None:
+        super().__init__(block=block)
         self.counter = FlopMeter()
-        self.flops = [0]
+        self.flops = [0]  # after each batch
+        self.accumulated = 1  # batches a step, of which no more than two are traced: the others are like the first
         self.known: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -171,18 +179,30 @@ class _Observer(StepMeter):
             "parameters": count(pl_module.parameters()),
             "trainable": count(p for p in stepped if p.requires_grad),
             "techniques": tuple((name, reports[name].summary if name in reports else "") for name in names),
+            "notes": [note for one in in_order(techniques) for note in _notes(one)],
         }
+        if later := [p for name, p in pl_module.named_parameters() if name in held(pl_module)]:
+            self.known["notes"].append(f"{count(later):,} parameters are frozen at first, and are taken as frozen.")
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if len(self.steps) == len(self.flops):
-            self.flops.append(self.counter.sums.total())
+        self.flops.append(self.counter.sums.total())
         if len(self.steps) == _STEPS:
             raise _Enough
 
     def traced(self) -> Traced:
-        return Traced(self.steps[-1], self.flops[-1] - self.flops[-2], **self.known)
+        last = self.flops[-1] - self.flops[-2]
+        flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
+        return Traced(self.steps[-1], flops, **self.known)
+
+
+def _notes(technique: Any) -> Iterator[str]:
+    name = type(technique).__name__
+    if technique.phase is Phase.COMPILE:
+        yield f"{name}: what the compiler keeps or computes anew is its own; the step is taken as it is without it."
+    if technique.draws_work:
+        yield f"{name}: the step is one in which nothing is left out by chance."
 
 
 class _Loader:
@@ -228,41 +248,39 @@ class _Fakes:
     def module(self, module: nn.Module) -> None:
         """Put fakes into a module, in place."""
         for part in module.modules():
-            for held in (part._parameters, part._buffers):
-                for name, tensor in held.items():
+            held_here: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for tensors in held_here:
+                for name, tensor in tensors.items():
                     if tensor is not None:
-                        held[name] = self(tensor, self.device)
+                        tensors[name] = self(tensor, self.device)
 
 
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
 _UNKNOWN = object()
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class _StandIns(TorchDispatchMode):
     """Follows what is known, and answers for values that are not there as if all were well.
 
     Known are the whole numbers of a batch, and what is made without a tensor; so is all that is computed of these
-    alone. Of the rest, what says that all is well is true, what says otherwise is not, and a number is 1.
+    alone. Of the rest something is true of all entries where those are taken that it is true of; what says that all is
+    well is true, what says otherwise is not, and a number is 1.
     """
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
-            made = func(*(one.to(torch.bfloat16) for one in args[:2]), *args[2:], **kwargs)  # fakes know it in 16 bits
-            return made.to(args[0].dtype)
         values = _UNKNOWN
         try:
-            result = func(*args, **kwargs)
+            result = _grouped(func, args, kwargs) if func is _GROUPED else func(*args, **kwargs)
         except DataDependentOutputException:
             values = _values(func, args, kwargs)
             return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
-            if not isinstance(values, Tensor):
-                raise
-            result = values.new_empty(values.shape)  # which is a fake here
+            result = values.new_empty(values.shape) if isinstance(values, Tensor) else _largest(func, *args)
         if isinstance(func, torch._ops.OpOverload) and not _is_large(result):
             values = _values(func, args, kwargs) if values is _UNKNOWN else values
         if values is _UNKNOWN:
@@ -288,6 +306,30 @@ def _values(func: Any, args: Any, kwargs: Any) -> Any:
     here = {"device": "cpu", "pin_memory": False} if kwargs.get("device") is not None else {}
     with no_dispatch_modes():
         return func(*args, **{**kwargs, **{key: here[key] for key in here if key in kwargs}})
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products of groups of rows, of which fakes know those in bfloat16 alone."""
+    half = tree_map_only(Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args)
+    return func(*half, **kwargs).to(args[0].dtype)
+
+
+def _largest(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
+    """What an operator gives that takes those entries of which something is true, where it is true of all."""
+    name = func._overloadpacket.__name__
+    if name == "index":
+        whole = [
+            [one.new_zeros(one.numel(), dtype=torch.int64)] * one.ndim
+            if one is not None and one.dtype == torch.bool
+            else [one]
+            for one in indices
+        ]
+        return func(tensor, [one for each in whole for one in each])
+    if name == "masked_select":
+        return tensor.new_empty(torch.broadcast_shapes(tensor.shape, indices.shape).numel())
+    if name != "nonzero":
+        raise DynamicOutputShapeException(func)
+    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
 
 
 def _is_large(result: Any) -> bool:

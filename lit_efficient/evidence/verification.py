@@ -16,12 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from lit_efficient.errors import did_you_mean, refusal
-from lit_efficient.evidence.claims import Claim, Subject, Verdict
-from lit_efficient.evidence.claims_of_training import OF_TRAINING
+from lit_efficient.evidence.claims import Claim, Subject, Verdict, quiet
+from lit_efficient.evidence.claims_of_checkpoints import OF_CHECKPOINTS
+from lit_efficient.evidence.claims_of_data import OF_DATA
+from lit_efficient.evidence.claims_of_execution import OF_EXECUTION
+from lit_efficient.evidence.claims_of_labels import OF_LABELS
+from lit_efficient.evidence.claims_of_shards import OF_SHARDS
+from lit_efficient.evidence.claims_of_training import OF_TRAINING, RUNS
+from lit_efficient.evidence.claims_of_weights import OF_WEIGHTS
 from lit_efficient.evidence.fits import FitSource, LiveFit
+from lit_efficient.evidence.small_builds import small
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
 
-CLAIMS: tuple[Claim, ...] = (*OF_TRAINING,)
+CLAIMS: tuple[Claim, ...] = (
+    RUNS,
+    *OF_TRAINING,
+    *OF_WEIGHTS,
+    *OF_CHECKPOINTS,
+    *OF_DATA,
+    *OF_LABELS,
+    *OF_EXECUTION,
+    *OF_SHARDS,
+)
 _WORDS = {True: "PASS", False: "FAIL", None: "-"}
 
 
@@ -52,22 +68,22 @@ class Report:
         return 2 if not self.held else 130 if self.left else 0
 
     def text(self) -> str:
-        """A line a claim, and more of one that failed; then what was not covered."""
-        width = max((len(verdict.claim) for verdict in self.verdicts), default=0)
-        lines = [f"the model: {self.shortened}"] if self.shortened else []
-        lines += [line for verdict in self.verdicts for line in lines_of(verdict, width)]
+        """A line a claim, and one more of a failure; then the summary."""
+        lines = [line for verdict in self.verdicts for line in lines_of(verdict)]
+        return "\n".join([*lines, *self.summary()])
+
+    def summary(self) -> list[str]:
+        """How many claims hold, what was done to the model, and what was not covered."""
         counts = [sum(verdict.held is held for verdict in self.verdicts) for held in (True, False, None)]
-        lines.append(
-            f"{counts[0]} hold, {counts[1]} fail, {counts[2]} do not apply or were not tried; {self.seconds:.0f} s"
-        )
+        lines = ["{} hold, {} fail, {} do not apply or were not tried; {:.0f} s".format(*counts, self.seconds)]
+        lines += [f"the model: {self.shortened}"] if self.shortened else []
         covered: dict[str, list[str]] = {}
         for verdict in self.verdicts:
             for what in verdict.uncovered:
                 covered.setdefault(what, []).append(verdict.claim)
-        lines += (
-            ["not covered:", *(f"  {what} ({', '.join(names)})" for what, names in covered.items())] if covered else []
-        )
-        return "\n".join([*lines, f"interrupted; not reached: {', '.join(self.left)}"] if self.left else lines)
+        lines += ["not covered:"] if covered else []
+        lines += [f"  {what} ({', '.join(names)})" for what, names in covered.items()]
+        return [*lines, f"interrupted; not reached: {', '.join(self.left)}"] if self.left else lines
 
     def json(self) -> str:
         """The same for programs; numbers that are not finite are texts."""
@@ -83,11 +99,11 @@ class Report:
         return json.dumps({"verdicts": verdicts, **more}, indent=2)
 
 
-def lines_of(verdict: Verdict, width: int = 0) -> list[str]:
+def lines_of(verdict: Verdict) -> list[str]:
     """A verdict for people."""
-    head = f"{_WORDS[verdict.held]:4}  {verdict.claim:{width}}  "
+    head = f"{_WORDS[verdict.held]:4}  {verdict.claim:{max(len(claim.name) for claim in CLAIMS)}}  "
     figure = ""
-    if verdict.number is not None:
+    if verdict.number is not None and verdict.tolerance is not None:
         figure = f"{verdict.number:.2g} of {verdict.tolerance:.2g} allowed ({verdict.unit}): "
     lines = [f"{head}{figure}{verdict.why}"]
     return [*lines, f"{'':{len(head)}}first where it differs: {verdict.where}"] if verdict.where else lines
@@ -110,7 +126,7 @@ def verify(
         fit: A trainer, which is left as it is, or a :class:`~lit_efficient.evidence.fits.FitSource`.
         module: With a trainer: the LightningModule.
         data: With a trainer: a DataModule, a loader, a pair of one to train and one to validate on, or ``None``.
-        only: Names of the claims to check, all by default.
+        only: Names of the claims to check, all by default; `runs` comes first all the same, as all stand on it.
         full: Take a model of more than 50 million parameters as it is, not two narrow blocks of it.
         seed: With a trainer: what random numbers begin with.
         tell: Gets a line on the progress now and then.
@@ -127,9 +143,15 @@ def verify(
     began, verdicts, environment = time.monotonic(), [], dict(os.environ)
     left: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, other_randomness(random_states()):
-        subject = Subject(source, Path(folder), full)
-        subject.within(lambda trainer, module: None)  # what is wrong with the fit itself is no verdict
+        said = ""
+        if not full:
+            with quiet():
+                source, said = small(source, lambda changed: Subject(changed, Path(folder)).train(1))
+        subject = Subject(source, Path(folder), full, said)
+        subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
         try:
+            if not (runs := RUNS.check(subject)).held:
+                claims, verdicts = [], [runs]  # nothing can be checked
             for i, claim in enumerate(claims):
                 if tell is not None:
                     tell(_progress(claim, i, len(claims), time.monotonic() - began))
@@ -160,7 +182,8 @@ def chosen(only: Sequence[str]) -> list[Claim]:
 def _checked(claim: Claim, subject: Subject) -> Verdict:
     """The verdict; what stops a check is one, too, but not on the claim."""
     try:
-        return claim.check(subject)
+        with quiet():
+            return claim.check(subject)
     except Exception as error:
         said = " ".join(str(error).split())[:300]
         return Verdict(claim.name, None, why=f"could not be tried: {type(error).__name__}: {said}")

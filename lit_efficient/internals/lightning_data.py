@@ -38,6 +38,15 @@ def validate_on(trainer: Any, loaders: Any, batches: list[int]) -> None:
     loop._last_val_dl_reload_epoch = trainer.current_epoch
 
 
+def validation_loaders(trainer: Any) -> Any:
+    """A fit's validation loaders, made now if they are needed later; ``None`` without any: ``val_loop.setup_data``."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if not trainer.enable_validation or not data_source(loop).is_defined():
+        return None
+    loop.setup_data()
+    return trainer.val_dataloaders
+
+
 def wants_distributed_sampler(trainer: Any, loader: Any) -> bool:
     """Whether Lightning gives each process a part of a loader: ``_data_connector._requires_distributed_sampler``."""
     return bool(trainer._data_connector._requires_distributed_sampler(loader))

@@ -4,6 +4,7 @@ By name, because Lightning's classes exist twice, in lightning.pytorch and in py
 a run does not use. Checked with lightning 2.6.6.
 """
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,3 +55,33 @@ def traits_of(strategy: Any) -> Traits:
         recomputes=bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),
         saves_one_file=getattr(strategy, "_save_distributed_checkpoint", True) is False,
     )
+
+
+def traits_named(given: Any) -> Traits:
+    """The traits of the strategy that a config names: ``auto`` (DDP, where there are several devices), a short name of
+    Lightning's, or a class path with its arguments.
+    """
+    from pydoc import locate
+
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+    path = given.get("class_path") if isinstance(given, dict) else given
+    if path in (None, "auto"):
+        return traits_of(DDPStrategy.__new__(DDPStrategy))
+    kind: Any = StrategyRegistry[path]["strategy"] if path in StrategyRegistry else locate(str(path))
+    return traits_of(kind.__new__(kind))
+
+
+def run_alone(trainer: Any) -> None:
+    """Give a trainer of several processes a strategy of one: ``_accelerator_connector``, which holds its strategy."""
+    strategy = trainer.strategy
+    strategies = importlib.import_module(f"{_namespace(type(trainer))}.strategies")
+    own = {"checkpoint_io": strategy.checkpoint_io, "precision_plugin": strategy.precision_plugin}
+    device = strategy.parallel_devices[0]
+    trainer._accelerator_connector.strategy = strategies.SingleDeviceStrategy(device, strategy.accelerator, **own)
+
+
+def _namespace(kind: type) -> str:
+    """Which of Lightning's two packages a class derives from."""
+    names = [base.__module__ for base in kind.__mro__]
+    return "pytorch_lightning" if any(name.startswith("pytorch_lightning.") for name in names) else "lightning.pytorch"

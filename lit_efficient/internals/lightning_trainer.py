@@ -56,6 +56,11 @@ def begin_fit(trainer: Any, module: Any, datamodule: Any) -> None:
     _verify_loop_configurations(trainer)
 
 
+def checkpoint_of(trainer: Any) -> dict[str, Any]:
+    """What a full checkpoint would hold now, hooks included: ``_checkpoint_connector.dump_checkpoint``."""
+    return dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+
+
 def call_callbacks(trainer: Any, hook: str) -> None:
     """Call a hook of all callbacks: ``call._call_callback_hooks``."""
     from lightning.pytorch.trainer import call

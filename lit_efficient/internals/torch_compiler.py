@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,22 @@ _SKIPPED = re.compile(r"frame skipped: \S+ \((.+) line (\d+)\)")
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called: ``nn.Module._compiled_call_impl``."""
     return module._compiled_call_impl is not None
+
+
+def wraps_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` gave: ``torch._dynamo.eval_frame.OptimizedModule``."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+@contextmanager
+def draws_as_uncompiled() -> Iterator[None]:
+    """What is compiled meanwhile draws the random numbers that it draws uncompiled: ``torch._inductor.config``."""
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True):
+        yield
 
 
 def swap_setting(name: str, value: Any) -> Any:

@@ -4,8 +4,8 @@ import functools
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import contextmanager, suppress
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ def like_real_ones() -> Iterator[None]:
     """Let fakes be moved with ``module.to``, copied, read as zeros, and be parameters of any class.
 
     torch refuses the first where weak references exist, and keeps some to each parameter itself:
-    ``torch._C._swap_tensor_impl``; of the last it knows nothing: ``torch.Tensor._make_subclass``.
+    ``torch._C._swap_tensor_impl``; of the last it knows nothing: ``torch.Tensor._make_subclass``. transformers makes
+    other masks of fakes: ``import_utils.is_fake_tensor``.
     """
     swap, make = torch.utils.swap_tensors, Tensor._make_subclass
 
@@ -67,12 +68,17 @@ def like_real_ones() -> Iterator[None]:
         return alias.requires_grad_(requires_grad)
 
     own = {"__deepcopy__": copy, "numpy": zeros, "tolist": lambda self: self.numpy().tolist()}
+    hugging_face: Any = SimpleNamespace(is_fake_tensor=None)
+    with suppress(ImportError):
+        from transformers.utils import import_utils as hugging_face
+    asked, hugging_face.is_fake_tensor = hugging_face.is_fake_tensor, lambda tensor: False
     torch.utils.swap_tensors, Tensor._make_subclass = swap_fakes, staticmethod(subclass)  # type: ignore
     for name, method in own.items():
         setattr(FakeTensor, name, method)
     try:
         yield
     finally:
+        hugging_face.is_fake_tensor = asked
         torch.utils.swap_tensors = swap
         del Tensor._make_subclass  # of torch's own base, again
         for name in own:
@@ -108,8 +114,8 @@ def forget_cached_fakes() -> None:
 
 
 def _has_fakes(tree: Any, depth: int = 4) -> bool:
-    if isinstance(tree, dict):
-        tree = [*dict.values(tree)]  # of a subclass, as they lie there
-    if isinstance(tree, list | tuple) and depth:
+    if type(tree) is dict:
+        tree = [*tree.values()]
+    if type(tree) in (list, tuple) and depth:
         return any(_has_fakes(one, depth - 1) for one in tree)
     return isinstance(tree, FakeTensor)

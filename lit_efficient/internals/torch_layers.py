@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 
-__all__ = ["BatchNorm", "Convolution", "NormWithStatistics", "SpectralNorm", "padded"]
+__all__ = ["BatchNorm", "Convolution", "Dropout", "NormWithStatistics", "SpectralNorm", "padded"]
 
 
 def padded(convolution: Any, x: Tensor) -> Tensor:

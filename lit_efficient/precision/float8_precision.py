@@ -90,6 +90,7 @@ class Float8Precision(PrecisionTechnique):
     conflicts: ClassVar[dict[str, str]] = {
         "QuantizeBase": "its layers hold codes, not weights that could be rounded to float8: use one of the two",
     }
+    computes: ClassVar[str] = "rounded"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (8, "products in 8 bits; Ada, Hopper and later")}
 
     def __init__(

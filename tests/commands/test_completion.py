@@ -26,6 +26,8 @@ TYPED = [  # what stands there, and what is offered
     (["fit", "--model", "LanguageM"], ["LanguageModeling"]),
     (["write-data", "--model", "LanguageM"], []),
     (["check", "--optimizer", "Mu"], ["MuonAdamW"]),
+    (["plan", "--optimizer", "Mu"], ["MuonAdamW"]),
+    (["plan", "--device_"], ["--device_memory"]),
     (["techniques", "LoR"], ["LoRA"]),
     (["techniques", "--for", ""], ["memory", "oom", "quality", "safety", "speed"]),
     (["techniques", "--matr"], ["--matrix"]),

@@ -106,6 +106,19 @@ def test_a_validation_runs_on_the_loaders_that_it_is_given(namespace):
 
 
 @both
+@leans_on("lightning", "val_loop.setup_data, val_loop._data_source.is_defined", "lightning_data")
+def test_validation_loaders_are_made_when_they_are_asked_for(namespace):
+    seen, passed = [], rows()
+
+    def look(trainer, *_):
+        seen.append(lightning_data.validation_loaders(trainer))
+
+    fit(namespace, {"on_train_start": look}, passed, check_val_every_n_epoch=9)
+    fit(namespace, {"on_train_start": look}, passed, limit_val_batches=0)
+    assert [seen[0] is passed or passed in seen[0], seen[1]] == [True, None]
+
+
+@both
 @leans_on("lightning", "trainer._data_connector._requires_distributed_sampler", "lightning_data")
 def test_loaders_are_split_between_processes_unless_they_are_split_already(namespace):
     two = trainer(namespace, strategy="ddp", devices=2)

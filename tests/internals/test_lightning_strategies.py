@@ -3,7 +3,7 @@ import importlib
 import pytest
 import torch
 
-from lit_efficient.internals.lightning_strategies import Traits, traits_of
+from lit_efficient.internals.lightning_strategies import Traits, run_alone, traits_of
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import NAMESPACES, trainer
 
@@ -60,3 +60,15 @@ def test_what_strategies_do_to_parameters_and_checkpoints_is_known(namespace):
     deep = strategies.DeepSpeedStrategy.__new__(strategies.DeepSpeedStrategy)
     deep._launcher = None
     assert traits_of(deep) == traits("DeepSpeedStrategy", flattens=True)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@leans_on("lightning", "Trainer._accelerator_connector", "lightning_strategies")
+def test_a_trainer_of_several_processes_can_be_one_of_one(namespace):
+    run = trainer(namespace, strategy="ddp", devices=2, precision="bf16-mixed")
+    precision = run.strategy.precision_plugin
+    run_alone(run)
+    assert run.world_size == 1
+    assert type(run.strategy).__module__.startswith(f"{namespace}.")
+    assert type(run.strategy).__name__ == "SingleDeviceStrategy"
+    assert run.strategy.precision_plugin is precision

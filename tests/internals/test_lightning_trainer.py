@@ -1,4 +1,5 @@
 import pytest
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -55,6 +56,34 @@ def test_the_root_folder_can_be_set(namespace, tmp_path):
     made = trainer(namespace)
     lightning_trainer.set_default_root_dir(made, str(tmp_path))
     assert made.default_root_dir == str(tmp_path)
+
+
+@both
+@leans_on("lightning", "trainer._checkpoint_connector.dump_checkpoint, LightningModule._trainer", "lightning_trainer")
+def test_what_a_checkpoint_would_hold_is_known_and_a_copy_can_be_tied_to_the_trainer(namespace):
+    made, toy = fit(namespace)
+    saved = lightning_trainer.checkpoint_of(made)
+    assert saved["global_step"] == made.global_step
+    assert saved["state_dict"].keys() == toy.state_dict().keys()
+    assert len(saved["optimizer_states"]) == len(made.optimizers)
+    other = module(namespace)
+    lightning_trainer.set_trainer(other, made)
+    assert lightning_trainer.trainer_of(other) is made
+
+
+@both
+@leans_on("lightning", "module._on_before_batch_transfer, call._call_strategy_hook", "lightning_trainer")
+def test_a_batch_arrives_through_the_hooks_of_its_transfer(namespace):
+    seen = []
+
+    def look(trainer, module):
+        module.on_before_batch_transfer = lambda batch, index: batch + 1
+        module.on_after_batch_transfer = lambda batch, index: batch * 2
+        seen.append(lightning_trainer.arrived(trainer, torch.ones(1)))
+        del module.on_before_batch_transfer, module.on_after_batch_transfer
+
+    fit(namespace, {"on_train_start": look}, max_steps=1)
+    assert seen[0].item() == 4
 
 
 @both

@@ -67,3 +67,24 @@ def test_it_is_known_that_nothing_is_compiled_for_now():
     with torch.compiler.set_stance("force_eager"):
         assert runs_eagerly()
     assert not runs_eagerly()
+
+
+@leans_on("torch", "torch._dynamo.eval_frame.OptimizedModule", "torch_compiler")
+def test_a_wrapper_that_compiles_is_known():
+    from lit_efficient.internals.torch_compiler import wraps_compiled
+
+    layer = nn.Linear(1, 1)
+    assert wraps_compiled(torch.compile(layer, backend="eager"))
+    assert not wraps_compiled(layer)
+
+
+@leans_on("torch", "torch._inductor.config", "torch_compiler")
+def test_compiled_code_can_draw_as_it_does_uncompiled():
+    from torch._inductor import config
+
+    from lit_efficient.internals.torch_compiler import draws_as_uncompiled
+
+    assert not config.fallback_random
+    with draws_as_uncompiled():
+        assert config.fallback_random
+    assert not config.fallback_random

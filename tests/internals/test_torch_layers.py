@@ -30,6 +30,13 @@ def test_all_convolutions_are_one_kind():
     assert all(issubclass(kind, Convolution) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d))
 
 
+@leans_on("torch", "torch.nn.modules.dropout._DropoutNd", "torch_layers")
+def test_all_dropouts_are_one_kind():
+    from lit_efficient.internals.torch_layers import Dropout
+
+    assert all(issubclass(kind, Dropout) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+
+
 @leans_on("torch", "torch.nn.utils.parametrizations._SpectralNorm", "torch_layers")
 def test_a_spectral_norm_is_found_among_the_modules_with_its_vectors():
     from lit_efficient.internals.torch_layers import SpectralNorm

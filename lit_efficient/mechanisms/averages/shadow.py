@@ -45,6 +45,13 @@ class ShadowWeights(Technique):
         """The weights to evaluate with, by name, or ``None`` while there are none."""
         raise NotImplementedError
 
+    def shares(self, steps: int) -> list[float] | None:
+        """The formula of the average after so many optimizer steps of a run: the share of the weights after each step.
+
+        ``None`` while there is no average, or where it is no such sum.
+        """
+        return None
+
     def buffers_for(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Buffers that belong to the average, and replace those of ``state``, by name.
 

@@ -111,7 +111,7 @@ class BatchSizeTarget:
             self._check_passed(path)
             return
         for name in NAMES if path == "auto" else (path,):
-            self._places = [place for holder in holders for place in _places(holder, name)]
+            self._places = [place for holder in holders for place in places_of(holder, name)]
             if self._places:
                 self.name = name
                 break
@@ -146,19 +146,14 @@ class BatchSizeTarget:
         """The batch size of now."""
         if self._passed is not None:
             return int(batch_size_of(loaders_in(self._source.instance)[0]) or 1)
-        holder, name = self._places[0]
-        return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+        return value_at(self._places[0])
 
     def set(self, size: int) -> None:
         """Change the batch size wherever it is held; loaders that exist already do not follow."""
         if self._passed is not None:
             unchanged = size == batch_size_of(loaders_in(self._passed)[0])
             self._source.instance = self._passed if unchanged else resize(self._passed, size)
-        for holder, name in self._places:
-            if isinstance(holder, dict):
-                holder[name] = size
-            else:
-                setattr(holder, name, size)
+        set_at(self._places, size)
 
     def loaders(self) -> Any:
         """The training loaders of the batch size of now, in the collection in which they are handed to the trainer.
@@ -177,7 +172,7 @@ class BatchSizeTarget:
         return collection
 
 
-def _places(holder: Any, path: str) -> list[tuple[Any, str]]:
+def places_of(holder: Any, path: str) -> list[tuple[Any, str]]:
     """The places of one holder that hold an attribute: the attribute, and its copy in ``hparams``."""
     *parents, name = path.split(".")
     for parent in parents:
@@ -193,3 +188,18 @@ def _places(holder: Any, path: str) -> list[tuple[Any, str]]:
     if isinstance(hyperparameters, dict) and name in hyperparameters:
         places.append((hyperparameters, name))
     return places
+
+
+def value_at(place: tuple[Any, str]) -> Any:
+    """What a place of :func:`places_of` holds."""
+    holder, name = place
+    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+
+
+def set_at(places: list[tuple[Any, str]], value: Any) -> None:
+    """Let places hold another value."""
+    for holder, name in places:
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)

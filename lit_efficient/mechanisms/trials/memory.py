@@ -37,7 +37,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
-def parse_bytes(size: int | str, who: str = "parse_bytes") -> int:
+def parse_bytes(size: int | str, who: str = "parse_bytes", name: str = "memory_limit") -> int:
     """Bytes of a number or of a text such as ``12GiB`` (powers of 1024) or ``12GB`` (powers of 1000).
 
     Raises:
@@ -48,7 +48,7 @@ def parse_bytes(size: int | str, who: str = "parse_bytes") -> int:
         number, unit, binary = match.groups()
         bytes_ = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
     if bytes_ < 1:
-        raise refusal(who, "memory_limit", "a number of bytes above 0 or a text like 12GiB", size)
+        raise refusal(who, name, "a number of bytes above 0 or a text like 12GiB", size)
     return bytes_
 
 

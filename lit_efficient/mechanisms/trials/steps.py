@@ -35,7 +35,7 @@ from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, 
 from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
-_WRITERS = {"Checkpoint", "ProgressBar", "ModelSummary"}
+WRITERS = {"Checkpoint", "ProgressBar", "ModelSummary"}
 
 
 class Trials:
@@ -66,7 +66,7 @@ class Trials:
                 techniques that spare memory by chance do not.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
-        with collected(), _quiet(), tempfile.TemporaryDirectory() as folder:
+        with collected(), quiet(), tempfile.TemporaryDirectory() as folder:
             try:
                 trainer.callbacks = [callback for callback in trainer.callbacks if self._acts(callback)]
                 trainer.loggers = [DummyLogger()] if trainer.loggers else []
@@ -159,11 +159,11 @@ class Trials:
 def leaves_traces(callback: object) -> bool:
     """Whether a callback writes, draws or stops outside of what :class:`Rewind` puts back."""
     names = {base.__name__ for base in type(callback).__mro__}
-    return bool(getattr(callback, "leaves_traces", False) or names & _WRITERS)
+    return bool(getattr(callback, "leaves_traces", False) or names & WRITERS)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Say nothing of what is undone afterwards: that a layer thaws, that a size was found."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.INFO))

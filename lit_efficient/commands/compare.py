@@ -1,0 +1,100 @@
+"""``python -m lit_efficient compare -c X --with lora --with ema``: what each technique saves on one's own config.
+
+Trains the config as it is, with each overlay alone, with all, and with all but one, by turns, each in a process of its
+own; then writes the comparison as a table, Markdown, CSV and a page of HTML. The runs are kept: the same command goes
+on where it stopped, and more ``--with`` or ``--minutes`` add to what is there.
+"""
+
+import argparse
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.files import configs
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compare."""
+    options, rest = _parser().parse_known_args(argv)
+    if not options.overlays and not options.all:
+        raise refusal("compare", "--with", "one overlay or more, or --all", options.overlays)
+    for given in [*options.overlays, *filter(None, [options.forgetting])]:
+        configs.find(given)
+    from lit_efficient.cli.fits import ConfigFit
+    from lit_efficient.cli.next_steps import COMMAND
+    from lit_efficient.cli.preflight import redacted
+    from lit_efficient.evidence.comparison_page import log_to_wandb, write_report
+    from lit_efficient.evidence.comparison_runs import Comparing, Schedule
+    from lit_efficient.evidence.comparison_tables import terminal_table
+    from lit_efficient.evidence.fits import Change
+
+    every = [path.stem for path in sorted((configs.folder() / "techniques").glob("*.yaml"))] if options.all else []
+    names = list(dict.fromkeys([*options.overlays, *every]))
+    comparing = Comparing(
+        ConfigFit(rest, root := options.folder or Path("runs", "compare")),
+        [Change(Path(name).stem if name.endswith(".yaml") else name, overlays=(name,)) for name in names],
+        Schedule(options.steps, options.seeds, options.minutes, options.validations, options.narrow / 100 or None),
+        options.folder,
+        partial(_data, [*rest, "-c", options.forgetting]) if options.forgetting else None,
+        lambda line: print(line, file=sys.stderr, flush=True),
+        alone=options.all,
+        planner=ConfigFit(rest, root, device="meta"),
+    )
+    interrupted = False
+    try:
+        comparing.run()
+    except KeyboardInterrupt:
+        interrupted = True
+        print("\ninterrupted: what has ended is kept, and the same command goes on", file=sys.stderr)
+    found = comparing.result(options.metric, shlex.join([*COMMAND.split(), "compare", *redacted(list(argv))]))
+    if comparing.refused:
+        raise ConfigurationError(found.variants[0].failed)
+    files = write_report(found, comparing.folder)
+    print(terminal_table(found, shutil.get_terminal_size().columns))
+    print("\n".join(["", *(f"Wrote {file}" for file in files)]))
+    if "wandb" in comparing.source.identity().lower():
+        log_to_wandb(found, files, ConfigFit(rest, comparing.folder, device="meta").make().trainer.loggers)
+    return 130 if interrupted else 2 if all(one.failed for one in found.variants) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lit_efficient compare",
+        description="Measure what each technique saves on a config of your own: time, memory, checkpoints, loss. "
+        "Takes the options of fit: -c CONFIG, --data.batch_size 8, --trainer.limit_val_batches 20, "
+        "--allow-import PACKAGE, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--with", dest="overlays", metavar="OVERLAY", nargs="+", action="extend", default=[], help="what is compared"
+    )
+    parser.add_argument("--all", action="store_true", help="each technique that this config does not refuse, alone")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each training (default: 100)")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant (default: 3)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="begin no run after so many (default: 10)")
+    parser.add_argument("--validations", type=int, default=10, help="in each training (default: 10)")
+    parser.add_argument(
+        "--narrow",
+        type=float,
+        default=5.0,
+        help="width of the times' intervals that is enough, in %% (default: 5; 0 adds no runs for the times alone)",
+    )
+    parser.add_argument("--metric", help="what is compared, lower is better (default: the validation loss)")
+    parser.add_argument(
+        "--forgetting", metavar="CONFIG", help="an overlay with other `data`, whose loss is taken before and after"
+    )
+    parser.add_argument("--folder", type=Path, help="for the runs and the report (default: one below runs/compare)")
+    return parser
+
+
+def _data(argv: Sequence[str]) -> Any:
+    from lit_efficient.cli.errors import explained
+    from lit_efficient.commands.preview import build_data
+
+    with explained(argv):
+        return build_data(argv, "compare --forgetting")

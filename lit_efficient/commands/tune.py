@@ -1,0 +1,92 @@
+"""``python -m lit_efficient tune -c X --device-memory 24GiB``: the fastest way to run a fit within a memory.
+
+The effective batch is kept. Plans rule out what does not fit, few candidates run, and the best is written as an
+overlay, beside a folder with the table of all of them and with what an interrupted search goes on from.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lit_efficient.errors import OutOfMemoryError, check_number, refusal
+
+_COMMAND = "python -m lit_efficient"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Answer ``tune``."""
+    parser = argparse.ArgumentParser(
+        "lit_efficient tune",
+        description="Search batch, accumulation and what the catalogue has for memory and speed for the most samples a "
+        "second that fit, at the same effective batch. Each candidate is planned first; the most never run. The best "
+        "is written as an overlay. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
+        epilog="exit codes: 0 found, 3 nothing fits, 2 what the user can mend, 130 interrupted: what is done is kept, "
+        "and the same command goes on from it",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device_memory", metavar="24GiB", help="what a step may take; what is free now if left out")
+    parser.add_argument("--minutes", type=float, default=20.0, help="after which nothing new begins; default 20")
+    parser.add_argument(
+        "--allow_changes",
+        nargs="*",
+        metavar="NAME",
+        help="try what changes the mathematics, too: these options, or without names fewer bits and other batches",
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="options to try, batch_size among them; else all")
+    parser.add_argument("--batch", default="auto", metavar="data.batch_size", help="the setting of the batch size")
+    parser.add_argument("--output", metavar="FILE.yaml", help="the overlay; default runs/tune/CONFIG.yaml")
+    parser.add_argument("--quiet", action="store_true", help="no lines of progress")
+    options, rest = parser.parse_known_args(argv)
+    check_number("tune", "--minutes", options.minutes, above=0)
+    output = Path(options.output or Path("runs", "tune", f"{_name(rest)}.yaml"))
+    if output.suffix not in (".yaml", ".yml"):
+        raise refusal("tune", "--output", "a file that ends in .yaml", options.output)
+    from lit_efficient.cli.errors import explained
+
+    with explained(rest), tempfile.TemporaryDirectory(prefix="tune-") as root:
+        return _tuned(options, rest, output, root, shlex.join(["tune", *argv]))
+
+
+def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str, command: str) -> int:
+    from lit_efficient.cli.fits import ConfigFit
+    from lit_efficient.evidence.tuned import tune
+    from lit_efficient.files.atomic_file import replacing
+
+    folder = output.with_suffix("")
+    config = json.dumps(ConfigFit(argv, root).config(), sort_keys=True, default=str)
+    try:
+        found = tune(
+            ConfigFit(argv, root),
+            options.device_memory,
+            allow_changes=options.allow_changes is not None and (options.allow_changes or True),
+            only=options.only,
+            batch=options.batch,
+            minutes=options.minutes,
+            folder=folder,
+            key=hashlib.sha256(config.encode()).hexdigest()[:16],
+            sketch=ConfigFit(argv, root, "meta"),
+            say=lambda line: None if options.quiet else print(line, file=sys.stderr, flush=True),
+        )
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: what is done lies in {folder}, and the same command goes on from it", file=sys.stderr)
+        return 130
+    print("\n".join([*found.lines(), f"all candidates: {folder / 'table.csv'}"]))
+    if found.best is None:
+        return OutOfMemoryError.exit_code
+    use = f"{_COMMAND} fit {shlex.join(argv)} -c {shlex.quote(str(output))}"
+    with replacing(output) as file:
+        file.write(found.overlay(f"{_COMMAND} {command}", use).encode())
+    print(f"Wrote {output}\nNext:\n  {use}\n  {use.replace(' fit ', ' verify ', 1)}")
+    return 0
+
+
+def _name(argv: Sequence[str]) -> str:
+    """What the configs of a command line are called together."""
+    words = re.split(r"\s-(?:c|-config)[ =]", " " + " ".join(argv))[1:]
+    return "+".join(Path(word.split()[0]).stem for word in words if word.split()) or "fit"

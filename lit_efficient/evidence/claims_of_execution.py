@@ -1,0 +1,119 @@
+"""Claims on how a step is computed: recomputed, compiled, and in which mode its layers are."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.evidence.claims import Claim, Subject, Verdict, difference, first_layer
+from lit_efficient.evidence.layer_calls import Bench, aligned, floats
+from lit_efficient.internals.torch_checkpoint import without_recomputation
+from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
+from lit_efficient.internals.torch_layers import BatchNorm
+
+_EXACT, _COARSE = 1e-4, 0.05
+_MANUAL = "manual optimization: the training step returns no loss"
+_UNIT = "largest relative difference of the loss and gradients"
+
+
+class Recomputed(Claim):
+    """Recomputation changes neither the loss nor a gradient."""
+
+    name, sentence = "recomputed", "what is computed again in the backward pass is what was computed, dropout included"
+
+    def check(self, subject: Subject) -> Verdict:
+        """Compare a step with the same one that keeps its activations."""
+        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
+
+    def _try(self, bench: Bench) -> Verdict:
+        own = bench.gradients()
+        with without_recomputation() as kept:
+            plain = bench.gradients()
+        if not plain:
+            return self.idle(_MANUAL)
+        if not kept:
+            return self.idle("nothing is computed again in the backward pass")
+        off, tolerance = difference(plain, own), _COARSE if bench.coarse else _EXACT
+        why = f"a step whose {len(kept)} checkpoints are as they are, and one in which they keep their activations"
+        return self.measured(
+            max(off.values()), tolerance, _UNIT, why, lambda: first_layer(off, tolerance, bench.order())
+        )
+
+
+class Compiled(Claim):
+    """Compilation changes neither the loss nor a gradient by more than rounding."""
+
+    name, sentence = "compiled", "compiled code computes what it computes uncompiled"
+
+    def check(self, subject: Subject) -> Verdict:
+        """Compare a step with the same one that runs uncompiled."""
+        return subject.within(lambda trainer, module: self._try(Bench(trainer, module), subject.full))
+
+    def _try(self, bench: Bench, full: bool) -> Verdict:
+        compiled = [part for part in bench.module.modules() if is_compiled(part) or wraps_compiled(part)]
+        uncovered: tuple[str, ...] = ()
+        if not compiled and full:
+            compiled = [part for part in bench.module.children() if any(True for _ in part.parameters())]
+            for part in compiled:
+                part.compile()
+            uncovered = ("the config compiles nothing: the module's children were, as wholes",)
+        plain, before = bench.gradients(), counts()
+        if not plain:
+            return self.idle(_MANUAL)
+        with draws_as_uncompiled() if compiled else contextlib.nullcontext():
+            own = bench.gradients(compiled=True)
+        if not compiled and counts() == before:
+            return self.idle("nothing is compiled; --full compiles it")
+        off, tolerance = difference(plain, own), _COARSE if bench.coarse else _EXACT
+        why = f"a compiled step ({counts()[0] - before[0]} new graphs) and the same one uncompiled"
+        return self.measured(
+            max(off.values()), tolerance, _UNIT, why, lambda: first_layer(off, tolerance, bench.order()), uncovered
+        )
+
+
+class InTrainingMode(Claim):
+    """No layer that trains is in evaluation mode where that changes the loss."""
+
+    name, sentence = "modes", "what trains is in training mode: dropout acts, batch norms have statistics"
+
+    def check(self, subject: Subject) -> Verdict:
+        """Compare a step with the same one in which layers that train are in training mode."""
+        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
+
+    def _try(self, bench: Bench) -> Verdict:
+        module = bench.module
+        calls, _ = bench.step(bench.batch)
+        called = {call.name: call.part for call in calls}
+        resting = {name: part for name, part in called.items() if not part.training and _trains(module, name, part)}
+        if not module.training:
+            return self.idle("the whole module is in evaluation mode")
+        if not resting:
+            why = f"of {len(called)} layers that a step calls none that trains is in evaluation mode"
+            return self.measured(0.0, 0.0, "layers", why, where="")
+        bench.awake = [*resting.values()]
+        now, _ = bench.step(bench.batch)
+        bench.awake = []
+        moved = [a for a, b in aligned(calls, now) if a.name in resting and _differ(a.output, b.output)]
+        why = (
+            f"{len(resting)} layers that train are in evaluation mode; in training mode {len(moved)} give other numbers"
+        )
+        return self.measured(float(len(moved)), 0.0, "layers", why, where=moved[0].described if moved else "")
+
+
+def _trains(module: nn.Module, name: str, part: nn.Module) -> bool:
+    """Whether a layer, or what one without parameters is a part of, trains in full; a batch norm that has statistics
+    of earlier data may be kept as it is.
+    """
+    if isinstance(part, BatchNorm) and part.running_mean is not None and part.running_mean.any():
+        return False
+    owner = part if any(True for _ in part.parameters()) else module.get_submodule(name.rpartition(".")[0])
+    trains = [parameter.requires_grad for parameter in owner.parameters()]
+    return bool(trains) and all(trains)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(floats(one), floats(other)))
+
+
+OF_EXECUTION: tuple[Claim, ...] = (Recomputed(), Compiled(), InTrainingMode())

@@ -1,0 +1,210 @@
+"""The claim on several processes: their gradient is that of all their batches together in one process.
+
+    g = sum_i n_i g_i / sum_i n_i        g_i of batch i of some process, alone; n_i learned tokens of it, or rows
+
+Two processes on the CPU run the fit's own strategy for one optimizer step, and tell batches, random states, weights and
+gradients. Then one process computes each batch's gradient by itself, from these weights and with these draws.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.claims import (
+    Claim,
+    Subject,
+    Verdict,
+    difference,
+    first_layer,
+    gradients,
+    loss_of,
+    seen_gradients,
+)
+from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource
+from lit_efficient.evidence.layer_calls import few_rows
+from lit_efficient.evidence.token_batches import token_batch
+from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
+from lit_efficient.internals.wraps import inner_method, wrap_method
+from lit_efficient.losses.next_token import IGNORE
+from lit_efficient.mechanisms.rewind import random_states
+
+_EXACT, _COARSE = 1e-3, 0.05
+_SECONDS = 180.0  # until two processes must have made a step
+_NOTES = "_lit_efficient_steps"
+TWO = Change(settings={"trainer.devices": 2, "trainer.num_nodes": 1, "trainer.accelerator": "cpu"})
+
+
+class Sharded(Claim):
+    """Two processes have the gradient that one has for all of their batches."""
+
+    name, sentence = "sharded", "several processes train on different rows, with the gradient of all rows together"
+
+    def check(self, subject: Subject) -> Verdict:
+        """Run a step in two processes, and compute its gradient in one."""
+        if subject.source.make().trainer.world_size < 2 and not subject.full:
+            return self.idle("one process trains; --full tries two")
+        first, second = told = _two_processes(subject.source, subject.folder)
+        failed = next((one["failed"] for one in told if "failed" in one), "")
+        if failed:
+            return self.idle(f"two processes could not make a step: {failed}")
+        if _same(first["batches"], second["batches"]):
+            why = "both processes got the same rows: each step learns half as much as it seems to"
+            return self.measured(1.0, 0.0, "share of rows that both have", why, where="the data")
+        if any(value.isnan().any() for value in first["gradients"].values()) or not first["gradients"]:
+            return self.idle("the gradients cannot be seen: none is left when the optimizer steps")
+        apart = difference(first["gradients"], second["gradients"])
+        off, order, coarse = subject.within(lambda trainer, module: _in_one(trainer, module, told))
+        tolerance = _COARSE if coarse else _EXACT
+        why = (
+            f"a step of two processes ({first['strategy']}), and the gradients of their batches in one process, joined"
+        )
+        for name, by in apart.items() if first["strategy"].startswith("DDP") else ():
+            if by > tolerance:
+                off[name], why = max(by, off.get(name, 0.0)), "two processes have different gradients after they met"
+        where = first_layer(off, tolerance, order)
+        uncovered = ("more than two processes, and accelerators",)
+        unit = "largest relative difference of gradients"
+        return self.measured(max(off.values()), tolerance, unit, why, where=where, uncovered=uncovered)
+
+
+def _in_one(trainer: Any, module: Any, told: list[dict[str, Any]]) -> tuple[dict[str, float], list[str], bool]:
+    """By parameter how far the two processes' gradient is from that of one; the layers' order; how exact that is."""
+    from lit_efficient.evidence.layer_calls import Bench
+
+    bench = Bench(trainer, module)
+    device = trainer.strategy.root_device
+    module.load_state_dict(told[0]["start"], strict=False)
+    steps = [step for one in told for step in zip(one["batches"], one["states"])]
+    joined: dict[str, Tensor] = {}
+    total = sum(_count(batch) for batch, _ in steps)
+    for number, (batch, states) in enumerate(steps):
+        index = number % len(told[0]["batches"])
+        moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        for name, gradient in gradients(module, loss_of(module, moved, index, states)).items():
+            joined[name] = joined.get(name, torch.zeros_like(gradient)) + gradient * (_count(batch) / total)
+    return difference(joined, told[0]["gradients"]), bench.order(), bench.coarse
+
+
+def _count(batch: Any) -> int:
+    """Learned tokens of a batch, or its rows."""
+    tokens = token_batch(batch)
+    return few_rows(batch)[1] if tokens is None else int((tokens.targets != IGNORE).sum())
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    pairs = [pair for pair in zip(tree_leaves(one), tree_leaves(other)) if all(isinstance(x, Tensor) for x in pair)]
+    return bool(pairs) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def _two_processes(source: FitSource, folder: Path) -> list[dict[str, Any]]:
+    """What each of two processes tells of its first optimizer step."""
+    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=_child, args=(source, folder, rank, port, pipe[1])) for rank, pipe in enumerate(pipes)
+    ]
+    try:
+        for process, (_, sender) in zip(processes, pipes):
+            process.start()
+            sender.close()
+        end = time.monotonic() + _SECONDS
+        told = []
+        for receiver, _ in pipes:
+            if not receiver.poll(max(0.0, end - time.monotonic())):
+                return [{"failed": f"it took more than {_SECONDS:.0f} s"}] * 2
+            with contextlib.suppress(EOFError):
+                told.append(pickle.loads(receiver.recv_bytes()))  # noqa: S301 our own process
+        return told if len(told) == 2 else [{"failed": "one died"}] * 2
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.join(5)
+                process.kill()
+                process.join()
+
+
+def _child(source: FitSource, folder: Path, rank: int, port: int, pipe: Any) -> None:
+    torch.set_num_threads(1)  # the parent's others do not survive a fork
+    warnings.simplefilter("ignore")
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    own = folder / f"rank{rank}"
+    own.mkdir(exist_ok=True)
+    try:
+        notes = _Notes()
+        subject = Subject(source, own, alone=False)
+        fit = subject.fit(_two(source))
+        strategy = fit.trainer.strategy
+        strategy.parallel_devices = strategy.parallel_devices[:2]
+        fit.trainer.callbacks.append(notes)
+        subject.run(fit)
+        told = notes.told
+    except BaseException as error:
+        traceback.print_exc()
+        told = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    pipe.send_bytes(pickle.dumps(told))
+    pipe.close()
+    if rank == 0:
+        time.sleep(0.5)  # it holds the store that the other one may still ask
+    os._exit(0)  # no handler of the parent's runs twice
+
+
+def _two(source: FitSource) -> Change:
+    """What makes two processes of a fit; a trainer that exists has its own already."""
+    try:
+        source.make(TWO)
+    except ConfigurationError:
+        return AS_IT_IS
+    return TWO
+
+
+class _Notes(Callback):
+    """Notes what a process does until its first optimizer step."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        vars(pl_module)[_NOTES] = []
+        wrap_method(pl_module, "training_step", _noted)
+        self.told["strategy"] = type(trainer.strategy).__name__
+        self.told["start"] = {name: _whole(value) for name, value in pl_module.state_dict().items()}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if "gradients" not in self.told:
+            names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+            found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
+            self.told["gradients"] = {name: _whole(gradient) for name, gradient in found.items()}
+            steps = vars(pl_module)[_NOTES]
+            self.told |= {"batches": [batch for batch, _ in steps], "states": [states for _, states in steps]}
+
+
+def _noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), args[0] if args else kwargs["batch"])
+    vars(self)[_NOTES].append((batch, random_states()))
+    return inner_method(self, "training_step", _noted)(*args, **kwargs)
+
+
+def _whole(value: Any) -> Any:
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+OF_SHARDS: tuple[Claim, ...] = (Sharded(),)

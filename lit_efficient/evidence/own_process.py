@@ -1,0 +1,149 @@
+"""A task in a process of its own: what it does to this one is nothing, and what it dies of is said."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_efficient.errors import LitEfficientError
+from lit_efficient.mechanisms.trials.memory import is_out_of_memory
+
+
+class TaskFailed(Exception):
+    """A task has no result.
+
+    Args:
+        reason: Why, on one line.
+        refused: Whether it was an error of the package's, that the user can mend.
+        late: Whether it took too long.
+    """
+
+    def __init__(self, reason: str, refused: bool = False, late: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.refused, self.late = reason, refused, late
+
+
+def own_process(
+    task: Callable[..., Any],
+    *given: Any,
+    heard: Callable[[int], None] = lambda step: None,
+    log: Path | None = None,
+    most_seconds: float | None = None,
+) -> Any:
+    """Return what ``task(*given, tell)`` returns in a process of its own, through JSON.
+
+    Args:
+        task: A function of a module. What it calls ``tell`` with, whole numbers, ``heard`` gets here.
+        given: Its arguments.
+        heard: See ``task``.
+        log: The file for what it prints.
+        most_seconds: After so many it is killed.
+
+    Raises:
+        TaskFailed: If there is no result.
+        KeyboardInterrupt: As it comes; the process is ended first.
+    """
+    # A fork has everything imported; but one of a process that uses an accelerator could not use it.
+    forks = "fork" in multiprocessing.get_all_start_methods() and not _uses_accelerator()
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(task, given, sender, log, torch.get_num_threads()))
+    try:
+        process.start()
+    except Exception as error:  # what cannot be pickled for a process that is not forked
+        raise TaskFailed(f"cannot be sent to a process of its own: {_said(error)}") from error
+    sender.close()
+    end = time.monotonic() + (most_seconds or float("inf"))
+    try:
+        while True:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TaskFailed(f"took more than {most_seconds:g} seconds", late=True)
+            if not receiver.poll(min(1.0, left)):
+                continue
+            message = receiver.recv()
+            if isinstance(message, int):
+                heard(message)
+                continue
+            process.join(10)
+            kind, value = json.loads(message)
+            if kind == "result":
+                return value
+            raise TaskFailed(value, refused=kind == "refused")
+    except EOFError:
+        process.join()
+        raise TaskFailed(_death(process.exitcode)) from None
+    finally:
+        _end(process)
+        receiver.close()
+
+
+def _uses_accelerator() -> bool:
+    return torch.cuda.is_initialized() or (sys.platform == "darwin" and torch.accelerator.is_available())
+
+
+def _end(process: Any) -> None:
+    """End a process and its workers; it leads a group of its own."""
+    if process.is_alive():
+        with contextlib.suppress(OSError, AttributeError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    process.join()
+
+
+def _death(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"its process ended with code {code} and said nothing"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
+    return f"its process was killed ({name})" + (": memory ran out, most likely" if name == "SIGKILL" else "")
+
+
+def _child(task: Callable[..., Any], given: tuple[Any, ...], pipe: Any, log: Path | None, threads: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        os.setsid()  # Ctrl-C is the parent's
+    target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    # In a thread: the pool of threads with which the parent may have computed does not survive a fork.
+    thread = threading.Thread(target=_run, args=(task, given, pipe, os.getppid(), threads), daemon=True)
+    thread.start()
+    thread.join()
+    sys.stdout.flush()
+    os._exit(0)  # no handler of the parent's, of a logger's or of a test's runs twice
+
+
+def _run(task: Callable[..., Any], given: tuple[Any, ...], pipe: Any, parent: int, threads: int) -> None:
+    def tell(number: int) -> None:
+        if os.getppid() != parent:
+            raise SystemExit("the process that asked is gone")
+        pipe.send(number)
+
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    try:
+        answer = "result", task(*given, tell)
+    except BaseException as error:
+        traceback.print_exc()
+        answer = "refused" if isinstance(error, LitEfficientError) else "failed", _said(error)
+    pipe.send(json.dumps(answer))
+    pipe.close()
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if is_out_of_memory(error):
+        return text if "out of memory" in text.lower() else f"out of memory: {text}"
+    return text if isinstance(error, LitEfficientError) and text else f"{type(error).__name__}: {text}"[:500]

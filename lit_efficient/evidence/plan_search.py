@@ -1,0 +1,181 @@
+"""Searches among plans: the largest value of a setting that fits, in few predictions, each made once.
+
+    peak(n) <= limit < peak(n + 1)
+
+A straight line through what is known says where to look next, as memory grows nearly linearly with a batch; where the
+line is wrong, the interval is halved. What is refused counts as what does not fit, with its reason.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lit_efficient.errors import LitEfficientError
+from lit_efficient.evidence.fits import AS_IT_IS, Change
+
+if TYPE_CHECKING:
+    from lit_efficient.evidence.plan import Plan
+
+TRIES = 12
+_WAIT = 2.0  # seconds between two lines of progress
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is no plan of a change, in one line."""
+
+    reason: str
+
+
+class Predictions:
+    """Plans of changes, each made once and kept.
+
+    Args:
+        predict: Makes one.
+        limit: Bytes that it may need to fit.
+        say: Gets a line now and then, of what is being done and how long it will take.
+    """
+
+    def __init__(
+        self, predict: "Callable[[Change], Plan]", limit: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.predict, self.limit, self.say = predict, limit, say
+        self.seconds: list[float] = []
+        self._known: dict[str, Plan | Refusal] = {}
+        self._task, self._left, self._said = "", 0, time.monotonic()
+
+    def begin(self, task: str, most: int) -> None:
+        """What comes next, for the lines of progress, and how many predictions it takes at most."""
+        self._task, self._left = task, most
+
+    def __call__(self, change: Change = AS_IT_IS) -> "Plan | Refusal":
+        """The plan of a change, or why there is none."""
+        key = repr((sorted(change.settings.items()), change.overlays))
+        if key not in self._known:
+            self._progress()
+            start = time.monotonic()
+            self._known[key] = self._made(change)
+            self.seconds.append(time.monotonic() - start)
+            self._left = max(0, self._left - 1)
+        return self._known[key]
+
+    def _made(self, change: Change) -> "Plan | Refusal":
+        try:
+            return self.predict(change)
+        except LitEfficientError as error:
+            return Refusal(_line(str(error)))
+        except Exception as error:  # of a library, on what it cannot do: no reason to lose all other answers
+            if change == AS_IT_IS:
+                raise
+            return Refusal(_line(f"{type(error).__name__}: {error}"))
+
+    def fits(self, change: Change = AS_IT_IS) -> bool:
+        """Whether the plan of a change needs no more than the limit; what is refused does not fit."""
+        found = self(change)
+        return not isinstance(found, Refusal) and found.peak <= self.limit
+
+    def _progress(self) -> None:
+        now = time.monotonic()
+        if self.say and self.seconds and now - self._said >= _WAIT:
+            each = sum(self.seconds) / len(self.seconds)
+            left = f", at most {max(1, round(each * self._left))} s left" if self._left else ""
+            self.say(f"{self._task}: {len(self.seconds)} plans made, {each:.1f} s each{left}")
+            self._said = now
+
+
+def _line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0].removeprefix("error: ")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The largest value of a setting that fits.
+
+    Args:
+        value: The value, ``None`` if none that was tried fits.
+        change: What sets it.
+        plan: Its plan.
+        above: The smallest value known not to fit, ``None`` if every one that was tried fits.
+        above_peak: Bytes that it needs; ``None`` if it is refused.
+        reason: Why it is refused; empty if it needs too much.
+    """
+
+    value: int | None
+    change: Change = AS_IT_IS
+    plan: "Plan | None" = None
+    above: int | None = None
+    above_peak: int | None = None
+    reason: str = ""
+
+
+def largest(
+    predictions: Predictions,
+    change_of: Callable[[int], Change],
+    start: int,
+    *,
+    step: int = 1,
+    most: int | None = None,
+    tries: int = TRIES,
+    amiss: "Callable[[int, Plan], str] | None" = None,
+) -> Found:
+    """The largest multiple of ``step`` that fits, if a larger one never needs less.
+
+    Args:
+        predictions: What tells plans.
+        change_of: The change that sets a value.
+        start: Where to begin.
+        step: What values are multiples of.
+        most: No value is larger.
+        tries: Predictions to make at most; then the answer is the largest value known to fit.
+        amiss: Says why a plan is none of the value, or nothing.
+    """
+    ceiling = None if most is None else most // step
+    known: dict[int | None, Plan | Refusal] = {}
+    peaks: dict[int, int | None] = {}
+    low, high, at = 0, None if ceiling is None else ceiling + 1, max(1, start // step)
+    if ceiling is not None:
+        at = max(1, min(at, ceiling))
+    while (high is None or high - low > 1) and len(peaks) < tries:
+        found = predictions(change_of(at * step))
+        if amiss is not None and not isinstance(found, Refusal) and (reason := amiss(at * step, found)):
+            found = Refusal(reason)
+        known[at] = found
+        peaks[at] = None if isinstance(found, Refusal) else found.peak
+        if not isinstance(found, Refusal) and found.peak <= predictions.limit:
+            low = at
+        else:
+            high = at
+        at = _next(peaks, low, high, predictions.limit, halve=len(peaks) % 3 == 0)
+    best, above = known.get(low), known.get(high)
+    assert not isinstance(best, Refusal)
+    return Found(
+        low * step if low else None,
+        change_of(low * step) if low else AS_IT_IS,
+        best,
+        high * step if above is not None and high is not None else None,
+        None if above is None or isinstance(above, Refusal) else above.peak,
+        above.reason if isinstance(above, Refusal) else "",
+    )
+
+
+def _next(peaks: Mapping[int, int | None], low: int, high: int | None, limit: int, halve: bool) -> int:
+    """Where to look: at the end of a line through the two values nearest the limit, or between what is known."""
+    top = 64 * max(low, 1) if high is None else high
+    between = 2 * low if high is None else math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
+    known = sorted((abs(peak - limit), n, peak) for n, peak in peaks.items() if peak is not None)[:2]
+    guess = between
+    if len(known) == 2 and not (halve and high is not None):
+        (_, a, at_a), (_, b, at_b) = known
+        if (slope := (at_b - at_a) / (b - a)) > 0:
+            guess = int(a + (limit - at_a) // slope)
+    if guess >= top and high is not None:  # the line leads to where nothing fits
+        near = peaks.get(high)
+        guess = high - 1 if near is not None and guess == high else between
+    return max(low + 1, min(guess, top - 1))
+
+
+def changed(base: Change, settings: Mapping[str, Any], overlays: tuple[str, ...] = ()) -> Change:
+    """A change with more settings and overlays."""
+    return Change(base.name, {**base.settings, **settings}, (*base.overlays, *overlays), base.callbacks)

@@ -1,0 +1,176 @@
+"""``plan`` on a small tower: what it prints adds up, and what it advises is what the same command then finds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lit_efficient.__main__ import main
+from tests.support_cli import ToyData
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu().tanh())
+
+
+class Tower(LightningModule):
+    interrupts = 0  # the size of a batch in whose step somebody presses Ctrl-C
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.width = width
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if len(batch) == Tower.interrupts:
+            raise KeyboardInterrupt
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+class Rows(LightningDataModule):
+    """Rows for the tower."""
+
+    def __init__(self, batch_size: int = 4, count: int = 24) -> None:
+        super().__init__()
+        self.batch_size, self.count = batch_size, count
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(self.count, 16, 16), batch_size=self.batch_size)
+
+
+class Sizeless(ToyData):
+    """Has no size that could be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(8, 16), batch_size=2)
+
+
+@pytest.fixture(autouse=True)
+def _config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = {"accelerator": "cpu", "max_steps": 2, "logger": False, "enable_checkpointing": False}
+    parts = {"model": {"class_path": f"{__name__}.Tower"}, "data": {"class_path": f"{__name__}.Rows"}}
+    Path("tower.yaml").write_text(yaml.safe_dump({**parts, "trainer": trainer}))
+
+
+def plan(*words: str) -> int:
+    return main(["plan", "--allow-import", "tests", "-c", "tower.yaml", "--quiet", *words])
+
+
+def answer(capsys, *words: str) -> tuple[int, dict]:
+    capsys.readouterr()
+    code = plan("--json", *words)
+    return code, json.loads(capsys.readouterr().out)
+
+
+PARAMETERS = sum(p.numel() for p in Tower().parameters())
+
+
+def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
+    pytest.importorskip("matplotlib")
+    code, whole = answer(capsys, "--device-memory", "400KiB", "--output", "step.png")
+    found, largest = whole["plan"], whole["largest"]
+    assert code == 0
+    assert whole["fits"] is True
+    assert found["parameters"] == found["trainable"] == PARAMETERS
+    assert (found["batch"], found["unit"], found["amount"]) == (4, "samples", 4)
+    sums = [sum(moment["kinds"].values()) for moment in found["timeline"]]
+    assert found["peak"] == sum(found["kinds"].values()) == max(sums)
+    assert found["kinds"]["weights"] == 4 * PARAMETERS
+    assert abs(found["kinds"]["states"] - 8 * PARAMETERS) < 100
+    assert Path("step.png").read_bytes()[:4] == b"\x89PNG"
+    assert largest["settings"] == ["data.batch_size"]
+    assert largest["next"] == largest["value"] + 1 > 5
+    assert largest["peak"] <= 400 * 1024 < largest["next_peak"]
+    assert plan("--device-memory", "400KiB", "--no-advice", "--data.batch_size", str(largest["next"])) == 3
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["step.png", "tower.yaml"]  # and no run
+
+
+def test_advice_is_what_the_same_command_finds_with_it(capsys):
+    limit = ["--device-memory", "200KiB"]
+    code, whole = answer(capsys, *limit)
+    assert code == 3
+    assert whole["fits"] is False
+    smaller, same = whole["advice"]
+    assert smaller["options"][0] == "--data.batch_size"
+    assert same["options"][0] == "-c"
+    assert {one["changes"] for one in same["techniques"]} == {"same"}
+    Path("more.yaml").write_text(same["yaml"])
+    for advice, words in ((smaller, smaller["options"]), (same, ["-c", "more.yaml"])):
+        code, after = answer(capsys, *limit, *words, "--no_advice")
+        assert code == 0
+        assert after["plan"]["peak"] == advice["peak"] <= after["device"]["bytes"] == 200 * 1024
+        same_step = ("amount", "flops") if advice is smaller else ("amount",)
+        assert [after["plan"][name] for name in same_step] == [whole["plan"][name] for name in same_step]
+
+
+def test_devices_have_what_the_strategy_keeps_there(capsys):
+    two = ["--devices", "2", "--trainer.strategy", "ddp"]
+    code, alone = answer(capsys, "--device-memory", "1GiB", "--no_advice", *two)
+    assert (code, alone["device"]["strategy"]) == (0, "DDPStrategy")
+    assert alone["plan"]["kinds"]["communication"] == 4 * PARAMETERS
+    code, whole = answer(capsys, "--device-memory", "1KiB", "--solve", "devices")
+    assert (code, whole["solve"]["value"]) == (3, None)
+    assert whole["solve"]["peak"] == alone["plan"]["peak"] - 4 * PARAMETERS
+
+
+def test_an_interrupted_search_leaves_what_is_known(capsys, monkeypatch):
+    monkeypatch.setattr(Tower, "interrupts", 8)
+    code, whole = answer(capsys, "--device-memory", "1GiB")
+    assert code == 130
+    assert whole["interrupted"] is True
+    assert whole["plan"]["peak"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--solve", "rank"], "--solve must be one of train_batch_size, max_length, lora_rank, devices, got 'rank'"),
+        (["--devices", "0"], "--devices must be a whole number of at least 1"),
+        (["--device-memory", "24"], "--device-memory must be a size with its unit"),
+        (["--device-memory", "much"], "--device-memory must be a number of bytes above 0 or a text like 12GiB"),
+        (["--output", "no/such/step.png"], "--output must be a file in a folder that exists"),
+        (["--solve", "lora_rank", "--device-memory", "1GiB"], "no adapters of a rank"),
+        (["--data", f"{__name__}.Sizeless", "--solve", "train_batch_size"], "no setting of Sizeless"),
+        (["--no_such"], "no_such"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_name(words, says, capsys):
+    assert plan(*words) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_planned_for_where_its_memory_is_given(capsys):
+    assert plan("--trainer.accelerator", "gpu", "--no_advice") == 2
+    assert "--device-memory must be given, as there is no gpu here" in capsys.readouterr().err
+    gpus = ["--trainer.accelerator", "gpu", "--trainer.devices", "8", "--device-memory", "24GiB", "--no_advice"]
+    code, whole = answer(capsys, *gpus)
+    assert (code, whole["device"]["devices"]) == (0, 8)
+
+
+def test_the_text_has_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert plan("--device-memory", "200KiB", "--no_advice") == 3
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "DOES NOT FIT" in text

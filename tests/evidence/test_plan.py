@@ -1,0 +1,140 @@
+"""A plan's bytes beside those of a real fit, counted: networks of our own, of transformers and of a stranger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import lit_efficient as le
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.fits import Change, LiveFit
+from lit_efficient.evidence.memory_kinds import StepMeter
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and of techniques, on fits as small as these
+VOCABULARY = 256
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+
+
+class Rows(Dataset[Any]):
+    """Tokens, or pictures with labels."""
+
+    def __init__(self, pictures: bool) -> None:
+        self.pictures = pictures
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        if self.pictures:
+            return torch.full((1, 16, 16), index / 24), index % 10
+        tokens = torch.arange(index, index + 32) % VOCABULARY
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Network(L.LightningModule):
+    """Anybody's."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch, dict):
+            return self.network(**batch, use_cache=False).loss
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+def llama() -> L.LightningModule:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = dict(zip(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), (2, 4, 2)))
+    return Network(LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, vocab_size=VOCABULARY, **shape)))
+
+
+def gpt() -> L.LightningModule:
+    return le.LanguageModeling(le.GPTConfig(dim=32, depth=2, num_heads=2, max_length=32, vocab_size=VOCABULARY))
+
+
+def resnet() -> L.LightningModule:
+    from benchmarks.technique_runs import ResNet
+
+    return Network(ResNet((4, 8), 1))
+
+
+def fits(module: L.LightningModule, callbacks: list[Any], **arguments: Any) -> tuple[L.Trainer, Any, Any]:
+    trainer = L.Trainer(max_steps=2, accelerator="cpu", limit_val_batches=0, callbacks=callbacks, **QUIET, **arguments)
+    tokens = isinstance(module, le.LanguageModeling) or hasattr(module.network, "config")
+    return trainer, module, DataLoader(Rows(pictures=not tokens), 4)
+
+
+CASES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], list[Any]], dict[str, Any]]] = {
+    "gpt": (gpt, list, {}),
+    "gpt-ema": (gpt, lambda: [le.EMA()], {}),
+    "gpt-lora-nf4": (gpt, lambda: [le.LoRA(rank=2), le.QuantizeBase()], {}),
+    "llama": (llama, list, {"accumulate_grad_batches": 2}),
+    "llama-recomputed": (llama, lambda: [le.ActivationCheckpointing()], {"precision": "bf16-true"}),
+    "llama-mixed": (llama, list, {"precision": "bf16-mixed", "gradient_clip_val": 1.0}),
+    "resnet": (resnet, list, {}),
+    "resnet-8bit": (resnet, lambda: [le.LowBitOptimizer(bits=8, min_size=0)], {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_a_real_step(name: str) -> None:
+    make, callbacks, arguments = CASES[name]
+    planned = le.plan(LiveFit(*fits(make(), callbacks(), **arguments)))
+    meter = StepMeter()
+    trainer, module, data = fits(make(), [*callbacks(), meter], **arguments)
+    trainer.fit(module, data)
+    real = meter.steps[1]
+    assert abs(planned.peak - real.peak) <= 0.001 * real.peak
+    for kind, size in planned.kinds.items():
+        assert abs(size - real.kinds.get(kind, 0)) <= 0.002 * real.peak, kind
+    assert sum(planned.kinds.values()) == planned.peak
+    assert planned.parameters == sum(p.numel() for p in module.parameters())
+    assert {technique for technique, _ in planned.techniques} == {type(one).__name__ for one in callbacks()}
+
+
+def test_a_plan_changes_nothing() -> None:
+    trainer, module, data = fits(resnet(), [le.EMA()])
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    first = le.plan(LiveFit(trainer, module, data))
+    larger = le.plan(LiveFit(trainer, module, data), Change(callbacks=lambda: [le.ActivationCheckpointing()]))
+    rounded = le.plan(LiveFit(trainer, module, data), device="cuda")
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert trainer.callbacks[0]._average == {}
+    assert larger.kinds["activations"] < first.kinds["activations"]
+    assert rounded.kinds["margin"] > 0
+    assert (first.batch, first.unit, first.amount) == (4, "samples", 4)
+    with pytest.raises(ConfigurationError, match="device"):
+        le.plan(LiveFit(trainer, module, data), device="abacus")
+
+
+def test_flops_are_counted() -> None:
+    """Of two linear layers: twice the products forward, and for the weights and the inputs backward."""
+    module = Network(nn.Sequential(nn.Flatten(), nn.Linear(256, 32, bias=False), nn.Linear(32, 10, bias=False)))
+    planned = le.plan(LiveFit(*fits(module, [])))
+    first, second = 2 * 4 * 256 * 32, 2 * 4 * 32 * 10
+    assert planned.flops == 2 * first + 3 * second
+
+
+def test_what_needs_values_is_left_out_and_said() -> None:
+    class Curious(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.network[1].weight.unique()
+
+    module = Network(nn.Sequential(nn.Flatten(), nn.Linear(256, 10)))
+    planned = le.plan(LiveFit(*fits(module, [Curious()])))
+    assert any(note.startswith("Curious") for note in planned.notes)

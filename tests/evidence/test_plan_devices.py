@@ -1,0 +1,74 @@
+"""What a strategy shares, and on how many devices a plan has room: against sums by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient.evidence.plan import Moment
+from lit_efficient.evidence.plan_devices import largest_unit, least_devices, per_device
+from lit_efficient.internals.lightning_strategies import traits_named
+from tests.evidence.known_plans import plan_of
+
+KINDS = {"weights": 4_000, "gradients": 4_000, "states": 8_000, "activations": 3_000, "logits": 500}
+STEP = {"weights": 4_000, "gradients": 4_000, "states": 8_000, "other": 2_000}
+PLAN = plan_of(KINDS, timeline=(Moment("forward", KINDS), Moment("optimizer step", STEP)), resident={"states": 8_000})
+DDP, FSDP = traits_named("ddp"), traits_named({"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"})
+
+
+def test_ddp_shrinks_nothing_and_adds_its_buckets():
+    of_eight = per_device(PLAN, 8, DDP)
+    assert of_eight.peak == PLAN.peak + 4_000
+    assert of_eight.kinds == {**KINDS, "communication": 4_000}
+    assert per_device(PLAN, 1, DDP) is PLAN
+    assert least_devices(PLAN, PLAN.peak - 1, DDP, (0, 0)) is None
+    assert least_devices(PLAN, PLAN.peak, DDP, (0, 0)) == 1
+
+
+def test_sharding_shares_what_belongs_to_parameters_and_gathers_a_unit():
+    of_four = per_device(PLAN, 4, FSDP, (700, 300))
+    assert of_four.kinds == {
+        "weights": 1_000,
+        "gradients": 1_000,
+        "states": 2_000,
+        "activations": 3_000,
+        "logits": 500,
+        "communication": 1_700,
+    }
+    assert of_four.peak == sum(of_four.kinds.values()) == 9_200
+    assert of_four.resident == {"states": 2_000, "communication": 1_700}
+    assert any("twice the weights" in note for note in of_four.notes)
+
+
+@pytest.mark.parametrize("limit", range(5_300, 25_000, 1_371))
+def test_the_least_number_of_devices_is_what_counting_finds(limit):
+    fits = [n for n in range(1, 300) if per_device(PLAN, n, FSDP, (700, 300)).peak <= limit]
+    assert least_devices(PLAN, limit, FSDP, (700, 300)) == min(fits)
+    assert least_devices(PLAN, 5_000, FSDP, (700, 300)) is None
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8 * n), nn.Linear(8 * n, 8)) for n in (1, 3))
+        self.layers[1][0].requires_grad_(False)
+
+
+def test_the_largest_unit_is_a_block_or_what_lies_outside():
+    module = Blocks()
+    embedding = 100 * 8 * 4
+    assert largest_unit(module) == (embedding, embedding)
+    module.embedding = nn.Embedding(2, 8)
+    second = module.layers[1]
+    assert largest_unit(module) == (4 * (8 * 24 + 24 + 24 * 8 + 8), 4 * (24 * 8 + 8))
+    assert sum(p.numel() for p in second.parameters()) * 4 == largest_unit(module)[0]
+    assert largest_unit(nn.Linear(3, 2, dtype=torch.float64)) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "replicates", "shards"),
+    [("auto", True, False), ("ddp_find_unused_parameters_true", True, False), ("fsdp", False, True)],
+)
+def test_strategies_by_their_names_in_a_config(given, replicates, shards):
+    traits = traits_named(given)
+    assert (traits.replicates, traits.shards) == (replicates, shards)

@@ -1,0 +1,79 @@
+"""The searches find what counting every value out finds, in few plans."""
+
+import pytest
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.fits import Change
+from lit_efficient.evidence.plan_search import TRIES, Predictions, Refusal, largest
+from tests.evidence.known_plans import by_formula, plan_of
+
+LIMIT = 10_000_000
+FORMULAS = {
+    "line": lambda n: 1_000_000 + 77_777 * n,
+    "steep": lambda n: 9_000_000 + 400_000 * n,
+    "flat": lambda n: 5_000_000 + 1_300 * n,
+    "rounded up": lambda n: 2_000_000 + -(-n * 50_000 // 65_536) * 65_536,
+    "square": lambda n: 1_000_000 + 1_000 * n + 37 * n * n,
+    "two lines": lambda n: max(4_000_000 + 1_000 * n, 90_000 * n - 2_000_000),
+}
+
+
+def batch(value: int) -> Change:
+    return Change("", {"data.batch_size": value})
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("start", [1, 8, 300])
+def test_the_largest_is_what_counting_finds_in_a_dozen_plans(name, start):
+    peak, made = FORMULAS[name], []
+    answer = max(n for n in range(1, 5_000) if peak(n) <= LIMIT)
+    found = largest(Predictions(by_formula(peak, made), LIMIT), batch, start)
+    assert found.value == answer
+    assert found.above == answer + 1
+    assert found.plan is not None
+    assert (found.plan.peak, found.above_peak) == (peak(answer), peak(answer + 1))
+    assert len(made) == len(set(made)) <= TRIES
+
+
+def test_multiples_bounds_and_what_never_fits():
+    predictions = Predictions(by_formula(FORMULAS["line"]), LIMIT)
+    assert largest(predictions, batch, 128, step=64).value == 64
+    assert largest(predictions, batch, 8, most=50).value == 50
+    assert largest(predictions, batch, 8, most=50).above is None
+    nothing = largest(Predictions(by_formula(lambda n: LIMIT + n), LIMIT), batch, 8)
+    assert nothing.value is None
+    assert nothing.above == 1
+
+
+def test_what_is_refused_does_not_fit_and_says_why():
+    def predict(change):
+        n = change.settings["data.batch_size"]
+        if n > 37:
+            raise ConfigurationError("37 rows are all there are\n  and more lines")
+        return plan_of({"activations": n})
+
+    found = largest(Predictions(predict, LIMIT), batch, 8)
+    assert (found.value, found.above, found.above_peak) == (37, 38, None)
+    assert found.reason == "37 rows are all there are"
+
+
+def test_a_library_that_fails_on_a_change_refuses_it_and_a_fit_that_fails_by_itself_fails():
+    def predict(change):
+        raise RuntimeError("no such kernel")
+
+    predictions = Predictions(predict, LIMIT)
+    assert predictions(batch(3)) == Refusal("RuntimeError: no such kernel")
+    with pytest.raises(RuntimeError, match="kernel"):
+        predictions()
+
+
+def test_progress_tells_how_many_plans_are_left(monkeypatch):
+    clock = iter(range(0, 10_000, 3))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    said: list[str] = []
+    predictions = Predictions(by_formula(FORMULAS["line"]), LIMIT, said.append)
+    predictions.begin("data.batch_size", 5)
+    for n in range(1, 5):
+        predictions(batch(n))
+    assert said[0] == "data.batch_size: 1 plans made, 3.0 s each, at most 12 s left"
+    assert len(said) == 3
