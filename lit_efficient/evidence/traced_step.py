@@ -253,6 +253,11 @@ class _Fakes:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = self(tensor, self.device)
+            for name, kept in list(vars(part).items()):  # states of metrics, for one, when all is made on meta
+                if name[:1] != "_" or name == "_defaults":
+                    vars(part)[name] = tree_map_only(
+                        Tensor, lambda one: self(one, self.device) if one.is_meta else one, kept
+                    )
 
 
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
