@@ -9,6 +9,7 @@
 
 A forked process for each cell: it plans, then it trains and counts. The error is (planned - measured) / measured of
 the most bytes alive at a time, from the third step on. What a CPU refuses is planned there for a GPU, and not measured.
+The count is what the allocator's own records say, to 0.01 MiB, but for scratch space within kernels of convolutions.
 """
 
 from __future__ import annotations

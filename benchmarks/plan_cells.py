@@ -117,7 +117,12 @@ def _of_transformers(kind: str, config: str, **fields: Any) -> nn.Module:
 def _decoder(size: Size) -> dict[str, Any]:
     heads = size.width // 32
     shape = {"hidden_size": size.width, "num_hidden_layers": size.depth, "vocab_size": size.words}
-    return {**shape, "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2), "use_cache": False}
+    return {
+        **shape,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if heads % 2 else heads // 2,
+        "use_cache": False,
+    }
 
 
 def _llama(size: Size) -> L.LightningModule:

@@ -2,10 +2,13 @@
 
 import pytest
 
+import lit_efficient as le
+from benchmarks.plan_70b import FIELDS, Llama70B
 from benchmarks.plan_accuracy import error, row
 from benchmarks.plan_cells import MODELS, Cell, cells, techniques
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
 
 @pytest.mark.parametrize(
@@ -28,3 +31,9 @@ def test_every_technique_stands_in_a_cell_and_names_are_unique():
     wanted = cells()
     assert {name for cell in wanted for name in cell.techniques} == set(techniques())
     assert len({cell.name for cell in wanted}) == len(wanted) >= 60
+
+
+def test_a_fit_that_is_made_on_meta_whole_its_metrics_too_is_planned():
+    found = le.plan(Llama70B(length=32, layers=1))
+    embeddings = 2 * 2 * FIELDS["vocab_size"] * FIELDS["hidden_size"]  # and the head, in 16 bits
+    assert embeddings < found.kinds["weights"] < 1.2 * embeddings
