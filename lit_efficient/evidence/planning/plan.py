@@ -7,12 +7,14 @@ description. The batch is the largest that the data's samples make, where the da
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError, check_choice
+from lit_efficient.evidence.few_blocks import FewBlocks
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
 from lit_efficient.evidence.memory_kinds import BLOCK, KINDS, Moment
+from lit_efficient.evidence.planning.deep_networks import FEW, MANY, MORE, deepened
 from lit_efficient.evidence.planning.planned_batch import batch_of
 from lit_efficient.evidence.planning.traced_step import trace
 from lit_efficient.internals.torch_fake import FakeCopyMode, FakeTensorMode
@@ -69,12 +71,14 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
         check_choice("plan", "device", device, ("cpu", "cuda"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def make() -> Fit:
+    def make(few: FewBlocks) -> Fit:
+        shorter = replace(change, callbacks=lambda: [few, *change.callbacks()])
         if isinstance(source, LiveFit):
-            return source.make(change, FakeCopyMode(mode))
-        return source.make(change)
+            return source.make(shorter, FakeCopyMode(mode))
+        return source.make(shorter)
 
-    fit = make()
+    few = FewBlocks(MORE, only_above=MANY)
+    fit = make(few)
     if fit.trainer.world_size > 1:
         raise ConfigurationError(
             f"plan: this fit has {fit.trainer.world_size} processes, and one is traced: set trainer.devices to 1"
@@ -86,7 +90,13 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
         notes.append(f"Kernels of {device} are taken to keep what those of {own} keep; states are taken to stay there.")
     batch, batches = batch_of(fit, notes)
     accumulated = fit.trainer.accumulate_grad_batches
-    traced = trace(fit, make, batch, batches, mode, 1 if device == "cpu" else BLOCK)
+    block = 1 if device == "cpu" else BLOCK
+    traced = trace(fit, lambda: make(few), batch, batches, mode, block)
+    if few.before:
+        fewer = FewBlocks(FEW, only_above=MANY)
+        shallow = make(fewer)
+        shallow.data = fit.data
+        traced = deepened(trace(shallow, lambda: make(fewer), batch, batches, mode, block), traced, few.before)
     amount, unit = count_batch(batch)
     memory = traced.memory
     return Plan(

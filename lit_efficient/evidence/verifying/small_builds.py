@@ -12,15 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.few_blocks import FewBlocks, blocks_by_list
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.evidence.verifying.claims import quiet
 from lit_efficient.internals.lightning_trainer import begin_fit
-from lit_efficient.internals.wraps import inner_method, wrap_method
-from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.surgery import count
 
 LARGE = 50_000_000  # parameters
@@ -75,7 +72,7 @@ def _sketch(source: FitSource) -> Any:
 def _changes(source: FitSource, module: nn.Module) -> Iterator[tuple[str, Change]]:
     """What may make the network small, the best first."""
     settings = dict(_flat({"model": source.config().get("model")}))
-    lists = _lists(module)
+    lists = blocks_by_list(module)
     depth = max(map(len, lists.values()), default=0)
     blocks = [block for held in lists.values() for block in held]
     sizes = {size for block in blocks for p in block.parameters() for size in p.shape if size > _NARROWEST}
@@ -115,33 +112,6 @@ def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         name = f"{path}.{key}" if path else str(key)
         yield name, value
         yield from _flat(value, name)
-
-
-def _lists(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """Blocks by the list that holds them."""
-    held: dict[str, list[nn.Module]] = {}
-    with contextlib.suppress(ConfigurationError):  # there are none
-        for name, block in find_blocks(module, who="verify"):
-            parent = name.rpartition(".")[0]
-            if isinstance(module.get_submodule(parent), nn.ModuleList | nn.Sequential):
-                held.setdefault(parent, []).append(block)
-    return held
-
-
-class FewBlocks(Callback):
-    """Keeps the first two blocks of each list, before any technique acts: it is the first of the callbacks."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        wrap_method(pl_module, "configure_model", _configure_model)
-
-
-def _configure_model(self: Any) -> None:
-    inner_method(self, "configure_model", _configure_model)()
-    for name, blocks in _lists(self).items():
-        parent: Any = self.get_submodule(name)
-        gone = {id(block) for block in blocks[2:]}
-        for i in reversed([i for i, child in enumerate(parent) if id(child) in gone]):
-            del parent[i]
 
 
 class _Changed(FitSource):

@@ -1,0 +1,67 @@
+"""A plan of a deep network, of which few blocks are traced, is that of all of them."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lit_efficient import EMA, ActivationCheckpointing, CausalLMConfig, GPTConfig, LanguageModeling, LoRA, plan
+from lit_efficient.evidence.fits import LiveFit
+from lit_efficient.evidence.planning import plan as planning
+
+SHAPES: dict[str, Any] = {
+    "gpt": GPTConfig(64, dim=32, depth=11, num_heads=2, max_length=32),
+    "llama": CausalLMConfig(
+        config_fields={
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 11,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "vocab_size": 1024,
+            "max_position_embeddings": 32,
+        }
+    ),
+}
+
+
+def planned(shape: str, *callbacks: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    tokens = torch.zeros(32, dtype=torch.long)
+    run = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=9,
+        callbacks=[*callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    rows = DataLoader([{"input_ids": tokens, "labels": tokens}] * 16, 4)
+    return plan(LiveFit(run, LanguageModeling(SHAPES[shape], warmup_steps=0), rows))
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(
+    ("shape", "techniques", "options"),
+    [
+        ("gpt", [ActivationCheckpointing, EMA], {"accumulate_grad_batches": 2}),
+        ("llama", [LoRA, ActivationCheckpointing], {"precision": "bf16-true"}),
+    ],
+)
+def test_what_each_block_adds_is_counted_as_often_as_it_is_there(shape, techniques, options, monkeypatch):
+    monkeypatch.setattr(planning, "MANY", 10)
+    few = planned(shape, *(kind() for kind in techniques), **options)
+    monkeypatch.setattr(planning, "MANY", 10**6)
+    whole = planned(shape, *(kind() for kind in techniques), **options)
+    assert "were traced" in " ".join(few.notes)
+    assert "were traced" not in " ".join(whole.notes)
+    assert few.peak == pytest.approx(whole.peak, rel=0.01)
+    assert sum(few.kinds.values()) == few.peak
+    assert few.resident == whole.resident
+    assert (few.parameters, few.trainable, few.flops) == (whole.parameters, whole.trainable, whole.flops)
