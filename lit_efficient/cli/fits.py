@@ -44,7 +44,9 @@ class ConfigFit(FitSource):
 
     def identity(self, change: Change = AS_IT_IS) -> str:
         words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
-        texts = [Path(path).read_text("utf-8") for path in map(configs.located, words) if path.endswith(".yaml")]
+        given = [word.partition("=")[2] if word.startswith("-") else word for word in words]  # --config=FILE
+        paths = [path for path in map(configs.located, given) if path.endswith((".yaml", ".yml"))]
+        texts = [Path(path).read_text("utf-8") for path in paths if Path(path).is_file()]
         return f"{words} {texts} {super().identity(replace(change, overlays=()))}"
 
     def without_weights(self) -> "ConfigFit":

@@ -9,12 +9,15 @@ A `Change` is what one variant has that the fit as it is has not. Settings go by
 """
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import techniques_of
@@ -37,6 +40,8 @@ _OF_TRAINER = {
     "check_val_every_n_epoch": "check_val_every_n_epoch",
     "log_every_n_steps": "log_every_n_steps",
 }
+
+_MOST_DESCRIBED = 100  # of a long list, by which it is told from another
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,10 @@ class LiveFit(FitSource):
 
     def identity(self, change: Change = AS_IT_IS) -> str:
         fit = self.parts
-        trainer = {name: getattr(fit.trainer, name, None) for name in ("accumulate_grad_batches", "gradient_clip_val")}
+        names = ("accumulate_grad_batches", "gradient_clip_val", "limit_train_batches", "limit_val_batches")
+        trainer = {name: getattr(fit.trainer, name, None) for name in names}
         weights = sum(float(p.detach().double().sum()) for p in fit.module.parameters() if p.device.type != "meta")
-        parts = [_described(part) for part in (*fit.trainer.callbacks, fit.data)]
+        parts = [_described(part) for part in (*fit.trainer.callbacks, fit.module, fit.data)]
         return f"{super().identity(change)} {fit.module} {weights} {trainer} {fit.trainer.precision} {parts}"
 
 
@@ -178,18 +184,28 @@ def _each(change: Change) -> list[str]:
     return [_described(callback) for callback in change.callbacks()]
 
 
-def _described(part: Any) -> str:
-    """A part by its class and those of its attributes that are plain."""
-    if isinstance(part, tuple):
-        return str([_described(one) for one in part])
-    plain = {name: value for name, value in getattr(part, "__dict__", {}).items() if _is_plain(value)}
-    return f"{type(part).__qualname__}{plain}"
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, str | int | float | bool | None)
+def _described(part: Any, depth: int = 4) -> str:
+    """A part by its class and its attributes, as far down as people set them, the same in every process."""
+    if isinstance(part, str | int | float | bool | None | torch.dtype):
+        return repr(part)
+    if isinstance(part, torch.Tensor):
+        return f"{tuple(part.shape)} {0 if part.device.type == 'meta' else part.detach().double().sum().item()}"
+    if callable(part) and hasattr(part, "__qualname__"):
+        return f"{part.__module__}.{part.__qualname__}"
+    if depth == 0:
+        return type(part).__qualname__
+    if isinstance(part, Mapping):
+        return str({repr(name): _described(value, depth - 1) for name, value in part.items()})
+    if isinstance(part, list | tuple | set | frozenset):
+        texts = [_described(one, depth - 1) for one in itertools.islice(part, _MOST_DESCRIBED)]
+        return f"{len(part)} {sorted(texts) if isinstance(part, set | frozenset) else texts}"
+    if isinstance(part, partial):
+        return _described([part.func, part.args, part.keywords], depth)
+    base = vars(torch.nn.Module()) if isinstance(part, torch.nn.Module) else {}  # weights are summed up elsewhere
+    others = {*base, "trainer", "_trainer"}
+    own = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in others}
+    told = {name: _described(value, depth - 1) for name, value in own.items() if not isinstance(value, torch.nn.Module)}
+    return f"{type(part).__qualname__}{told}"
 
 
 def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

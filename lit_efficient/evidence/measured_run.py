@@ -103,8 +103,8 @@ def _train(
         times = next(n for n in range(min(asked.validations, asked.steps), 0, -1) if asked.steps % n == 0)
         every *= asked.steps // times
         fit.change({"trainer.val_check_interval": every, "trainer.check_val_every_n_epoch": None})
-    else:
-        fit.change({"trainer.limit_val_batches": 0})
+    else:  # schedulers and callbacks may wait for what a validation logs
+        fit.change({"trainer.limit_val_batches": min(1, batches)})
     steps, last = StepWatch(found, tell), LastWatch()
     last.steps = steps
     counting = [ByteWatch(found, warm_up(asked.steps) - 1)] if asked.counts else []
@@ -114,6 +114,8 @@ def _train(
     last.saves = folder / "end.ckpt" if asked.counts else None
     fit.run()
     steps.write(asked.steps)
+    if not asked.validations:
+        found.held_out = {}
     found.failed = "" if found.steps else "the fit ended before its first step"
     fit.change({"trainer.limit_val_batches": batches})
     after = _validated(fit, asked)
@@ -137,7 +139,7 @@ def _made(source: FitSource, change: Change, asked: _Asked, folder: Path) -> Fit
         one for one in trainer.callbacks if not {base.__name__ for base in type(one).__mro__} & WRITERS
     ]
     names = {"max_steps": asked.steps, "max_epochs": -1, "min_steps": None, "num_sanity_val_steps": 0}
-    if trainer.limit_val_batches == 1.0:
+    if isinstance(trainer.limit_val_batches, float) and trainer.limit_val_batches == 1.0:  # 1 is one batch
         names["limit_val_batches"] = VAL_BATCHES
     fit.change({f"trainer.{name}": value for name, value in names.items()})
     return fit

@@ -106,7 +106,7 @@ def _death(code: int | None) -> str:
     if code is None or code >= 0:
         return f"its process ended with code {code} and said nothing"
     name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
-    return f"its process was killed ({name})" + (": memory ran out, most likely" if name == "SIGKILL" else "")
+    return f"its process was killed ({name})" + (": out of memory, most likely" if name == "SIGKILL" else "")
 
 
 def _child(task: Callable[..., Any], given: tuple[Any, ...], pipe: Any, log: Path | None, threads: int) -> None:

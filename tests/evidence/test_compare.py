@@ -11,9 +11,10 @@ import torch
 import lit_efficient
 from lit_efficient import EMA, LoRA
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.comparing.comparison import TRAINING_LOSS
+from lit_efficient.evidence.comparing.comparison import TRAINING_LOSS, Comparison
 from lit_efficient.evidence.comparing.comparison_rows import Row, Rows, metric_of, results
 from lit_efficient.evidence.comparing.comparison_runs import Comparing, Schedule, variants
+from lit_efficient.evidence.comparing.comparison_tables import notes
 from lit_efficient.evidence.fits import Change, LiveFit
 from lit_efficient.evidence.measured_run import Measured
 from tests.support import Toy, data, trainer
@@ -201,6 +202,36 @@ def test_a_run_that_diverges_is_not_left_out_of_the_mean():
     found = results({"baseline": rows_of("b", 0.5, 0.2), "v": rows}, "val/loss")[1]
     assert math.isnan(found.loss.value)
     assert not found.loss.evidence
+
+
+def test_a_run_that_failed_ended_early_or_diverged_is_told_of():
+    rows = rows_of("v", 0.5, 0.2)
+    rows[0].run.held_out["val/loss"][-1] = (8, 1.6, math.nan)
+    rows[1].run.steps = 5
+    rows[2].run.failed = "out of memory"
+    found = results({"baseline": rows_of("b", 0.5, 0.2), "v": rows}, "val/loss")
+    assert found[0].remarks == []
+    assert all(
+        part in " ".join(found[1].remarks) for part in ("1 of 3 runs failed", "out of memory", "5 steps", "1 of 2")
+    )
+    assert "out of memory" in " ".join(notes(Comparison("", {}, "val/loss", found)))
+
+
+def test_what_two_at_once_have_made_counts_once(tmp_path):
+    rows = Rows(tmp_path, {})
+    for _ in range(2):
+        rows.add(rows_of("v", 0.5, 0.2)[0])
+    assert len(rows.of("v")) == 1
+
+
+def test_an_interval_that_is_narrow_by_chance_does_not_end_the_runs(source, tmp_path):
+    """With an end after three, a tenth of all comparisons of equals were evidence of a difference."""
+    run = Comparing(source, [Change("null")], Schedule(steps=1, seeds=1), tmp_path)
+    settled = []
+    for turn in range(6):
+        run.rows.rows += [Row(key, turn, False, run_of("", 0, [1.0, 1.0], 1.0)) for key in run.keys.values()]
+        settled.append(run.settled)
+    assert settled == [False] * 5 + [True]
 
 
 def test_the_metric_is_the_validation_loss_or_the_one_that_is_asked_for():

@@ -62,3 +62,28 @@ def test_the_fit_of_a_config_is_made_with_what_is_laid_over_it(tmp_path, monkeyp
     assert not (tmp_path / "runs").exists()
     with pytest.raises(Exception, match="no_such"):
         source.make(Change(overlays=("no_such",)))
+
+
+def test_another_argument_of_a_module_or_a_callback_is_another_fit():
+    def identity(rate: float, weight: float) -> str:
+        module, callback = Toy(), Losses([])
+        module.rate, callback.settings = rate, {"weight": weight}
+        return LiveFit(trainer(), module, data()).identity(Change(callbacks=lambda: [callback]))
+
+    assert len({identity(*pair) for pair in ((0.1, 1), (0.1, 1), (0.2, 1), (0.1, 2))}) == 3
+
+
+def test_other_data_and_another_dataset_are_another_fit():
+    module = Toy()
+    assert len({LiveFit(trainer(), module, data(rows)).identity() for rows in (8, 8, 16)}) == 2
+
+
+@pytest.mark.parametrize("words", [["-c", "{}"], ["--config={}"], ["-c={}"]])
+def test_a_config_is_known_by_what_stands_in_it(words, tmp_path):
+    file = tmp_path / "own.yml"
+    argv = [word.format(file) for word in words] + ["--trainer.default_root_dir=none.yaml"]
+    identities = set()
+    for text in ("seed_everything: 1", "seed_everything: 2"):
+        file.write_text(text)
+        identities.add(ConfigFit(argv, tmp_path).identity())
+    assert len(identities) == 2

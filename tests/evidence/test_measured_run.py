@@ -100,6 +100,26 @@ def test_what_dies_is_a_row_with_its_reason(source, how, said, tmp_path):
     assert ("Traceback" in (tmp_path / "log").read_text()) == (how != "killed")
 
 
+class Waits(Toy):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
+
+
+def test_a_scheduler_that_waits_for_a_validation_can_be_measured_without_any():
+    fit = LiveFit(trainer(max_steps=3, check_val_every_n_epoch=1), Waits(), (data(), data()))
+    one = measured(fit, steps=6)
+    assert (one.failed, one.steps) == ("", 6)
+    assert not measured(LiveFit(trainer(limit_val_batches=0), Toy(), (data(), data())), steps=2).held_out
+
+
+def test_a_limit_of_one_batch_stays_one():
+    fits = [LiveFit(trainer(limit_val_batches=limit), Toy(), (data(), data(16))) for limit in (1, 4, 1.0)]
+    one, four, all_of_four = (measured(fit, steps=1, validations=1).held_out["val/loss"][0][2] for fit in fits)
+    assert one != four == all_of_four
+
+
 def test_what_is_refused_is_told_in_its_own_words(source):
     one = measured(source, Change("bad", callbacks=lambda: [LoRA(targets=["no_such"])]), steps=2)
     assert one.refused

@@ -3,9 +3,12 @@
 import copy
 import functools
 import math
+import os
 import random
+import signal
 from dataclasses import dataclass, field
 
+import lightning.pytorch as L
 import pytest
 import torch
 import yaml
@@ -32,6 +35,7 @@ class Ran:
     failed: str = ""
     peak: int = 0
     unit: str = "samples"
+    late: bool = False
     amounts: list[int] = field(default_factory=lambda: [64])
 
 
@@ -227,6 +231,20 @@ def test_a_live_fit_is_tuned(tmp_path):
     assert any("tried" in line for line in told)
     assert any(line.startswith(str(found.best.candidate)) and "*" in line for line in found.lines())
     assert batch_setting(source.make(found.change))[1] == found.best.candidate.batch
+
+
+class Hangs(L.Callback):
+    here = os.getpid()
+
+    def on_train_start(self, trainer, pl_module):
+        if os.getpid() != self.here:
+            signal.pause()
+
+
+def test_a_run_that_hangs_does_not_hold_the_search(tmp_path):
+    source = LiveFit(trainer([Hangs()], max_steps=2, limit_val_batches=0), Toy(), data())
+    with pytest.raises(ConfigurationError, match="more minutes"):
+        tune(source, "1GiB", only=["batch_size"], folder=tmp_path, steps=1, minutes=0.05)
 
 
 def test_the_overlay_gives_what_was_measured(tmp_path):

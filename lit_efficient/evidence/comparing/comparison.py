@@ -43,6 +43,7 @@ class VariantResult:
         curve: Step, seconds of training and metric, the median over the seeds.
         seeds: Runs whose losses are compared.
         rounds: Runs whose times are compared.
+        remarks: What no number tells: runs that failed where others did not, that ended early or diverged.
     """
 
     name: str
@@ -67,6 +68,7 @@ class VariantResult:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     seeds: int = 0
     rounds: int = 0
+    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -86,7 +86,8 @@ class Rows:
 
     def of(self, key: str) -> list[Row]:
         """The runs of a variant."""
-        return [row for row in self.rows if row.key == key]
+        found = [row for row in self.rows if row.key == key]
+        return list({(row.round, row.whole): row for row in found}.values())  # two at once may make the same run
 
 
 def _read(text: str) -> dict[str, Any] | None:
@@ -177,7 +178,21 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
         curve=_middle(list(curves.values())),
         seeds=len(seeds),
         rounds=len(good),
+        remarks=list(_remarks(rows, [(whole[seed], plain[seed]) for seed in seeds], list(curves.values()), metric)),
     )
+
+
+def _remarks(
+    rows: Sequence[Row], pairs: Sequence[tuple[Measured, Measured]], curves: Sequence[_Curve], metric: str
+) -> Iterator[str]:
+    failed = [row.run.failed for row in rows if row.run.failed]
+    if failed:
+        yield f"{len(failed)} of {len(rows)} runs failed, which stopped the others: {failed[0]}"
+    early = [(mine.steps, other.steps) for mine, other in pairs if mine.steps != other.steps]
+    if early:
+        yield f"a training ended after {early[0][0]} steps, the baseline's after {early[0][1]}"
+    if lost := sum(not math.isfinite(curve[-1][2]) for curve in curves if curve):
+        yield f"{metric} is no number at the end of {lost} of {len(curves)} trainings"
 
 
 def curve_of(run: Measured, metric: str) -> _Curve:

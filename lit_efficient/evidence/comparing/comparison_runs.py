@@ -31,7 +31,7 @@ from lit_efficient.evidence.planning.plan import plan
 
 _TIMED = 12  # steps of a run that is there for its time alone
 _PLANNING = 90.0  # seconds that a plan may take
-_ROUNDS = 3, 40  # with fewer an interval says little, with more it hardly narrows
+_ROUNDS = 6, 40  # with fewer one that is narrow by chance ends the runs too often, with more it hardly narrows
 
 
 @dataclass(frozen=True)

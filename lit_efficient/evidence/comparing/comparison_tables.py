@@ -120,6 +120,7 @@ def notes(comparison: Comparison) -> list[str]:
         found.append(f"Left out, as they cannot be added to this fit: {names}.")
     if failed := len(comparison.variants) - len(done):
         found.append(f"{failed} of {len(comparison.variants)} variants failed.")
+    found += [f"{one_line(each.name)}: {one_line(text)}." for each in done for text in each.remarks]
     return found
 
 

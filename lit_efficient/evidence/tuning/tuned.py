@@ -83,7 +83,7 @@ def tune(
     search = Search(
         Space(fit, allow_changes, only, batch),
         partial(_planned, sketch),
-        measure or partial(_measured, source, limit, folder),
+        measure or partial(_measured, source, limit, folder, 60 * minutes),
         limit,
         steps=steps,
         seconds=60 * minutes,
@@ -256,8 +256,10 @@ def _within(limit: int, change: Change) -> list[Any]:
     return [_Within(limit), *change.callbacks()]
 
 
-def _measured(source: FitSource, limit: int, folder: Path | None, change: Change, steps: int) -> Measured:
+def _measured(
+    source: FitSource, limit: int, folder: Path | None, most_seconds: float, change: Change, steps: int
+) -> Measured:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     change = replace(change, callbacks=partial(_within, limit, change))
-    return measured(source, change, steps=WARM_UP + steps, log=folder and folder / "log.txt")
+    return measured(source, change, steps=WARM_UP + steps, log=folder and folder / "log.txt", most_seconds=most_seconds)

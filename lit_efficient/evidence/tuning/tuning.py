@@ -328,6 +328,8 @@ class Search:
         def make() -> dict[str, Any]:
             self._check_time()
             one = self.measure(self.space.change(candidate), steps)
+            if one.late:  # more time may help
+                raise _OutOfTime
             found = {"amount": statistics.fmean(one.amounts or [0]), "unit": one.unit, "peak": one.peak}
             return {**found, "seconds": list(one.timed), "failed": one.failed}
 
