@@ -111,7 +111,9 @@ class Trace:
         weights: After each optimizer step, the parameters by name; empty, if ``slim``.
         end: Weights and buffers after the last step, by name.
         trainable: Names of the parameters that require a gradient when training starts.
+        thawed: Names of the parameters that require one when some later batch begins.
         tied: Names that one parameter had before the fit, for each that had several.
+        resting: Names of the layers that are in evaluation mode when the last batch begins.
     """
 
     fit: Fit
@@ -123,7 +125,9 @@ class Trace:
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     end: dict[str, Tensor] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
+    thawed: set[str] = field(default_factory=set)
     tied: list[list[str]] = field(default_factory=list)
+    resting: set[str] = field(default_factory=set)
 
 
 class Subject:
@@ -214,6 +218,7 @@ class Subject:
         fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
             self.run(fit)
+            raise ConfigurationError("verify: the fit was over before there was anything to see")
         return inside.found
 
 
@@ -246,6 +251,8 @@ class Recorder(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.trace.batches.append(copy.deepcopy(batch))
+        self.trace.thawed |= {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        self.trace.resting = {name for name, part in pl_module.named_modules() if not part.training}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         names = {id(p): name for name, p in pl_module.named_parameters()}

@@ -39,8 +39,8 @@ class Trains(Claim):
         wrong |= dict.fromkeys(unreached - aside, "no gradient reaches it, though its layer is used")
         wrong |= dict.fromkeys(zero & ours, "its gradient is zero in every step")
         wrong |= dict.fromkeys(still & reached - zero - rounded, "it has a gradient and does not move")
-        notes = {"that the training step leaves aside": aside, "whose steps 16 bits round away": rounded}
-        notes |= {"that are frozen for now": set(later)}
+        notes = {"that the training step leaves aside, or uses without gradients": aside}
+        notes |= {"whose steps 16 bits round away": rounded, "that are frozen for now": set(later)}
         uncovered = tuple(
             f"{len(names)} parameters {what}, first {min(names)}" for what, names in notes.items() if names
         )
@@ -59,7 +59,7 @@ class Frozen(Claim):
         trace = subject.plain
         module, techniques = trace.fit.module, techniques_of(trace.fit.trainer)
         moved = {name for name, _ in module.named_parameters() if not same(trace.start.get(name), trace.end[name])}
-        wrong = dict.fromkeys(moved - trace.trainable - held(module), "it is frozen, and moved")
+        wrong = dict.fromkeys(moved - trace.trainable - trace.thawed - held(module), "it is frozen, and moved")
         adapting = [type(technique).__name__ for technique in techniques if technique.phase is Phase.ADAPT]
         if adapting:
             beside = f"it is none of what {' and '.join(adapting)} trains, and moved"
@@ -140,6 +140,8 @@ class Scheduled(Claim):
             return self.idle("there is no learning-rate schedule")
         plateaus = [type(c.scheduler).__name__ for c in seen.configs if isinstance(c.scheduler, ReduceLROnPlateau)]
         uncovered = tuple(f"{name}, which waits for a metric" for name in plateaus)
+        if all(rates == seen.rates[0] for rates in seen.rates):
+            uncovered = (*uncovered, f"how rates move: in these {len(seen.rates)} steps none does")
         hooks = (module.optimizer_step, module.lr_scheduler_step)
         own = not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
         if own or not module.automatic_optimization:
