@@ -110,7 +110,7 @@ def _trains(module: nn.Module, name: str, part: nn.Module) -> bool:
     """Whether a layer, or what one without parameters is a part of, trains in full; a batch norm that has statistics
     of earlier data may be kept as it is.
     """
-    if isinstance(part, BatchNorm) and part.running_mean is not None and part.running_mean.any():
+    if isinstance(part, BatchNorm) and not part.training and part.running_mean is not None and part.running_mean.any():
         return False
     owner = part if any(True for _ in part.parameters()) else module.get_submodule(name.rpartition(".")[0])
     trains = [parameter.requires_grad for parameter in owner.parameters()]
