@@ -336,6 +336,7 @@ HEALTHY: dict[str, Setup] = {
         callbacks=_of(le.ActivationCheckpointing, le.TokenWeightedAccumulation),
         trainer=(("accumulate_grad_batches", 2),),
     ),
+    "blocks that thaw one after the other": GPT.but(callbacks=_of(lambda: le.GradualUnfreezing(every_n_epochs=1))),
     "a quantised base with adapters": GPT.but(
         module=lambda: language_model(dim=64, hidden_dim=128, num_heads=4),
         callbacks=_of(le.QuantizeBase, lambda: le.LoRA(rank=2)),
