@@ -223,6 +223,25 @@ class Resting(Stranger):
         self.network.eval()
 
 
+class NeverTraining(Stranger):
+    """Is handed over as an evaluation left it."""
+
+    def on_train_start(self) -> None:
+        self.eval()
+
+
+class Samples(L.Callback):
+    """Looks at samples after a batch, and leaves the network in evaluation mode."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.network.eval()
+
+
+def learns_filling(rows: list[Any]) -> dict[str, Tensor]:
+    batch = setups.padded(rows)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
 # Optimizers and what trains ------------------------------------------------------------------------------------------
 
 
@@ -430,6 +449,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "labels are shifted twice": Fault(reads(ShiftsAgain), "labels", "head"),
     "labels are not shifted": Fault(reads(ShiftsNever), "labels", "head"),
+    "filling is learned": Fault(reads(Reader, learns_filling), "labels", "the batch: labels"),
     "masked turns train": Fault(reads(TrainsMasked, prompt=4), "labels", "head"),
     "the mean of the means of chunks": Fault(reads(MeansOfChunks), "chunked", "head"),
     # how a step is computed
@@ -442,6 +462,12 @@ FAULTS: dict[str, Fault] = {
     "dropout in evaluation mode": Fault(
         Setup(lambda: Resting(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.5), nn.Linear(8, 3))),
               setups.image_data), "modes", "Dropout"
+    ),
+    "the whole module in evaluation mode": Fault(
+        Setup(lambda: NeverTraining(ResNet()), setups.image_data), "modes", "bn1"
+    ),
+    "a callback that leaves the network in evaluation mode": Fault(
+        Setup(lambda: Stranger(ResNet(0.3)), setups.image_data, lambda: [Samples()]), "modes", "bn1"
     ),
     "an unseeded order of rows": Fault(RESNET.but(data=unseeded_data), "determinism", "batch 0"),
     "a mean of means over micro-batches": Fault(

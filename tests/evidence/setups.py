@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -246,6 +247,17 @@ class Contrastive(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Unfreezing(BaseFinetuning):
+    """Rests the blocks in the first epoch, of four batches."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.network.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.network.blocks, optimizer)
+
+
 class Mixup(Stranger):
     """Mixes the rows of its images before the network sees them."""
 
@@ -319,6 +331,12 @@ HEALTHY: dict[str, Setup] = {
         module=lambda: language_model(dropout=0.2),
         callbacks=_of(*_SAVERS),
     ),
+    "dropout, recomputed and accumulated": GPT.but(
+        module=lambda: language_model(dropout=0.2),
+        callbacks=_of(le.ActivationCheckpointing, le.TokenWeightedAccumulation),
+        trainer=(("accumulate_grad_batches", 2),),
+    ),
+    "blocks that thaw one after the other": GPT.but(callbacks=_of(lambda: le.GradualUnfreezing(every_n_epochs=1))),
     "a quantised base with adapters": GPT.but(
         module=lambda: language_model(dim=64, hidden_dim=128, num_heads=4),
         callbacks=_of(le.QuantizeBase, lambda: le.LoRA(rank=2)),
@@ -350,6 +368,7 @@ HEALTHY: dict[str, Setup] = {
         trainer=(("limit_val_batches", 1),),
     ),
     "a ResNet in two processes": RESNET.but(trainer=(("devices", 2), ("strategy", "ddp"))),
+    "layers that are unfrozen after an epoch": RESNET.but(callbacks=_of(Unfreezing)),
     "channels last": RESNET.but(callbacks=_of(le.ChannelsLast)),
     "mixup": RESNET.but(module=lambda: Mixup(ResNet())),
     "a ViT": RESNET.but(module=lambda: Stranger(Vision())),

@@ -28,6 +28,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
+from lit_efficient.declaration import held
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_data import combined_loader
@@ -111,7 +112,10 @@ class Trace:
         weights: After each optimizer step, the parameters by name; empty, if ``slim``.
         end: Weights and buffers after the last step, by name.
         trainable: Names of the parameters that require a gradient when training starts.
+        later: Names of those that techniques have frozen for now when it starts.
+        thawed: Names of the parameters that require one when some later batch begins.
         tied: Names that one parameter had before the fit, for each that had several.
+        resting: Names of the layers that are in evaluation mode when the last batch begins.
     """
 
     fit: Fit
@@ -123,7 +127,10 @@ class Trace:
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     end: dict[str, Tensor] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
+    later: set[str] = field(default_factory=set)
+    thawed: set[str] = field(default_factory=set)
     tied: list[list[str]] = field(default_factory=list)
+    resting: set[str] = field(default_factory=set)
 
 
 class Subject:
@@ -214,6 +221,7 @@ class Subject:
         fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
             self.run(fit)
+            raise ConfigurationError("verify: the fit was over before there was anything to see")
         return inside.found
 
 
@@ -242,10 +250,13 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.trace.start = state_of(pl_module)
         self._step = trainer.global_step
+        self.trace.later = set(held(pl_module))  # a technique forgets it at the end
         self.trace.trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.trace.batches.append(copy.deepcopy(batch))
+        self.trace.thawed |= {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        self.trace.resting = {name for name, part in pl_module.named_modules() if not part.training}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         names = {id(p): name for name, p in pl_module.named_parameters()}

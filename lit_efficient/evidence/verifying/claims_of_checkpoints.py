@@ -56,20 +56,26 @@ class Resumed(Claim):
         except Exception as error:
             said = f"it cannot be resumed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return self.measured(float("inf"), 0.0, "largest relative difference", why, said)
-        off = {f"restored {name}": by for name, by in difference(before.taken[0], after.taken[0]).items()}
+        off = {f"restored {name}": by for name, by in _each(before.taken[0], after.taken[0]).items()}
         uncovered: tuple[str, ...] = ("a checkpoint inside an accumulation window",)
         if any(getattr(one, "seeds_batches", False) for one in trace.fit.trainer.callbacks):
             batches = len(again.batches)
             for i, (one, other) in enumerate(zip(trace.batches[-batches:], again.batches)):
-                off |= {f"batch {i + 1} after it, {n}": by for n, by in difference(_flat(one), _flat(other)).items()}
+                off |= {f"batch {i + 1} after it, {n}": by for n, by in _each(_flat(one), _flat(other)).items()}
             losses = zip(trace.losses[-batches:], again.losses)
             off |= {f"loss {i + 1} after it": abs(a - b) / max(abs(a), 1e-30) for i, (a, b) in enumerate(losses)}
-            off |= {f"{name} at the end": by for name, by in difference(before.taken[-1], after.taken[-1]).items()}
+            off |= {f"{name} at the end": by for name, by in _each(before.taken[-1], after.taken[-1]).items()}
         else:
             why = "a checkpoint after 2 steps, and what is restored from it"
-            uncovered += ("the order of batches and what is drawn after a resume, which ExactResume makes the same",)
+            uncovered += ("the steps after a resume, whose batches and draws ExactResume makes the same",)
         where = next((name for name, by in off.items() if by), "")
         return self.measured(max(off.values()), 0.0, "largest relative difference", why, where, uncovered)
+
+
+def _each(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name how far numbers of all sizes, as weights, counts and seeds, are from others, each relative to itself."""
+    pairs = ([{name: each[name]} if name in each else {} for each in (one, other)] for name in {**one, **other})
+    return {name: by for a, b in pairs for name, by in difference(a, b).items()}
 
 
 def _resume(path: Path | None, snapshots: Callback, fit: Fit) -> None:
@@ -145,7 +151,7 @@ class Averaged(Claim):
             }
             off |= difference(right, found)
         if not kinds:
-            return self.idle(f"there is no average of weights{': ' if notes else ''}{'; '.join(notes)}")
+            return self.idle(f"no technique of this package averages weights{': ' if notes else ''}{'; '.join(notes)}")
         why = f"the average of {' and '.join(kinds)} after {steps} steps, and the sum in float64"
         where = next((name for name, by in off.items() if not by <= 1e-5), "")
         uncovered = (*notes, "statistics of BatchNorm")

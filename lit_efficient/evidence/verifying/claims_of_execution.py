@@ -84,25 +84,25 @@ class InTrainingMode(Claim):
 
     def check(self, subject: Subject) -> Verdict:
         """Compare a step with the same one in which layers that train are in training mode."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
+        later = subject.plain.resting
+        return subject.within(lambda trainer, module: self._try(Bench(trainer, module), later))
 
-    def _try(self, bench: Bench) -> Verdict:
-        module = bench.module
+    def _try(self, bench: Bench, later: set[str]) -> Verdict:
         calls, _ = bench.step(bench.batch)
-        called = {call.name: call.part for call in calls}
-        resting = {name: part for name, part in called.items() if not part.training and _trains(module, name, part)}
-        if not module.training:
-            return self.idle("the whole module is in evaluation mode")
-        if not resting:
-            why = f"of {len(called)} layers that a step calls none that trains is in evaluation mode"
+        called = {call.name: call.part for call in calls if _trains(bench.module, call.name, call.part)}
+        resting = {name: part for name, part in called.items() if not part.training}
+        fallen = {name: part for name, part in called.items() if part.training and name in later}
+        if not resting and not fallen:
+            why = f"of {len(called)} layers that train and that a step calls none is in evaluation mode"
             return self.measured(0.0, 0.0, "layers", why, where="")
-        bench.awake = [*resting.values()]
+        bench.awake, bench.still = [*resting.values()], [*fallen.values()]
         now, _ = bench.step(bench.batch)
-        bench.awake = []
-        moved = [a for a, b in aligned(calls, now) if a.name in resting and _differ(a.output, b.output)]
-        why = (
-            f"{len(resting)} layers that train are in evaluation mode; in training mode {len(moved)} give other numbers"
-        )
+        bench.awake = bench.still = []
+        changed = resting.keys() | fallen.keys()
+        moved = [a for a, b in aligned(calls, now) if a.name in changed and _differ(a.output, b.output)]
+        when = "" if resting else " after a few steps"
+        why = f"{len(changed)} layers that train are in evaluation mode{when}; in training mode {len(moved)} give "
+        why += "other numbers"
         return self.measured(float(len(moved)), 0.0, "layers", why, where=moved[0].described if moved else "")
 
 
@@ -110,7 +110,7 @@ def _trains(module: nn.Module, name: str, part: nn.Module) -> bool:
     """Whether a layer, or what one without parameters is a part of, trains in full; a batch norm that has statistics
     of earlier data may be kept as it is.
     """
-    if isinstance(part, BatchNorm) and part.running_mean is not None and part.running_mean.any():
+    if isinstance(part, BatchNorm) and not part.training and part.running_mean is not None and part.running_mean.any():
         return False
     owner = part if any(True for _ in part.parameters()) else module.get_submodule(name.rpartition(".")[0])
     trains = [parameter.requires_grad for parameter in owner.parameters()]

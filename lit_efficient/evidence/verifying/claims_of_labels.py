@@ -85,7 +85,8 @@ def learned(bench: Bench) -> Learned | str:
 class LearnsWhatIsShown(Claim):
     """A position is learned if and only if its label counts, and learns the token that follows it."""
 
-    name, sentence = "labels", "what is learned is what `preview` shows: those tokens, and each from the one before it"
+    name = "labels"
+    sentence = "what is learned is what `preview` shows, no filling: those tokens, and each from the one before it"
 
     def check(self, subject: Subject) -> Verdict:
         """Compare the gradient of each position with that of its next token's cross-entropy."""
@@ -96,6 +97,9 @@ class LearnsWhatIsShown(Claim):
         if isinstance(found, str):
             return self.idle(found)
         tolerance = _COARSE if bench.coarse else _EXACT
+        if filling := _filling(found.tokens):
+            why = "tokens that fill rows up, behind the first one of each, count as labels"
+            return self.measured(float(filling), 0.0, "tokens", why, where="the batch: labels")
         unit = "positions of them learn something else"
         for ahead in (0, 2):
             if found.weights(ahead)[1] <= tolerance < found.weights()[1]:
@@ -141,6 +145,14 @@ class CountsAlike(Claim):
         how = {0: "without logits", 1: "at once"}.get(found.pieces, f"in {found.pieces} chunks")
         why = f"the loss is computed {how}, and its gradients compared with those of the whole logits' cross-entropy"
         return self.measured(spread, tolerance, "largest difference of a token's weight", why, where=found.head)
+
+
+def _filling(tokens: TokenBatch) -> int:
+    """How many filling tokens are learned; the first one may end the row's text."""
+    padded = tokens.kinds.padded
+    if len(tokens.ids[padded].unique()) != 1:  # what a mask hides is no filling then
+        return 0
+    return int((padded[:, :-1] & padded[:, 1:] & tokens.kinds.trained[:, 1:]).sum())
 
 
 def _vocabulary(calls: Sequence[Call], tokens: TokenBatch) -> int:

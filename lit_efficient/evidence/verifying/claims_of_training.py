@@ -24,6 +24,7 @@ from lit_efficient.evidence.verifying.claims import (
 )
 from lit_efficient.evidence.verifying.same_draws import Draws, Unlike
 from lit_efficient.internals.lightning_trainer import arrived
+from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_layers import BatchNorm, Dropout
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
@@ -77,7 +78,8 @@ class Accumulated(Claim):
 
     def check(self, subject: Subject) -> Verdict:
         """Cut a batch up, let the trainer's own loop accumulate the parts, and compare at the optimizer's step."""
-        return subject.within(self._compared)
+        with without_recomputation():  # which would draw anew what the parts are given
+            return subject.within(self._compared)
 
     def _compared(self, trainer: Any, module: Any) -> Verdict:
         asked = trainer.accumulate_grad_batches
@@ -114,7 +116,7 @@ class Accumulated(Claim):
             )
         if max(off.values()) > tolerance and asked == 1:
             return self.idle(f"nothing is accumulated here; if it were, {why}: they differ by {max(off.values()):.2g}")
-        covered = ("BatchNorm and Dropout were in evaluation mode",)
+        covered = ("BatchNorm and Dropout were in evaluation mode, and nothing was recomputed",)
 
         def where() -> str:
             return first_layer(off, tolerance, order_of(module, arrived(trainer, whole)))

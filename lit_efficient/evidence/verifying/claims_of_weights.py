@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lit_efficient.declaration import Phase, held, techniques_of
+from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batches, loss_of, order_of
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS
 
@@ -23,7 +23,7 @@ class Trains(Claim):
         """Look at the weights and gradients of some steps."""
         trace = subject.plain
         module = trace.fit.module
-        later, meant = held(module), _meant(trace.fit)
+        later, meant = trace.later, _meant(trace.fit)
         held_ones = set[int]().union(*map(_parameters, trace.fit.trainer.optimizers))
         stepped = {name for name, p in module.named_parameters() if id(p) in held_ones}
         ours, steps = trace.trainable & stepped, trace.gradients
@@ -39,8 +39,8 @@ class Trains(Claim):
         wrong |= dict.fromkeys(unreached - aside, "no gradient reaches it, though its layer is used")
         wrong |= dict.fromkeys(zero & ours, "its gradient is zero in every step")
         wrong |= dict.fromkeys(still & reached - zero - rounded, "it has a gradient and does not move")
-        notes = {"that the training step leaves aside": aside, "whose steps 16 bits round away": rounded}
-        notes |= {"that are frozen for now": set(later)}
+        notes = {"that the training step leaves aside, or uses without gradients": aside}
+        notes |= {"whose steps 16 bits round away": rounded, "that are frozen for now": later}
         uncovered = tuple(
             f"{len(names)} parameters {what}, first {min(names)}" for what, names in notes.items() if names
         )
@@ -59,7 +59,7 @@ class Frozen(Claim):
         trace = subject.plain
         module, techniques = trace.fit.module, techniques_of(trace.fit.trainer)
         moved = {name for name, _ in module.named_parameters() if not same(trace.start.get(name), trace.end[name])}
-        wrong = dict.fromkeys(moved - trace.trainable - held(module), "it is frozen, and moved")
+        wrong = dict.fromkeys(moved - trace.trainable - trace.thawed, "it is frozen, and moved")
         adapting = [type(technique).__name__ for technique in techniques if technique.phase is Phase.ADAPT]
         if adapting:
             beside = f"it is none of what {' and '.join(adapting)} trains, and moved"
@@ -140,6 +140,8 @@ class Scheduled(Claim):
             return self.idle("there is no learning-rate schedule")
         plateaus = [type(c.scheduler).__name__ for c in seen.configs if isinstance(c.scheduler, ReduceLROnPlateau)]
         uncovered = tuple(f"{name}, which waits for a metric" for name in plateaus)
+        if all(rates == seen.rates[0] for rates in seen.rates):
+            uncovered = (*uncovered, f"how rates move: in these {len(seen.rates)} steps none does")
         hooks = (module.optimizer_step, module.lr_scheduler_step)
         own = not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
         if own or not module.automatic_optimization:
