@@ -100,7 +100,7 @@ def trace(
 
 
 def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1) -> Traced:
-    observer = _Observer(block=block)
+    observer, stand_ins = _Observer(block=block), _StandIns()
     trainer = fit.trainer
     observer.accumulated = trainer.accumulate_grad_batches
     trainer.accumulate_grad_batches = min(2, observer.accumulated)
@@ -122,12 +122,15 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
     ):
         _silence(trainer, observer, folder)
         try:
-            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, _StandIns(), observer.counter:
+            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, stand_ins, observer.counter:
                 warnings.simplefilter("ignore")
                 trainer.fit(fit.module, **data)
         finally:
             forget_cached_fakes()
-    return observer.traced()
+    traced = observer.traced()
+    if stand_ins.chose_all:
+        traced.notes.append("Entries that values choose (a mask, nonzero) are all taken: a step may need less.")
+    return traced
 
 
 def _silence(trainer: Any, observer: Any, folder: str) -> None:
@@ -283,6 +286,7 @@ class _StandIns(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    chose_all = False  # whether values would have chosen some entries of several
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -294,6 +298,7 @@ class _StandIns(TorchDispatchMode):
             return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
+            self.chose_all |= values is _UNKNOWN
             result = values.new_empty(values.shape) if isinstance(values, Tensor) else _largest(func, *args)
         if isinstance(func, Overload) and not _is_large(result):
             values = _values(func, args, kwargs) if values is _UNKNOWN else values
