@@ -138,3 +138,26 @@ def test_what_needs_values_is_left_out_and_said() -> None:
     module = Network(nn.Sequential(nn.Flatten(), nn.Linear(256, 10)))
     planned = le.plan(LiveFit(*fits(module, [Curious()])))
     assert any(note.startswith("Curious") for note in planned.notes)
+
+
+class Unseen(Network):
+    """Keeps what a step without values does not show: an LSTM's kernel, and a history that grows."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LSTM(16, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        states = self.network(batch[0][:, 0])[0]
+        return states[torch.rand_like(states) < 0.25].square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), max_iter=2, history_size=7)
+
+
+def test_what_a_plan_does_not_count_is_said() -> None:
+    trainer = L.Trainer(accelerator="cpu", max_steps=2, **QUIET)
+    planned = le.plan(LiveFit(trainer, Unseen(), DataLoader(Rows(True), 4)))
+    assert [note.partition(":")[0] for note in planned.notes][:2] == ["LSTM", "LBFGS"]
+    size = 2 * 4 * sum(p.numel() for p in Unseen().parameters())
+    assert f"{size / 1024:.1f} KiB each, {7 * size / 1024:.1f} KiB in the end" in planned.notes[1]
+    assert "are all taken" in planned.notes[2]

@@ -40,6 +40,7 @@ from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.internals.torch_operators import GROUPED_MM, Overload, base_name, returns_bool, writes
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
 
@@ -99,7 +100,7 @@ def trace(
 
 
 def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1) -> Traced:
-    observer = _Observer(block=block)
+    observer, stand_ins = _Observer(block=block), _StandIns()
     trainer = fit.trainer
     observer.accumulated = trainer.accumulate_grad_batches
     trainer.accumulate_grad_batches = min(2, observer.accumulated)
@@ -121,12 +122,15 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
     ):
         _silence(trainer, observer, folder)
         try:
-            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, _StandIns(), observer.counter:
+            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, stand_ins, observer.counter:
                 warnings.simplefilter("ignore")
                 trainer.fit(fit.module, **data)
         finally:
             forget_cached_fakes()
-    return observer.traced()
+    traced = observer.traced()
+    if stand_ins.chose_all:
+        traced.notes.append("Entries that values choose (a mask, nonzero) are all taken: a step may need less.")
+    return traced
 
 
 def _silence(trainer: Any, observer: Any, folder: str) -> None:
@@ -174,7 +178,7 @@ class _Observer(StepMeter):
             "parameters": count(pl_module.parameters()),
             "trainable": count(p for p in stepped if p.requires_grad),
             "techniques": tuple((name, reports[name].summary if name in reports else "") for name in names),
-            "notes": [note for one in in_order(techniques) for note in _notes(one)],
+            "notes": [note for one in in_order(techniques) for note in _notes(one)] + list(_unseen(trainer, pl_module)),
         }
         if later := [p for name, p in pl_module.named_parameters() if name in held(pl_module)]:
             self.known["notes"].append(f"{count(later):,} parameters are frozen at first, and are taken as frozen.")
@@ -198,6 +202,19 @@ def _notes(technique: Any) -> Iterator[str]:
         yield f"{name}: what the compiler keeps or computes anew is its own; the step is taken as it is without it."
     if technique.draws_work:
         yield f"{name}: the step is one in which nothing is left out by chance."
+
+
+def _unseen(trainer: Any, module: nn.Module) -> Iterator[str]:
+    """What a step without values cannot show."""
+    if trainer.strategy.root_device.type == "cpu" and any(isinstance(part, nn.LSTM) for part in module.modules()):
+        yield "LSTM: what its kernel on a CPU keeps for the backward pass is not counted; it can be most of the step."
+    for optimizer in trainer.optimizers:
+        if most := max((group.get("history_size", 0) for group in optimizer.param_groups), default=0):
+            size = 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            yield (
+                f"{type(optimizer).__name__}: its history grows step by step, not counted: {format_bytes(size)} "
+                f"each, {format_bytes(most * size)} in the end."
+            )
 
 
 class _Loader:
@@ -269,6 +286,7 @@ class _StandIns(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    chose_all = False  # whether values would have chosen some entries of several
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -280,6 +298,7 @@ class _StandIns(TorchDispatchMode):
             return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
+            self.chose_all |= values is _UNKNOWN
             result = values.new_empty(values.shape) if isinstance(values, Tensor) else _largest(func, *args)
         if isinstance(func, Overload) and not _is_large(result):
             values = _values(func, args, kwargs) if values is _UNKNOWN else values
