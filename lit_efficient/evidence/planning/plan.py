@@ -7,7 +7,7 @@ description. The batch is the largest that the data's samples make, where the da
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError, check_choice
@@ -72,10 +72,9 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(few: FewBlocks) -> Fit:
-        shorter = replace(change, callbacks=lambda: [few, *change.callbacks()])
-        if isinstance(source, LiveFit):
-            return source.make(shorter, FakeCopyMode(mode))
-        return source.make(shorter)
+        made = source.make(change, FakeCopyMode(mode)) if isinstance(source, LiveFit) else source.make(change)
+        made.trainer.callbacks = [few, *made.trainer.callbacks]
+        return made
 
     few = FewBlocks(MORE, only_above=MANY)
     fit = make(few)
