@@ -38,8 +38,8 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
     top = max(tops, key=lambda moment: moment.bytes)
     memory = StepMemory(top.bytes, top.kinds, kinds(a.resident, b.resident), line(a.host, b.host), tuple(tops))
     note = (
-        f"{MORE} and {FEW} of the {blocks} blocks, which are alike, were traced, and what each adds is counted as often "
-        f"as it is there; what is said of techniques is of {MORE}."
+        f"{MORE} and {FEW} of the {blocks} blocks, which are alike, were traced, and what each adds is counted as "
+        f"often as it is there; what is said of techniques is of {MORE}."
     )
     return replace(
         more,
