@@ -127,7 +127,7 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
     left_out = {"HiddenAlignment", "LatentAlignment", "SignalCheckpoint", "DataLoaderTuner"}
     assert {name for name in techniques if f"{name}(" not in cases} == left_out
     no_benchmarks = {"clock", "step_clock", "ladder_gpu", "figures"}
-    no_benchmarks |= {"techniques", "technique_runs", "cpu_throughput", "adapters"}  # of CPUs
+    no_benchmarks |= {"techniques", "technique_runs", "cpu_throughput", "adapters", "tune"}  # of CPUs
     no_benchmarks |= {"plan_cells", "plan_truth", "plan_published", "plan_70b"}  # parts, and plans alone
     benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - no_benchmarks
     assert benchmarks == {name.split("/")[1].split()[0] for name in names if name.startswith("benchmarks/")}

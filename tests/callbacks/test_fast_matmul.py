@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as L
 import pytest
@@ -142,8 +143,11 @@ def test_the_pure_function_changes_what_it_is_given_and_returns_what_was() -> No
     assert swap_switches(before) == {"cudnn_benchmark": True}
 
 
-def test_lightning_does_not_advise_what_is_about_to_be_set(caplog: pytest.LogCaptureFixture) -> None:
+def test_lightning_does_not_advise_what_is_about_to_be_set(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     advice = "You are using a CUDA device ('H200') that has Tensor Cores. To properly utilize"
+    monkeypatch.setattr("lit_efficient.callbacks.fast_matmul._LIVE", WeakSet())  # of no other test
     heeds = FastMatmul()
     with caplog.at_level(logging.INFO):
         rank_zero.rank_zero_info(advice)

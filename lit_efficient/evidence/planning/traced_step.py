@@ -22,7 +22,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
 from lit_efficient.application import reports_of
-from lit_efficient.declaration import Phase, held, in_order, techniques_of
+from lit_efficient.declaration import Declaration, Phase, held, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
@@ -150,7 +150,7 @@ def _takes_part(callback: Any) -> bool:
     """Whether a callback has a part in what a step holds: techniques, though they write what they hold to files."""
     if getattr(callback, "tries_steps", False):
         return False
-    if getattr(callback, "phase", None) is not None:
+    if isinstance(callback, Declaration) and (callback.phase is not None or overrides(callback, "describe")):
         return True
     return not leaves_traces(callback) and not isinstance(callback, ModelSummary)
 

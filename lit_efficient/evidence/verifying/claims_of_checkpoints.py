@@ -268,7 +268,7 @@ def _stir(parameters: list[Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in parameters:
         if p.is_floating_point():
-            noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+            noise = torch.randn(p.shape, generator=generator, device="cpu").to(p.device, p.dtype)
             p.add_(noise * (p.detach().float().square().mean().sqrt() * 0.1 + 0.01).to(p.dtype))
 
 
