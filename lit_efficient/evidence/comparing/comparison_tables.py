@@ -10,6 +10,7 @@ import dataclasses
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from lit_efficient.evidence.comparing.comparison import Comparison, Estimate, VariantResult
@@ -118,8 +119,8 @@ def notes(comparison: Comparison) -> list[str]:
         found.append("The time was over before all intervals were as narrow as was asked: the same command goes on.")
     if names := ", ".join(map(one_line, left_out(comparison))):
         found.append(f"Left out, as they cannot be added to this fit: {names}.")
-    if failed := len(comparison.variants) - len(done):
-        found.append(f"{failed} of {len(comparison.variants)} variants failed.")
+    for word, count in Counter(_outcome(each) for each in comparison.variants if each.failed).items():
+        found.append(f"{count} of {len(comparison.variants)} variants {'were not run' if word == _NOT_RUN else word}.")
     found += [f"{one_line(each.name)}: {one_line(text)}." for each in done for text in each.remarks]
     return found
 
@@ -150,10 +151,18 @@ def terminal_table(comparison: Comparison, width: int = 80) -> str:
     lines: list[str] = []
     for title, columns in tables(comparison).items():
         lines += [*text_lines(title, width), "", *text_table(names, columns, width), ""]
-    failed = [(one_line(each.name), f"failed: {one_line(each.failed)}") for each in comparison.variants if each.failed]
+    nothing = [(each, "" if _outcome(each) == _NOT_RUN else "failed: ") for each in comparison.variants if each.failed]
+    failed = [(one_line(each.name), word + one_line(each.failed)) for each, word in nothing]
     first = min(max((room_of(name) for name, _ in failed), default=0), width // 3)
     lines += [line for row in failed for line in text_row(row, [first, width - first - 2])] + [""] * bool(failed)
     return "\n".join([*lines, *(line for note in notes(comparison) for line in text_lines(note, width))])
+
+
+_NOT_RUN = "not run"  # how the reason begins of what has not been tried
+
+
+def _outcome(variant: VariantResult) -> str:
+    return _NOT_RUN if variant.failed.startswith(_NOT_RUN) else "failed"
 
 
 def markdown(comparison: Comparison) -> str:
