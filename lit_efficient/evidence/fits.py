@@ -41,7 +41,7 @@ _OF_TRAINER = {
     "log_every_n_steps": "log_every_n_steps",
 }
 
-_MOST_DESCRIBED = 100  # of a long list, by which it is told from another
+_MOST_DESCRIBED = 100  # of a long list, by which it differs from another
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def _described(part: Any, depth: int = 4) -> str:
     base = vars(torch.nn.Module()) if isinstance(part, torch.nn.Module) else {}  # weights are summed up elsewhere
     others = {*base, "trainer", "_trainer"}
     own = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in others}
-    told = {name: _described(value, depth - 1) for name, value in own.items() if not isinstance(value, torch.nn.Module)}
-    return f"{type(part).__qualname__}{told}"
+    found = {name: _described(value, depth - 1) for name, value in own.items() if not isinstance(value, torch.nn.Module)}
+    return f"{type(part).__qualname__}{found}"
 
 
 def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
