@@ -75,7 +75,8 @@ def test_another_figure_is_another_text(monkeypatch: pytest.MonkeyPatch) -> None
     assert restated(slower, sentence, text.replace("CPU-seconds", "hours")) is None
     monkeypatch.setitem(RECORDS, "llm/lora", slower)
     page = ROOT / "docs" / "llm.md"
-    assert "| 1234 | 671 MB | loss 5.02 → 4.20," in generated(page, page.read_text("utf-8"))
+    memory = RECORDS["llm/lora"]["figures"]["memory"]
+    assert f"| 1234 | {memory} MB | loss 5.02 → 4.20," in generated(page, page.read_text("utf-8"))
     assert {path.name for path, _ in differences()} >= {"lora.yaml", "llm.md", "README.md"}
 
 

@@ -204,7 +204,9 @@ def _described(part: Any, depth: int = 4) -> str:
     base = vars(torch.nn.Module()) if isinstance(part, torch.nn.Module) else {}  # weights are summed up elsewhere
     others = {*base, "trainer", "_trainer"}
     own = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in others}
-    found = {name: _described(value, depth - 1) for name, value in own.items() if not isinstance(value, torch.nn.Module)}
+    found = {
+        name: _described(value, depth - 1) for name, value in own.items() if not isinstance(value, torch.nn.Module)
+    }
     return f"{type(part).__qualname__}{found}"
 
 
