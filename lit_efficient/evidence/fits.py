@@ -202,8 +202,8 @@ def _described(part: Any, depth: int = 4) -> str:
     if isinstance(part, partial):
         return _described([part.func, part.args, part.keywords], depth)
     base = vars(torch.nn.Module()) if isinstance(part, torch.nn.Module) else {}  # weights are summed up elsewhere
-    others = {*base, "trainer", "_trainer"}
-    own = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in others}
+    named = getattr(part, "__dict__", {}).items()
+    own = {name: value for name, value in named if name not in base and name.lstrip("_") != "trainer"}
     found = {
         name: _described(value, depth - 1) for name, value in own.items() if not isinstance(value, torch.nn.Module)
     }
