@@ -1,5 +1,6 @@
 """What the folders of torch.distributed.checkpoint pickle about themselves. Checked with torch 2.13."""
 
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python before 3.11.4 pickles members of enumerations
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+def _member(kind: Any, name: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"getattr of {kind!r} does not belong there")
 
 
 def shards_metadata(folder: Path) -> Any:

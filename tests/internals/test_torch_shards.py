@@ -1,5 +1,8 @@
+import pathlib
+import pickle
 import warnings
 
+import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
@@ -15,3 +18,25 @@ def test_what_torch_pickles_is_known(tmp_path):
     found = torch_shards.shards_metadata(tmp_path)
     assert found.state_dict_metadata == dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert {place.relative_path for place in found.storage_data.values()} == {"__0_0.distcp"}
+
+
+class Member:
+    """Pickled as Python before 3.11.4 pickles a member of an enumeration."""
+
+    def __init__(self, kind, name):
+        self.kind, self.name = kind, name
+
+    def __reduce__(self):
+        return getattr, (self.kind, self.name)
+
+
+def test_getattr_gives_members_of_enumerations_and_nothing_else(tmp_path):
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    member = next(iter(_MEM_FORMAT_ENCODING))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Member(_MEM_FORMAT_ENCODING, member.name)))
+    assert torch_shards.shards_metadata(tmp_path) is member
+    for kind, name in ((pathlib.PosixPath, "unlink"), (_MEM_FORMAT_ENCODING, "__class__")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Member(kind, name)))
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            torch_shards.shards_metadata(tmp_path)
