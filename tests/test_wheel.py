@@ -52,7 +52,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that is made from the source distribution, as a release is."""
     folder = tmp_path_factory.mktemp("wheel")
     with tarfile.open(build("sdist", sources(folder / "sources", "https://example.org/lit"))) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from Python 3.11.4 on
+        options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
+        archive.extractall(folder, **options)
     return build("wheel", next(folder.glob("lit_efficient-*")))
 
 
