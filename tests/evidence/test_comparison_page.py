@@ -367,6 +367,7 @@ def test_wandb_has_the_table_the_page_and_the_figures(tmp_path: Path, monkeypatc
         folder = Path(logger.experiment.dir)
     finally:
         wandb.finish()
+        wandb.teardown()  # its service stays in this folder, where later runs of this process would write
     assert figures["comparison/<b>lora/time"] == 0.9
     assert figures["comparison/<b>lora/kinds.weights"] == 150_000_000
     assert not [key for key in figures if key.startswith("comparison/muon")]
