@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class ConfigFit(FitSource):
         own = {name: value for name, value in change.settings.items() if name[:1].isupper()}  # of a technique
         words += [f"--{name}={_word(value)}" for name, value in change.settings.items() if name not in own]
         words += [] if change.seed is None else [f"--seed_everything={change.seed}"]
-        parts = _Parts(words, self.root, self.device)
+        parts = FitParts(words, self.root, self.device)
         trainer: Any = parts.trainer
         give_arguments(trainer, own)
         trainer.callbacks = [*change.callbacks(), *trainer.callbacks]
@@ -57,10 +58,16 @@ class ConfigFit(FitSource):
         return _Read(self.argv, self.root, None).config_dump
 
 
-class _Parts(LitEfficientCLI):
-    """Builds the parts of a fit, with all that the command line adds to them, and leaves it to the caller to run it."""
+class FitParts(LitEfficientCLI):
+    """Builds the parts of a fit, with all that the command line adds to them, and leaves it to the caller to run it.
 
-    def __init__(self, words: Sequence[str], root: Path, device: str | None) -> None:
+    Args:
+        words: As after ``fit``.
+        root: Folder below which runs write; ``None``: what the config says, and no folder is made either way.
+        device: What parts are built on; ``None``: as ``fit`` does.
+    """
+
+    def __init__(self, words: Sequence[str], root: Path | None, device: str | None) -> None:
         self._root, self._device = root, device
         argv = ["fit", *words]
         with explained(argv):
@@ -68,8 +75,13 @@ class _Parts(LitEfficientCLI):
 
     def _placed(self, written: Namespace) -> Namespace:
         config = written.clone()
-        self.part(config, "trainer")["default_root_dir"] = str(self._root)
+        if self._root is not None:
+            self.part(config, "trainer")["default_root_dir"] = str(self._root)
         return config
+
+    def building(self) -> AbstractContextManager[Any]:
+        """A context in which the parts are built."""
+        return nullcontext()
 
     def instantiate_classes(self) -> None:
         if self._device is None:
@@ -79,7 +91,7 @@ class _Parts(LitEfficientCLI):
         build = self.parser.instantiate_classes
 
         def on_device(config: Any, **kwargs: Any) -> Any:
-            with torch.device(str(self._device)):
+            with torch.device(str(self._device)), self.building():
                 return build(config, **kwargs)
 
         self.parser.instantiate_classes = on_device
@@ -89,7 +101,7 @@ class _Parts(LitEfficientCLI):
         """Nothing runs."""
 
 
-class _Read(_Parts):
+class _Read(FitParts):
     """Parses a config, and builds nothing."""
 
     def before_instantiate_classes(self) -> None:

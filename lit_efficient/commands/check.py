@@ -53,27 +53,16 @@ def _checked(argv: Sequence[str], with_data: bool) -> list[str]:
 
 def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
     """The command line of a fit, whose parts are built on a device, that stops where data would be needed."""
-    import torch
     from lightning.pytorch.strategies import ParallelStrategy
 
-    from lit_efficient.cli import LitEfficientCLI
+    from lit_efficient.cli.fits import FitParts
     from lit_efficient.cli.run import callbacks_of
 
-    class Check(LitEfficientCLI):
+    class Check(FitParts):
         lines: list[str]
 
-        def _placed(self, written: Any) -> Any:
-            return written.clone()  # no folder is made
-
-        def instantiate_classes(self) -> None:
-            build = self.parser.instantiate_classes
-
-            def on_device(config: Any, **kwargs: Any) -> Any:
-                with torch.device(device), _retried(device, lambda: 0):
-                    return build(config, **kwargs)
-
-            self.parser.instantiate_classes = on_device
-            super().instantiate_classes()
+        def building(self) -> contextlib.AbstractContextManager[None]:
+            return _retried(device, lambda: 0)
 
         def run_subcommand(self, subcommand: str) -> None:
             try:
@@ -90,7 +79,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
                 for callback in callbacks_of(self.trainer):
                     callback.teardown(self.trainer, self.model, "fit")
 
-    return Check(args=["fit", *argv], save_config_callback=None)
+    return Check(argv, None, device)
 
 
 def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:

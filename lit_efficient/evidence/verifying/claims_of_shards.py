@@ -32,7 +32,7 @@ from lit_efficient.evidence.verifying.claims import (
     loss_of,
     seen_gradients,
 )
-from lit_efficient.evidence.verifying.layer_calls import few_rows
+from lit_efficient.evidence.verifying.layer_calls import Bench, few_rows
 from lit_efficient.evidence.verifying.token_batches import token_batch
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.internals.wraps import inner_method, wrap_method
@@ -80,8 +80,6 @@ class Sharded(Claim):
 
 def _in_one(trainer: Any, module: Any, reports: list[dict[str, Any]]) -> tuple[dict[str, float], list[str], bool]:
     """By parameter how far the two processes' gradient is from that of one; the layers' order; how exact that is."""
-    from lit_efficient.evidence.verifying.layer_calls import Bench
-
     bench = Bench(trainer, module)
     device = trainer.strategy.root_device
     module.load_state_dict(reports[0]["start"], strict=False)
