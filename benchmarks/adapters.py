@@ -1,12 +1,13 @@
 """Our adapters and peft's methods side by side, in the way of peft's method comparison, on a small Llama.
 
-    python benchmarks/adapters.py [--steps 50] [--only LoRA LOKR] [--device cpu] [--write]
+    python benchmarks/adapters.py [--steps 50] [--only LoRA LOKR] [--device cpu] [--out runs/adapters.jsonl] [--write]
 
 The base learns the code of Python's standard library byte by byte; each adapter then learns this repository's documents
 beside it, on the same rows, at the best of two rates. A line each: parameters that train, bytes of them, peak bytes of
-a step beyond the base (every tensor counted; on a GPU the allocator's), time of a step in parts of our LoRA's (steps of
-all contenders interleaved in one process, medians), loss on held-out documents. ``--write`` puts the table into
-benchmarks/figures.json; a document shows it between the markers of the table ``adapters``.
+a step beyond the base (every tensor counted; on a GPU the allocator's), time of a step in parts of our LoRA's (which
+steps beside it, in turns; medians), loss on held-out documents. Each line is written to ``--out`` as it is found, and
+not made again: the table can be made in pieces. ``--write`` puts the lines that are there into benchmarks/figures.json;
+a document shows them between the markers of the table ``adapters``.
 """
 
 from __future__ import annotations
@@ -111,12 +112,49 @@ class Contender:
         return float(loss_of(self.net["net"].eval(), ids))
 
 
+def trained_base(learn: torch.Tensor, steps: int, device: str, path: Path) -> nn.Module:
+    """The base, of a file if an earlier piece has trained it."""
+    base = llama(device)
+    if path.exists():
+        base.load_state_dict(torch.load(path, map_location=device, weights_only=True))
+        return base
+    optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
+    for i in range(steps):
+        batch = learn[torch.arange(i * ROWS, (i + 1) * ROWS) % len(learn)]
+        optimizer.zero_grad()
+        loss_of(base, batch).backward()
+        optimizer.step()
+    torch.save(base.state_dict(), path)
+    return base
+
+
+def found_of(name: str, base: nn.Module, documents: torch.Tensor, held: torch.Tensor, steps: int) -> dict[str, Any]:
+    """The figures of one method, at the better of the two rates."""
+    best: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {"own": [], "usual": []}
+    for rate in RATES:
+        one, usual = Contender(name, base, rate), Contender("LoRA", base, rate)
+        for i in range(steps):
+            batch = documents[torch.arange(i * ROWS, (i + 1) * ROWS) % len(documents)]
+            one.step(batch)
+            usual.step(batch)
+        seconds["own"] += one.seconds
+        seconds["usual"] += usual.seconds
+        one.measure(documents[:ROWS])
+        loss = round(one.held_out(held), 3)
+        if not best or loss < best["loss"]:
+            sizes = {"parameters": sum(p.numel() for p in one.trained), "bytes": sum(p.nbytes for p in one.trained)}
+            best = {**sizes, "peak": round(one.peak / 2**20, 2), "step": 0.0, "loss": loss, "rate": rate}
+    return best | {"step": round(median(seconds["own"]) / median(seconds["usual"]), 2)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--base-steps", type=int, default=150)
     parser.add_argument("--only", nargs="+", choices=[*OURS, *PEFTS])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "adapters.jsonl")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,52 +164,32 @@ def main() -> None:
     text = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
     learn, documents = rows(code, options.device), rows(text, options.device)
     held, documents = documents[::10], torch.cat([documents[i::10] for i in range(1, 10)])
-    base = llama(options.device)
-    optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
-    for i in range(options.base_steps):
-        batch = learn[torch.arange(i * ROWS, (i + 1) * ROWS) % len(learn)]
-        optimizer.zero_grad()
-        loss_of(base, batch).backward()
-        optimizer.step()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"steps": options.steps, "base_steps": options.base_steps, "device": options.device}
+    path = options.out.with_suffix(f".{options.base_steps}.{options.device}.pt")
+    base = trained_base(learn, options.base_steps, options.device, path)
     with torch.no_grad():
-        before = float(loss_of(base.eval(), held))
+        before = round(float(loss_of(base.eval(), held)), 3)
     base.train()
     print(f"base: loss {before:.3f} on held-out documents", flush=True)
+    settings["loss_before"] = before  # of other documents, or another base, it is another one
 
-    names = options.only or [*OURS, *PEFTS]
-    names = ["LoRA", *(name for name in names if name != "LoRA")]
-    best: dict[str, tuple[float, float]] = {}
-    contenders: dict[str, Contender] = {}
-    for rate in RATES:
-        running = {name: Contender(name, base, rate) for name in names}
-        for i in range(options.steps):
-            batch = documents[torch.arange(i * ROWS, (i + 1) * ROWS) % len(documents)]
-            for one in running.values():
-                one.step(batch)
-        for name, one in running.items():
-            one.measure(documents[:ROWS])
-            found = one.held_out(held)
-            if name not in best or found < best[name][0]:
-                best[name], contenders[name] = (found, rate), one
-    usual = median(contenders["LoRA"].seconds)
-    records = []
+    lines = options.out.read_text("utf-8").splitlines() if options.out.exists() else []
+    known = {row["name"]: row["figures"] for row in map(json.loads, lines) if row["settings"] == settings}
     print("method                   trains   adapter B     peak MiB    step   loss    rate", flush=True)
-    for name, one in contenders.items():
-        figures = {
-            "parameters": sum(p.numel() for p in one.trained),
-            "bytes": sum(p.nbytes for p in one.trained),
-            "peak": round(one.peak / 2**20, 2),
-            "step": round(median(one.seconds) / usual, 2),
-            "loss": round(best[name][0], 3),
-            "rate": best[name][1],
-        }
+    for name in options.only or [*OURS, *PEFTS]:
+        if name not in known:
+            known[name] = found_of(name, base, documents, held, options.steps)
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"name": name, "settings": settings, "figures": known[name]}) + "\n")
+        figures = known[name]
         print(
             f"{name:22} {figures['parameters']:8,} {figures['bytes']:11,} {figures['peak']:12.2f} "
-            f"{figures['step']:7.2f} {figures['loss']:6.3f} {figures['rate']:7.0e}"
+            f"{figures['step']:7.2f} {figures['loss']:6.3f} {figures['rate']:7.0e}",
+            flush=True,
         )
-        records.append((name, figures))
     if options.write:
-        write(records, before)
+        write([(name, known[name]) for name in (*OURS, *PEFTS) if name in known], before)
 
 
 def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:

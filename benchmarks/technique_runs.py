@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import lit_efficient as le
+from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
 from lit_efficient.optimizers.low_bit import measure_state_bytes
 
@@ -226,6 +227,8 @@ def _tensors() -> list[Tensor]:
 
 def _is_real(tensor: Tensor) -> bool:
     """Whether it has memory: those that a compiler traces with have none."""
+    if not has_values(tensor):
+        return False
     try:
         _address(tensor)
     except RuntimeError:

@@ -35,6 +35,7 @@ _MENU = {
         "resuming.md",
         "commands.md",
         "gpus.md",
+        "scaling.md",
         "wandb.md",
         "migrating.md",
     ],

@@ -1,7 +1,19 @@
 """``python -m lit_efficient``: help, version and the catalogue answer before torch is imported."""
 
-import os
 import sys
+
+if __name__ == "__main__":  # before any other import: the working directory may hold a torch.py of somebody else's
+    import os  # which Python has imported by itself
+
+    _here = os.path.abspath("") if sys.flags.safe_path else sys.path.pop(0)
+    _checkout = os.path.samefile(_here, os.path.join(os.path.dirname(__file__), os.pardir))
+    if _checkout or any(_word.replace("_", "-").startswith("--allow-import") for _word in sys.argv):
+        sys.path.append(_here)  # in the last place, where it can hide nothing
+    if not _checkout:
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # of processes that this one starts
+
+import os
+import signal
 from collections.abc import Sequence
 
 from lit_efficient import __version__
@@ -16,6 +28,7 @@ COMMANDS = {
     "preview": "preview",
     "cache-latents": "cache_latents",
     "average": "average",
+    "convert": "convert",
     "ema-sweep": "ema_sweep",
     "export": "export",
     "generate": "generate",
@@ -58,6 +71,7 @@ usage: python -m lit_efficient COMMAND ...
   preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
   cache-latents  encode the images of a config once, for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
   average     the weighted mean of checkpoints:    CKPT... --output FILE
+  convert     a checkpoint in shards as one file:    CKPT --output FILE
   ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
               and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
   generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]
@@ -104,6 +118,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {near[0]}?" if near else ""
         print(f"error: there is no command {command!r}.{hint} Commands: {', '.join(SUBCOMMANDS)}.", file=sys.stderr)
         return 2
+    try:
+        return _run(command, arguments)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _run(command: str, arguments: list[str]) -> int:
     from lit_efficient.internals.import_noise import silence_imports
 
     silence_imports()
@@ -151,9 +173,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for what Python still flushes at its end)
         return 0
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
         if code is None:
@@ -169,6 +188,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
 if __name__ == "__main__":
     try:
         code = main()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left to do has no traceback to show
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:  # `... | head` has read enough

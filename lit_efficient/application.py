@@ -118,17 +118,22 @@ def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Rep
     return {entry.record["name"]: entry.report for entry in done}
 
 
-def on_read(module: nn.Module, prefix: str) -> Replacing | None:
+def on_read(module: nn.Module, prefix: str, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
     """What the technique that acts first on ``module`` wants replaced while a network of its is read from files.
 
     Args:
         module: Whose network it will be.
         prefix: Of the network's names in the module, with the dot.
+        checkpoint: Whose techniques :func:`replay` will apply, where there is no trainer.
     """
     trainer = trainer_of(module)
-    if trainer is None or ledger(module):
+    if (trainer is None and checkpoint is None) or ledger(module):
         return None
-    acting = in_order(technique for technique in techniques_of(trainer) if overrides(technique, "transform"))
+    if trainer is None:
+        techniques = module.__dict__["_lit_efficient_recorded"] = _recorded(checkpoint or {})
+    else:
+        techniques = techniques_of(trainer)
+    acting = in_order(technique for technique in techniques if overrides(technique, "transform"))
     return acting[0].on_read(prefix) if acting else None
 
 
@@ -138,16 +143,20 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: If the checkpoint names a technique that is not known here.
     """
+    read = module.__dict__.pop("_lit_efficient_recorded", None)  # by which its weights were read
+    apply(module, _recorded(checkpoint) if read is None else read)
+    _check_checkpoint(module, checkpoint)
+
+
+def _recorded(checkpoint: Mapping[str, Any]) -> list[Declaration]:
     techniques = []
     for record in checkpoint.get("lit_efficient", {}).get("transforms", ()):
         cls = technique_of(record)
         if cls is None:
             raise ConfigurationError(f"the checkpoint uses the technique {record['name']!r}: import its class first")
-        if cls.training_only:
-            continue
-        techniques.append(rebuild(cls, record["arguments"]))
-    apply(module, techniques)
-    _check_checkpoint(module, checkpoint)
+        if not cls.training_only:
+            techniques.append(rebuild(cls, record["arguments"]))
+    return techniques
 
 
 def converters(checkpoint: Mapping[str, Any], format: str = "") -> list[type[Declaration]]:
@@ -300,7 +309,8 @@ def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None
 def _configure_model(self: Any) -> None:
     inner_method(self, "configure_model", _configure_model)()
     apply(self, techniques_of(self.trainer))
-    check_sharded(self.trainer, self)
+    if not traits_of(self.trainer.strategy).shards_itself:
+        check_sharded(self.trainer, self)
 
 
 def check_sharded(trainer: Any, module: nn.Module) -> None:
@@ -497,6 +507,13 @@ def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
     return _weighed(self, dataloader_iter)
 
 
+def own_training_step(module: Any) -> Callable[..., Any]:
+    """The module's ``training_step`` without what techniques do to its loss."""
+    session = _session(module)
+    wrap = session.wraps.get("training_step") if session is not None else None
+    return module.training_step if wrap is None else inner_method(module, "training_step", wrap)
+
+
 def _on_loss(module: Any, method: str) -> list[LossHooks]:
     techniques = in_order(techniques_of(module.trainer))
     return [t for t in techniques if isinstance(t, LossHooks) and overrides(t, method)]
@@ -605,8 +622,8 @@ def compare_techniques(
             difference = f"{name} is new: the checkpoint was written without it"
         elif after is None:
             difference = f"{name} is missing: the checkpoint was written with it"
-        elif before["arguments"] != after["arguments"]:
-            difference = f"{name} has changed: {_differences(before['arguments'], after['arguments'])}"
+        elif before["arguments"] != (now := _known(after["arguments"], before["arguments"])):
+            difference = f"{name} has changed: {_differences(before['arguments'], now)}"
         else:
             continue
         shaped = fatal & set((before or after or {})["alters"])
@@ -616,6 +633,13 @@ def compare_techniques(
                 "across that: use the checkpoint's techniques, or load its weights without resuming"
             )
         rank_zero_info(f"Resuming with a difference: {difference}.")
+
+
+def _known(now: Any, then: Any) -> Any:
+    """Arguments without those that are unset, and that an older checkpoint does not know."""
+    if not isinstance(now, Mapping) or not isinstance(then, Mapping):
+        return now
+    return {key: _known(value, then.get(key)) for key, value in now.items() if key in then or value is not None}
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

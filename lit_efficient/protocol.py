@@ -21,7 +21,7 @@ PROTOCOL = """return a dict from training_step:
   a further term of the loss goes into "extra_loss": a scalar, added to "loss", which no weight touches;
   or leave the module as it is: SNRWeighting(adapter="mse_loss") if it calls a scheduler's add_noise and F.mse_loss"""
 
-_EXTRAS = ("sample_loss", "timesteps", "log_snr", "extra_loss")
+_EXTRAS = ("sample_loss", "timesteps", "log_snr", "extra_loss", "predicted", "target")
 
 
 Weigher = tuple[str, Callable[[Mapping[str, Any]], Tensor]]
@@ -40,7 +40,7 @@ def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> Any:
     """
     if output is None:
         return None
-    sample_loss = _sample_loss(output, f"{weighers[0][0]} got no sample losses from {owner}.training_step")
+    sample_loss = sample_losses(output, f"{weighers[0][0]} got no sample losses from {owner}.training_step")
     for name, weights_of in weighers:
         weights = weights_of(output)
         if weights.shape != sample_loss.shape:
@@ -77,7 +77,12 @@ def product(output: Mapping[str, Any], weighers: Sequence[Weigher]) -> Tensor:
     return math.prod((weights_of(output) for _, weights_of in weighers[1:]), start=weighers[0][1](output))
 
 
-def _sample_loss(output: Any, complaint: str) -> Tensor:
+def sample_losses(output: Any, complaint: str) -> Tensor:
+    """The samples' losses [B] in what ``training_step`` returned.
+
+    Raises:
+        ConfigurationError: Beginning with ``complaint``, where there are none.
+    """
     if not isinstance(output, Mapping):
         raise ConfigurationError(f"{complaint}, but a {type(output).__name__}; {PROTOCOL}")
     if "sample_loss" not in output:

@@ -93,6 +93,8 @@ def moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype 
 
 def memory_of(tensor: object) -> object:
     """What two tensors of a ``state_dict`` or a file have in common that are one, as a tied weight's are."""
+    if is_sharded(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return id(tensor)
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
@@ -269,6 +271,9 @@ def expert_stacks(root: nn.Module) -> list[tuple[str, nn.Module, list[str]]]:
     """
     found = []
     for name, module in root.named_modules():
+        if hasattr(module, "expert_shape"):  # our own, which may be quantised
+            found.append((name, module, ["weight"]))
+            continue
         own = [(key, p) for key, p in module.named_parameters(recurse=False) if not key.startswith("lora_")]
         stacks = [key for key, p in own if p.ndim == 3 and p.is_floating_point() and min(p.shape) > 1]
         if not stacks or hasattr(module, "kernel_size"):
@@ -340,6 +345,11 @@ def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
 def is_sharded(tensor: object) -> bool:
     """Whether this process holds a part of the tensor only: a DTensor, as FSDP2 makes them."""
     return hasattr(tensor, "placements")
+
+
+def local(tensor: Any) -> Tensor:
+    """The shard of a DTensor that this process holds (the same memory), or the tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def reshard(root: nn.Module) -> None:

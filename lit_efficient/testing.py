@@ -119,7 +119,7 @@ class ToyMethods:
         sample_loss = self._sample_loss(batch)
         log_snr = batch[0].detach().mean(-1) * 4
         self.seen = {"sample_loss": sample_loss.detach(), "log_snr": log_snr, "draw": draw}
-        self.seen["tokens"] = self.num_tokens(batch)
+        self.seen |= {"tokens": self.num_tokens(batch), "rows": batch[0].detach()}
         if sample_loss.requires_grad:
             sample_loss.register_hook(functools.partial(self.seen.__setitem__, "influence"))
         loss = sample_loss.mean()

@@ -11,8 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "lit_efficient"
 # completion and help (1,050), run folders with their metrics (730), sample, chat and batches of generate (650), report
 # (660), missing packages (70); bases quantised as they are read, Liger's kernel (340). plan, compare, tune and verify
 # (9,100: 2,700 for the memory of a step and what makes it fit, 2,600 for what techniques save, 1,100 for the fastest
-# settings, 2,700 for claims on a training).
-LIMIT = 64_400
+# settings, 2,700 for claims on a training); ramps of batch, length and resolution (650), blocks that train while they
+# are swapped, rotary positions by Liger, prefetching by default (330), what the scoreboard of trust found: hashes that
+# every reader compares, signals, disks, mistakes in configs, hostile files, secrets that are masked (1,050); noise on
+# embeddings, smoothed labels, samples by loss, initial weights, widths that transfer, virtual tokens (1,700), clipping,
+# spikes, noise scale and schedules (1,300), experts, depths and routes of tokens, flows (2,200), shards, replicas,
+# DeepSpeed's stages, processes that watch each other (1,300), networks larger than a host, less of it in memory (900).
+LIMIT = 74_400
 
 
 def sources() -> dict[str, str]:

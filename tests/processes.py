@@ -181,9 +181,9 @@ def _server(name):
     return _servers[name]
 
 
-def start(target, *args, log=None, env=None, **kwargs):
+def start(target, *args, log=None, env=None, server="ready", **kwargs):
     """Start ``target(*args, **kwargs)`` in a process of its own; what it prints goes to the file ``log``."""
-    return _server("ready").start(_call, target, args, kwargs, log, {**os.environ, **(env or {})}, os.getcwd())
+    return _server(server).start(_call, target, args, kwargs, log, {**os.environ, **(env or {})}, os.getcwd())
 
 
 def run(target, *args, log=None, env=None, **kwargs):
@@ -249,8 +249,8 @@ def _become(environment, cwd):
     os.chdir(cwd)
 
 
-def run_ranks(target, folder, *args, processes=2, timeout=240):
-    """Run ``target(*args)`` in ``folder`` in ranks of one node, as torchrun would, and return what they printed."""
+def start_ranks(target, folder, *args, processes=2):
+    """Start ``target(*args)`` in ``folder`` in ranks of one node, as torchrun would: the processes, and their logs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -264,6 +264,12 @@ def run_ranks(target, folder, *args, processes=2, timeout=240):
     for rank, log in enumerate(logs):
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(start(_run_rank, target, args, folder, rank, done, log=log, env=own))
+    return ranks, logs
+
+
+def run_ranks(target, folder, *args, processes=2, timeout=240):
+    """Run ``target(*args)`` in ``folder`` in ranks of one node, and return what they printed."""
+    ranks, logs = start_ranks(target, folder, *args, processes=processes)
     deadline = time.monotonic() + timeout
     while any(rank.is_alive() for rank in ranks):
         if time.monotonic() > deadline or any(rank.exitcode for rank in ranks):

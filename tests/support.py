@@ -34,6 +34,13 @@ class AttentionNet(nn.Module):
         return self.gpt(tokens)[..., 0]  # [B, WIDTH], as from Net
 
 
+class PaddedNet(Net):
+    """A network that takes shorter rows, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.pad(x, (0, WIDTH - x.shape[-1])))[..., : x.shape[-1]]
+
+
 class TokenNet(Net):
     """A network of one token a sequence that gives losses for labels: (B, width) to (B, 24) or (B,)."""
 
@@ -45,6 +52,7 @@ class TokenNet(Net):
         self.head = nn.Linear(WIDTH, 24)  # a size that nothing else has
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = nn.functional.pad(x, (0, WIDTH - x.shape[-1]))
         if labels is None:
             return super().forward(x)
         logits = super().forward(x[:, None])
@@ -74,11 +82,27 @@ def convolved(network: type[nn.Module]) -> type[nn.Module]:
             self.mix = nn.Conv2d(3, 1, 3, padding=1)
 
         def forward(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
-            image = x.unflatten(-1, (1, 4, WIDTH // 4))
+            image = x.unflatten(-1, (1, 4, -1))
             return super().forward(x + self.mix(self.filters(image).tanh()).flatten(1), **arguments)
 
     Convolved.forward.__signature__ = inspect.signature(network.forward)  # type: ignore[attr-defined]
     return Convolved
+
+
+@functools.cache
+def normed(network: type[nn.Module]) -> type[nn.Module]:
+    """The network behind a convolution over each row with an instance norm."""
+
+    class Normed(network):  # type: ignore[valid-type, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernels = nn.Sequential(nn.Conv1d(1, 3, 3, padding=1), nn.InstanceNorm1d(3), nn.Conv1d(3, 1, 1))
+
+        def forward(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            return super().forward(x + self.kernels(x[:, None])[:, 0].tanh(), **arguments)
+
+    Normed.forward.__signature__ = inspect.signature(network.forward)  # type: ignore[attr-defined]
+    return Normed
 
 
 @functools.cache

@@ -116,14 +116,14 @@ class Recorder(Callback):
     Args:
         tag: Any text.
         hook: A function to call; a config must not be able to name just any.
-        api_key: What nobody should write into a config.
+        api_key: A secret.
     """
 
     last: ClassVar["Recorder | None"] = None
 
     def __init__(self, tag: str = "", hook: Callable[[], None] | None = None, api_key: str | None = None) -> None:
         self.tag = tag
-        self.hook = hook
+        self.hook, self.api_key = hook, api_key
         self.rates: list[float] = []
         Recorder.last = self
 

@@ -14,7 +14,17 @@ import pytest
 import torch
 
 import lit_efficient
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, install_line
+from lit_efficient.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConflictError,
+    DivergedError,
+    LitEfficientError,
+    check_choice,
+    check_installed,
+    check_number,
+    install_line,
+)
 from lit_efficient.models.causal_lm import CausalLMConfig
 
 
@@ -119,3 +129,8 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: p
 )
 def test_the_line_is_that_of_the_first_extra_with_all_of_them(packages: list[str], line: str) -> None:
     assert install_line(*packages).partition("  (")[0] == f"pip install {line}"
+
+
+def test_errors_end_the_command_line_with_codes_of_their_own() -> None:
+    codes = {LitEfficientError: 2, ConfigurationError: 2, ConflictError: 2, CheckpointError: 2, DivergedError: 4}
+    assert {kind: kind.exit_code for kind in codes} == codes

@@ -123,11 +123,16 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
     assert len(set(names)) == len(names)
     cases = (ROOT / "benchmarks" / "gpu" / "cases.py").read_text()
     techniques = [card.name for card in read_cards() if card.is_technique and card.slot == "trainer.callbacks"]
-    # These take a layer for teachers of images, a signal, or workers: all are plain Python around a step.
+    # These take a layer for teachers of images, a signal, workers, or batches on the host: plain Python around a step.
     left_out = {"HiddenAlignment", "LatentAlignment", "SignalCheckpoint", "DataLoaderTuner"}
+    left_out |= {"BatchRamp", "SequenceLengthRamp", "ResolutionRamp", "RankWatch"}
+    # These compute what torch does on any device, of weights, gradients or losses.
+    left_out |= {"WeightClipping", "OptimizerSchedule", "Initialise", "NoBiasBeforeNorm"}
+    left_out |= {"WidthTransfer", "SelectiveBackprop", "LossCurriculum", "ContrastiveFlowMatching"}
     assert {name for name in techniques if f"{name}(" not in cases} == left_out
     no_benchmarks = {"clock", "step_clock", "ladder_gpu", "figures"}
     no_benchmarks |= {"techniques", "technique_runs", "cpu_throughput", "adapters", "tune"}  # of CPUs
+    no_benchmarks |= {"trust", "mutations", "warm_checks", "quality", "scaling", "real_size", "width_transfer"}
     no_benchmarks |= {"plan_cells", "plan_truth", "plan_published", "plan_70b"}  # parts, and plans alone
     benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - no_benchmarks
     assert benchmarks == {name.split("/")[1].split()[0] for name in names if name.startswith("benchmarks/")}

@@ -1,5 +1,6 @@
 """The entry point: what answers without torch, and what it says to a wrong command."""
 
+import os
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from lit_efficient import __version__
 from lit_efficient.__main__ import HELP, SUBCOMMANDS, main
-from tests.processes import python
+from tests.processes import ROOT, python
 
 
 def test_what_only_lists_does_not_import_torch(tmp_path):
@@ -88,3 +89,22 @@ def test_commands_without_a_trainer_answer_in_sentences(tmp_path, capsys):
     assert "Traceback" not in said
     assert main(["averge"]) == 2
     assert "Did you mean average?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--version"], ["configs"], ["fit", "-c", "missing.yaml"]])
+def test_modules_in_the_working_directory_are_not_imported(words, tmp_path):
+    for name in ("torch", "typing", "yaml", "json", "re", "lightning", "argparse", "lit_efficient_mine"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('somebody else runs')\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lit_efficient", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert "somebody else" not in done.stdout + done.stderr
+    assert done.returncode == (2 if "fit" in words else 0), done.stderr
+
+
+def test_allow_import_looks_into_the_working_directory_last(tmp_path):
+    (tmp_path / "typing.py").write_text("raise SystemExit('somebody else runs')\n")
+    (tmp_path / "mine.py").write_text("from lightning.pytorch.demos.boring_classes import BoringModel as Mine\n")
+    for words, allowed in ((["--allow-import", "mine"], True), ([], False)):
+        done = python("-m", "lit_efficient", "fit", *words, "--model", "mine.Mine", "--print_config", cwd=tmp_path)
+        assert (done.returncode == 0) is allowed, done.stderr

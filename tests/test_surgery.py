@@ -13,7 +13,17 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, mix_in
-from lit_efficient.surgery import become, endings, is_sharded, match_modules, match_parameters, mix_out
+from lit_efficient.surgery import (
+    become,
+    call_layers,
+    endings,
+    expert_stacks,
+    is_sharded,
+    match_modules,
+    match_parameters,
+    mix_out,
+    unmixed,
+)
 from tests.support import Net
 
 
@@ -207,3 +217,51 @@ def test_a_forward_that_takes_anything_keeps_the_signature_of_the_classs_own() -
     assert torch.equal(module(torch.ones(2), labels=None), torch.ones(2))
     mix_out(module, _PassesOn)
     assert type(module) is Own
+
+
+class Named(nn.Module):
+    label: str
+
+
+def test_a_mix_in_without_a_forward_leaves_the_own_one() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    plain, cls = layer(x), type(layer)
+    mix_in(layer, Named, label="a")
+    mix_in(layer, Double, factor=1.0)
+    assert torch.equal(layer(x), plain)
+    assert unmixed(layer) is cls
+    assert "input" in inspect.signature(layer.forward).parameters or Double.forward is type(layer).forward
+
+
+def test_experts_are_modules_of_stacked_matrices() -> None:
+    class Experts(nn.Module):
+        def __init__(self, *shapes: tuple[int, ...]) -> None:
+            super().__init__()
+            for number, shape in enumerate(shapes):
+                self.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape)))
+
+    root = nn.ModuleDict(
+        {
+            "experts": Experts((4, 2, 3), (4, 3)),
+            "others": Experts((4, 2, 3), (5, 3)),
+            "matrix": Experts((4, 3)),
+            "table": Experts((1, 7, 3)),
+            "convolution": nn.Conv1d(4, 2, 3),
+        }
+    )
+    assert [(name, stacks) for name, _, stacks in expert_stacks(root)] == [("experts", ["p0"])]
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_a_transformer_encoder_calls_layers_whose_forward_is_changed() -> None:
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x = torch.randn(3, 5, 8)
+    padding = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 5])
+    for layer in encoder.layers:
+        mix_in(layer.linear1, Double, factor=3.0)
+    wanted = encoder(x, src_key_padding_mask=padding).detach()  # with gradients it calls each layer
+    call_layers(encoder)
+    with torch.no_grad():
+        found = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], wanted[~padding])

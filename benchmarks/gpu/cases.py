@@ -42,6 +42,7 @@ class Case:
 
 
 BNB, AO = ("bitsandbytes",), ("torchao",)
+MIXED = ("bf16-mixed",)
 VALIDATES = {"limit_val_batches": 2, "val_check_interval": 3}
 CASES: dict[str, Case] = {
     "plain GPT": Case(precision=("32-true", "bf16-mixed", "16-mixed", "bf16-true")),
@@ -120,6 +121,20 @@ CASES: dict[str, Case] = {
     "Lion": Case(optimizer=lambda p: le.Lion(list(p))),
     "MuonAdamW": Case(optimizer=lambda p: le.MuonAdamW(list(p))),
     "GroupedAdafactor": Case(optimizer=lambda p: le.GroupedAdafactor(list(p))),
+    "AdaptiveGradientClipping": Case(lambda: [le.AdaptiveGradientClipping()], precision=MIXED),
+    "GradientNoiseScale": Case(
+        lambda: [le.GradientNoiseScale(every_n_steps=2)],
+        "user",
+        trainer={"accumulate_grad_batches": 2},
+        precision=MIXED,
+    ),
+    "SpikeGuard": Case(lambda: [le.SpikeGuard()], precision=MIXED),
+    "MixtureOfExperts": Case(lambda: [le.MixtureOfExperts(experts=4)], precision=MIXED),
+    "MixtureOfDepths": Case(lambda: [le.MixtureOfDepths()], precision=MIXED),
+    "TokenRouting": Case(lambda: [le.TokenRouting()], "dit", "latents", precision=MIXED),
+    "NEFTune": Case(lambda: [le.NEFTune()], precision=MIXED),
+    "LabelSmoothing": Case(lambda: [le.LabelSmoothing()], precision=MIXED),
+    "PromptTuning": Case(lambda: [le.PromptTuning(num_virtual_tokens=4, init="random")], precision=MIXED),
     "MaxBatchSize": Case(lambda: [le.MaxBatchSize(max_size=16)], precision=("32-true",)),
     "LRFinder": Case(lambda: [le.LRFinder(num_steps=8)], precision=("32-true",)),
 }

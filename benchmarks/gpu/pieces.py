@@ -170,7 +170,7 @@ def _smoke(device: str, quick: bool) -> list[Piece]:
             f"smoke/{name}",
             "smoke",
             [f"{HERE}/smoke.py", name, "--device", device, *(["--precision", "32-true"] if quick else [])],
-            90,
+            75,
             case.needs,
             case.cuda_only if device == "cpu" else "",
         )

@@ -54,6 +54,7 @@ class APOLLO(Technique):
         "MuonAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",
         "PeftAdapter": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
         "PrefixTuning": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
+        "PromptTuning": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
         "QuantizeBase": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
         "ScheduleFree": "both turn AdamW into another optimizer: leave one of them out",
         "ScheduleFreeAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",

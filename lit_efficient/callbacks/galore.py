@@ -54,6 +54,7 @@ class GaLore(Technique):
         "MuonAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave GaLore out",
         "PeftAdapter": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
         "PrefixTuning": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
+        "PromptTuning": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
         "QuantizeBase": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
         "ScheduleFree": "both turn AdamW into another optimizer: leave one of them out",
         "ScheduleFreeAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave GaLore out",

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lit_efficient.application import schedulers_of
@@ -24,6 +23,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, hold, label, release
+from lit_efficient.mechanisms.reducing import renew_reducer
 from lit_efficient.optimizers.rates import split_groups
 from lit_efficient.technique import Technique
 
@@ -68,7 +68,7 @@ class GradualUnfreezing(Technique):
     Raises:
         ConfigurationError: For an argument out of range; for a pattern that matches nothing and a parameter that no
             pattern matches; for an optimizer that lacks a group; for a scheduler under which groups cannot be split.
-        ConflictError: Under FSDP1, FSDP2 and DeepSpeed.
+        ConflictError: Under FSDP1, DeepSpeed and ModelParallelStrategy; ShardedStrategy takes it.
     """
 
     phase = Phase.FREEZE
@@ -77,6 +77,7 @@ class GradualUnfreezing(Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "BaseFinetuning": "both decide what trains, and it adds groups to the optimizer in the run: keep one of them",
         "PrefixTuning": "of a frozen network nothing but the prefix trains, so there is no depth to thaw by: keep one",
+        "PromptTuning": "of a frozen network only virtual tokens train, so there is no depth to thaw by: keep one",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "quality": (0, "fine-tuning that forgets less: one group of layers after another")
@@ -123,11 +124,11 @@ class GradualUnfreezing(Technique):
                 f"GradualUnfreezing cannot be combined with {traits.name}, which joins parameters of all groups before "
                 "it knows which train: use strategy='ddp'"
             )
-        if traits.dtensors:
+        if traits.dtensors and not traits.shards_itself:
             raise ConflictError(
                 "GradualUnfreezing cannot be combined with ModelParallelStrategy (FSDP2): a checkpoint that is written "
                 "before all groups have thawed could not be resumed, because optimizer states are loaded for every "
-                "parameter of the optimizer there, and frozen groups have none yet: use strategy='ddp'"
+                "parameter of the optimizer there, and frozen groups have none yet: use ShardedStrategy, or 'ddp'"
             )
 
     def prepare_parameters(self, module: nn.Module) -> None:
@@ -229,17 +230,3 @@ class GradualUnfreezing(Technique):
         self._wake(len(self._names))
         release(pl_module)
         super().teardown(trainer, pl_module, stage)
-
-
-def renew_reducer(strategy: Any) -> None:
-    """Wrap the module in a new DistributedDataParallel, which expects gradients of what requires one now.
-
-    The old one would wait for gradients that never come, and knows nothing of parameters that were frozen when it was
-    made. Other strategies need nothing.
-    """
-    old = strategy.model
-    if not isinstance(old, DistributedDataParallel):
-        return
-    del old.reducer, old.logger  # their hooks on the parameters go with them
-    strategy.model = old.module
-    strategy.configure_ddp()

@@ -1,26 +1,31 @@
 """REPA: align a block of a diffusion backbone, which sees noise, with a frozen encoder's view of the clean image.
 
     loss <- loss - weight * mean_i cos(h(x_i), f_i),    h: a three-layer MLP on the block's tokens, f: the encoder's
+    iREPA   h: a convolution of three by three tokens;    f <- (f - share mean f) / std f, over the image's tokens
+    HASTE   the term ends when its gradient at the block's output turns against the task's
 
 Saves: training steps; the paper reports 17.5 times fewer to the same FID for SiT-XL on ImageNet with DINOv2
 Costs: the encoder's forward in each step until `stop_at` (none with features in the batch), and the MLP while training
-Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940; that it can hurt late: Wang et al. (2025),
+Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940; iREPA: Singh et al. (2025),
+    https://arxiv.org/abs/2512.10794; HASTE, without its alignment of attention maps: Wang et al. (2025),
     https://arxiv.org/abs/2505.16792
 """
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.losses.feature_matching import repa_loss
+from lit_efficient.losses.feature_matching import gradient_cosine, repa_loss, spatial_norm
 from lit_efficient.mechanisms.alignment import (
     PROJECTIONS,
     Alignment,
     AlignmentHead,
     Call,
+    GradientConflict,
     make_head,
     match_positions,
     mean,
@@ -30,6 +35,8 @@ from lit_efficient.mechanisms.alignment import (
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
 from lit_efficient.surgery import moved
+
+_UNMEASURED = {"below": 0, "measured": -1, "last": -1}  # measurements in a row; the step of the last; the last step
 
 
 class HiddenAlignment(Alignment):
@@ -48,12 +55,13 @@ class HiddenAlignment(Alignment):
         teacher_layer: Pattern for the layer of the teacher; ``""`` is its output, of models of transformers and timm
             the last tokens or maps before pooling. One vector an image is refused.
         weight: Weight of the term, at least 0; 0 measures it and trains as without.
-        stop_at: Optimizer step from which on neither term nor encoder is computed; ``None``: never.
-        projection: ``mlp`` of three layers, ``linear``, or ``none`` (equal widths).
+        stop_at: Optimizer step from which on neither term nor encoder is computed, or a ``GradientConflict`` that ends
+            both for good, of which a resumed run knows (logged: ``train/hidden_alignment_cosine``); ``None``: never.
+        projection: ``mlp`` of three layers, ``linear``, ``conv`` over a square of tokens, or ``none`` (equal widths).
         hidden: Hidden width of the MLP, at least 1.
         source: ``auto``, or the dotted path of images or features in a batch.
         image_size: Side that images are resized to; ``None``: as the encoder's config says.
-        head: Widths and seed of the projection.
+        head: Widths and seed of the projection, and what is done to the encoder's tokens.
 
     Raises:
         ConfigurationError: For an argument out of range, without such a block, and without a clean image in the batch.
@@ -65,6 +73,9 @@ class HiddenAlignment(Alignment):
         "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
     }
     heads_name = "hidden_alignment_heads"
+    _below: int
+    _measured: int
+    _last: int
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "speed": (0, "fewer steps of diffusion, with an image encoder to learn from")
     }
@@ -75,7 +86,7 @@ class HiddenAlignment(Alignment):
         teacher: str | nn.Module | None,
         teacher_layer: str = "",
         weight: float = 0.5,
-        stop_at: int | None = None,
+        stop_at: int | GradientConflict | None = None,
         projection: str = "mlp",
         hidden: int = 2048,
         source: str = "auto",
@@ -85,7 +96,7 @@ class HiddenAlignment(Alignment):
         super().__init__()
         if isinstance(block, int) and block < 1:
             raise refusal("HiddenAlignment", "block", "at least 1 or a pattern", block)
-        check_choice("HiddenAlignment", "projection", projection, PROJECTIONS)
+        check_choice("HiddenAlignment", "projection", projection, (*PROJECTIONS, "conv"))
         check_number("HiddenAlignment", "hidden", hidden, least=1, whole=True)
         check_number("HiddenAlignment", "image_size", image_size, least=1, whole=True, null=True)
         if teacher is None and head.widths is None:
@@ -103,6 +114,18 @@ class HiddenAlignment(Alignment):
         self.image_size = image_size
         self.head, self.seed = head, head.seed
         self.check_common()
+        self.load_state_dict({})
+        if self._conflict is not None:
+            if weight == 0:
+                raise refusal("HiddenAlignment", "stop_at", "a step or None with weight 0", stop_at)
+            self.retains_graph = True  # type: ignore[misc]
+            kept = "gradients are measured before the backward pass, and what was kept by operator can be used once"
+            self.conflicts = {**self.conflicts, "ActivationCheckpointing(save=...)": f"{kept}: leave save out"}  # type: ignore[misc]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.global_step == 0:  # another run; of one that goes on a checkpoint is read later
+            self.load_state_dict({})
+        super().setup(trainer, pl_module, stage)
 
     def find(self, data: Any) -> Teacher | None:
         """The encoder, unless its features are in the batch."""
@@ -143,9 +166,51 @@ class HiddenAlignment(Alignment):
         clean = self.clean_features(module, batch)
         terms = []
         for features in self.features(calls[name], module, name):
+            if self.projection == "conv" and features.ndim == 4 and features.shape[2] != features.shape[3]:
+                raise ConfigurationError("HiddenAlignment: projection='conv' is for squares of tokens; use mlp")
             ours, theirs = match_positions(features, clean, "HiddenAlignment")
+            if self.head.spatial_norm is not None:
+                theirs = spatial_norm(theirs, self.head.spatial_norm)
             terms.append(repa_loss(self.project(module, "0", ours, name, theirs), theirs))
         return mean(terms)
+
+    @property
+    def _conflict(self) -> GradientConflict | None:
+        return self.stop_at if isinstance(self.stop_at, GradientConflict) else None
+
+    @property
+    def until(self) -> int | None:
+        """Optimizer step from which on nothing is computed, whatever gradients say."""
+        return super().until if self._conflict is None else self._conflict.latest
+
+    def active(self, module: Any) -> bool:
+        """Whether the term counts in this step."""
+        return super().active(module) and (self._last < 0 or module.trainer.global_step <= self._last)
+
+    def scale(self, term: Tensor, output: Any, module: Any) -> Tensor | float:
+        """The weight; now and then the gradients are compared."""
+        step = module.trainer.global_step
+        conflict = self._conflict
+        if conflict is not None and step % conflict.every == 0 and step != self._measured:
+            self._measured = step
+            (name,) = self.names(module)
+            loss = output if isinstance(output, Tensor) else output["loss"]
+            cosine = gradient_cosine(loss, term, self.features(self._calls[name], module, name))
+            cosine = module.trainer.strategy.reduce(cosine, reduce_op="mean")  # all ranks end at once
+            module.log("train/hidden_alignment_cosine", cosine, batch_size=1)
+            self._below = self._below + 1 if float(cosine) < conflict.below else 0
+            if self._below >= conflict.patience:
+                self._last = step
+                rank_zero_info(f"HiddenAlignment: ends after step {step}, {self._below} times against the task")
+        return self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured."""
+        state = {"below": self._below, "measured": self._measured, "last": self._last}
+        return {} if self._conflict is None else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._below, self._measured, self._last = (state_dict.get(k, d) for k, d in _UNMEASURED.items())
 
     def clean_features(self, module: Any, batch: Any) -> Tensor:
         """The encoder's features of the batch's clean images, [B, N, D], [B, D, H, W] or [B, D]."""

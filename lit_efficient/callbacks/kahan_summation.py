@@ -39,6 +39,7 @@ class KahanSummation(Technique):
         "LoRA": "what it trains is float32, where no update is lost: leave KahanSummation out",
         "PeftAdapter": "what it trains is float32, where no update is lost: leave KahanSummation out",
         "PrefixTuning": "what it trains is float32, where no update is lost: leave KahanSummation out",
+        "PromptTuning": "what it trains is float32, where no update is lost: leave KahanSummation out",
         "ScheduleFree": "its average of the weights has no compensation: use precision: bf16-mixed",
         "ScheduleFreeAdamW": "its average of the weights has no compensation: use precision: bf16-mixed",
     }

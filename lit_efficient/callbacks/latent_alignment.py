@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.losses.feature_matching import VFLoss, gradient_ratio, vf_loss
 from lit_efficient.mechanisms.alignment import (
     Alignment,
@@ -93,8 +94,18 @@ class LatentAlignment(Alignment):
         self.decoder = decoder
         self.images = images
         self.image_size = image_size
+        if head.spatial_norm is not None:
+            raise refusal("LatentAlignment", "head.spatial_norm", "None: it is for HiddenAlignment", head.spatial_norm)
         self.head, self.seed = head, head.seed
         self.check_common()
+
+    def check(self, trainer: Any, module: Any) -> None:
+        traits = traits_of(trainer.strategy)
+        if traits.shards and self.loss.adaptive:
+            raise ConflictError(
+                f"LatentAlignment: the adaptive weight takes gradients of one weight, which {traits.name} gathers for "
+                "its block alone: set loss.adaptive=False, or use strategy='ddp'"
+            )
 
     def find(self, data: Any) -> Teacher:
         """The frozen encoder."""

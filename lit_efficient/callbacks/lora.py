@@ -37,8 +37,7 @@ from lit_efficient.mechanisms.adapters.targets import (
     find_targets,
     other_targets,
 )
-from lit_efficient.mechanisms.averages.weights import local
-from lit_efficient.surgery import call_layers, count, expert_stacks, match_modules
+from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules
 from lit_efficient.technique import Technique
 
 

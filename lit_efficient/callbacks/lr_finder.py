@@ -27,7 +27,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import (
     ConfigurationError,
     ConflictError,
-    LitEfficientError,
+    DivergedError,
     check_choice,
     check_installed,
     check_number,
@@ -232,9 +232,7 @@ def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int)
     try:
         for _ in range(accumulate):
             trials.train(partial(next, batches))
-    except LitEfficientError as error:
-        if "not finite" not in str(error):
-            raise
+    except DivergedError:
         return math.nan  # what the test is after
     finally:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not watcher]

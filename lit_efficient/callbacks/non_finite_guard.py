@@ -1,12 +1,13 @@
-"""NaN or Inf never reaches the weights: gradients are checked before each optimizer step.
+"""NaN or Inf never reaches the weights: gradients and rates are checked before each optimizer step.
 
-    finite = isfinite(max_i |g_i|), over all gradients of the optimizer
+    max_i |g_i| < 1e16, over all gradients of the optimizer
 
 Saves: the weights and optimizer states of a run in which one batch or one overflow goes wrong.
 Costs: one fused pass over the gradients (of the order of clipping them) and one wait for the device an optimizer step.
 Source: the check of torch.amp.GradScaler, made usable without loss scaling.
 
-The maximum is taken, and not the 2-norm, because squares of large but finite gradients overflow.
+The maximum is taken, and not the 2-norm, because squares of large but finite gradients overflow. They do so in Adam's
+second moment, too, which is infinite ever after: its weights stand still, and nothing says so. Hence the bound.
 """
 
 import math
@@ -26,29 +27,34 @@ from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.surgery import is_sharded
 
+LIMIT = 1e16  # the squares of a million such numbers can be added up in float32
+
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no element of any tensor is NaN or infinite; one wait for the device. Shards count as a whole."""
+    return math.isfinite(largest(tensors))
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """The largest magnitude of all elements, NaN if one is; one wait for the device. Shards count as a whole."""
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     filled = [tensor for tensor in values if tensor.numel()]
     kinds = [[tensor for tensor in filled if is_sharded(tensor) is sharded] for sharded in (False, True)]
-    return all(_finite(tensors) for tensors in kinds if tensors)
-
-
-def _finite(tensors: list[Tensor]) -> bool:
-    largest: Any = get_total_norm(tensors, norm_type=math.inf)
-    largest = largest.full_tensor() if is_sharded(largest) else largest
-    return bool(torch.isfinite(largest))
+    found: list[Any] = [get_total_norm(tensors, norm_type=math.inf) for tensors in kinds if tensors]
+    sizes = [float(norm.full_tensor() if is_sharded(norm) else norm) for norm in found]
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
 
 
 class NonFiniteGuard(Callback):
-    """Stop, or leave out the step, when a gradient is NaN or infinite.
+    """Stop, or leave out the step, when a gradient is NaN, infinite or beyond 1e16.
 
     A step that is left out changes neither weights nor optimizer states; learning-rate schedules go on. It looks at the
     gradients of all processes together: all take the same decision. The gradient scaler of 16-mixed finds its scale by
     overflow and leaves out such steps itself; there it stops when more of them than ``max_consecutive`` come in a row
     and the scale has fallen below 1. The command line adds it to every fit, and ends with code 4 when it stops.
     Where the optimizer steps in the backward pass, gradients that are not finite count as zeros in the last step.
+    It always stops at a learning rate that is not finite, and when weights are not: after a fault of memory, or a rate
+    beyond all bounds, which the next step or the run's end finds. Then only the last checkpoint helps.
 
     Args:
         action: ``raise`` stops with an error that names parameters, ``skip`` leaves out the step with a warning.
@@ -74,35 +80,67 @@ class NonFiniteGuard(Callback):
             if isinstance(optimizer, InBackward):
                 optimizer.in_backward.watchers.append(self._hold_back)
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Check the rates; some optimizers step in the backward pass.
+
+        Raises:
+            DivergedError: If one is not finite.
+        """
+        rates = [group.get("lr", 0.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        known = [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.device.type == "cpu"]
+        if wrong := [rate for rate in known if not math.isfinite(rate)]:
+            where = f"at step {trainer.global_step} the learning rate is {wrong[0]}"
+            raise DivergedError(f"NonFiniteGuard: {where}; the weights are those before the step")
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Check the gradients, before they are clipped.
 
         Raises:
-            DivergedError: If one is not finite and the action is ``raise``, or too many in a row were left out.
+            DivergedError: If one is not finite and the action is ``raise``, or too many in a row were left out, or
+                weights are not finite.
         """
         freed = isinstance(optimizer, InBackward)
         gradients, self._largest = self._largest, {}
         if not freed:
             gradients = gradients_of(optimizer)
-        finite = all_finite(gradients.values())
+        size = largest(gradients.values())
+        finite = size < LIMIT
         if freed or traits_of(trainer.strategy).flattens:  # each process sees its own part
             finite = trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             self._consecutive = 0
             return
+        self._check_weights(trainer, pl_module)
         self.skipped += 1
         self._consecutive += 1
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and (self._consecutive <= self.max_consecutive or scaler.get_scale() >= 1):
+        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        scales = scaler is not None and not math.isfinite(size)  # what is finite it would step with
+        if scales and (self._consecutive <= self.max_consecutive or scaler.get_scale() >= 1):
             return
-        where = f"at step {trainer.global_step} gradients are not finite in {_culprits(pl_module, gradients)}"
-        if self.action == "raise" and scaler is None:
+        what = f"beyond {LIMIT:g}" if LIMIT <= size < math.inf else "not finite"
+        where = f"at step {trainer.global_step} gradients are {what} in {_culprits(pl_module, gradients)}"
+        if self.action == "raise" and not scales:
             weights = "have made the step with zeros in their place" if freed else "are those before the step"
             raise DivergedError(f"NonFiniteGuard: {where}; the weights {weights}")
         if self._consecutive > self.max_consecutive:
             raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} steps left out in a row")
         rank_zero_warn(f"NonFiniteGuard: {where}; the step is left out")
         optimizer.zero_grad()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Look at what the last step has made.
+
+        Raises:
+            DivergedError: If weights are not finite.
+        """
+        self._check_weights(trainer, pl_module)
+
+    def _check_weights(self, trainer: Any, module: Any) -> None:
+        if traits_of(trainer.strategy).flattens:  # each process would see its own part
+            return
+        if where := _culprits(module, {p: p.detach() for p in module.parameters() if _is_plain(p)}, math.inf):
+            where = f"at step {trainer.global_step} weights are not finite in {where}"
+            raise DivergedError(f"NonFiniteGuard: {where}; go on from the last checkpoint")
 
     def _hold_back(self, parameter: Tensor) -> None:
         """Before the step of one parameter: note whether its gradient is finite, without waiting; let none in."""
@@ -113,7 +151,7 @@ class NonFiniteGuard(Callback):
         values = values.to_local() if is_sharded(values) else values
         if values.numel():
             self._largest[parameter] = torch.linalg.vector_norm(values, math.inf)
-            values.nan_to_num_(0.0, 0.0, 0.0)
+            values.masked_fill_(~(values.abs() < LIMIT), 0.0)
 
     def state_dict(self) -> dict[str, int]:
         """How many steps were left out, in all and in a row; nothing if none was: evaluations need no guard."""
@@ -124,6 +162,11 @@ class NonFiniteGuard(Callback):
         self.skipped, self._consecutive = state_dict["skipped"], state_dict["consecutive"]
 
 
-def _culprits(module: Any, gradients: Mapping[Tensor, Tensor], most: int = 3) -> str:
-    names = [name for name, p in module.named_parameters() if p in gradients and not all_finite([gradients[p]])]
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether it is no shard, and no codes of quantised weights."""
+    return type(parameter) is torch.nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
+
+
+def _culprits(module: Any, tensors: Mapping[Tensor, Tensor], limit: float = LIMIT, most: int = 3) -> str:
+    names = [name for name, p in module.named_parameters() if p in tensors and not largest([tensors[p]]) < limit]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

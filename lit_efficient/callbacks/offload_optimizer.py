@@ -49,7 +49,8 @@ class OffloadOptimizer(Technique):
 
     phase = Phase.OPTIMIZER
     conflicts: ClassVar[dict[str, str]] = {
-        "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both"
+        "BlockSwap(trained=True)": "states of weights in CPU memory are there, too: leave OffloadOptimizer out",
+        "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both",
     }
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {

@@ -21,10 +21,10 @@ from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_loops import accumulates, zeroes_by_hand
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
-from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
 from lit_efficient.optimizers.later_reads import kept_by
+from lit_efficient.surgery import local
 from lit_efficient.technique import Technique
 
 
@@ -49,6 +49,8 @@ class OptimizerInBackward(Technique):
         "keep_effective_batch=False",
         "NonFiniteGuard(action='skip')": "half of a step is done when a gradient turns out not to be finite: use "
         "action='raise'",
+        "BlockSwap(trained=True)": "it keeps gradients in CPU memory, to be stepped later: leave trained, or one of "
+        "the two, out",
         "OffloadOptimizer(gradients=True)": "there are no gradients to keep anywhere: use gradients=False",
         "Compile(modules='network')": "the whole network's gradients come together, and none is freed early: use "
         "modules='blocks'",

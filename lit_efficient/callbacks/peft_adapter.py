@@ -63,6 +63,7 @@ class PeftAdapter(Technique):
         "LoRA": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
         "IA3": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
         "PrefixTuning": "each freezes all but its own parameters; keep one of them",
+        "PromptTuning": "each freezes all but its own parameters; keep one of them",
         "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {

@@ -10,25 +10,19 @@ What the prefix starts from, and the small network that may make it:
 :mod:`lit_efficient.mechanisms.adapters.prefix`.
 """
 
-from collections.abc import Mapping
-from itertools import cycle, islice
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
-from lit_efficient.mechanisms.adapters.peft_format import model_placement
-from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, add_prefix, find_decoder
-from lit_efficient.mechanisms.adapters.sharded import restore_without_base
-from lit_efficient.models.gpt import GPT
+from lit_efficient.errors import check_number
+from lit_efficient.mechanisms.adapters.base import freeze_base
+from lit_efficient.mechanisms.adapters.prefix import add_prefix
+from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
 from lit_efficient.surgery import count, match_modules
-from lit_efficient.technique import Technique
 
 
-class PrefixTuning(Technique):
+class PrefixTuning(VirtualTokens):
     """Freeze a decoder and train keys and values that stand before every sequence.
 
     Works on the decoders of transformers with a key-value cache (Llama, Mistral, Qwen, Gemma, GPT-2) and on this
@@ -55,9 +49,6 @@ class PrefixTuning(Technique):
     """
 
     phase = Phase.ADAPT
-    alters = ("weights",)
-    needs = ("init_tokens",)
-    keeps = "prefix"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them",
         "IA3": "each freezes all but its own parameters; keep one of them",
@@ -81,46 +72,10 @@ class PrefixTuning(Technique):
         save_base: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        check_choice("PrefixTuning", "init", init, ("tokens", "random"))
-        check_number("PrefixTuning", "num_virtual_tokens", num_virtual_tokens, least=1, whole=True, null=True)
+        super().__init__(num_virtual_tokens, init, init_tokens, init_text, tokenizer, save_base, seed)
         check_number("PrefixTuning", "projection", projection, least=1, whole=True, null=True)
-        given = [name for name, v in (("init_tokens", init_tokens), ("init_text", init_text)) if v]
-        if init == "tokens" and len(given) != 1:
-            raise ConfigurationError(
-                "PrefixTuning: init='tokens' needs either init_tokens or init_text, got "
-                f"{' and '.join(given) or 'neither'}. A random start is known to train worse; choose it by "
-                "init='random' with num_virtual_tokens"
-            )
-        if init == "random" and (given or num_virtual_tokens is None):
-            raise ConfigurationError(
-                "PrefixTuning: init='random' needs num_virtual_tokens and takes neither init_tokens nor init_text"
-            )
-        if bool(init_text) != (tokenizer is not None):
-            raise ConfigurationError(
-                "PrefixTuning: init_text and tokenizer (a tokenizer.json, or its folder) go together"
-            )
-        self.num_virtual_tokens = num_virtual_tokens
-        self.init = init
-        self.init_tokens = init_tokens
-        self.init_text = init_text
-        self.tokenizer = tokenizer
         self.projection = projection
         self.modules_to_save = modules_to_save
-        self.save_base = save_base
-        self.seed = seed
-        self._text_tokens = read_tokens(init_text, tokenizer) if init_text and tokenizer else None
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments, a text as its tokens: a checkpoint must not need the tokenizer's folder."""
-        arguments = super().arguments()
-        if self._text_tokens is not None:
-            arguments |= {"init_tokens": list(self._text_tokens), "init_text": None, "tokenizer": None}
-        return arguments
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
         saved = (
@@ -128,35 +83,12 @@ class PrefixTuning(Technique):
             if self.modules_to_save
             else []
         )
-        name, decoder = find_decoder(module)
-        if isinstance(decoder, PrefixedDecoder):
-            raise ConfigurationError(f"PrefixTuning: {name!r} has a prefix already; build the module again")
-        source = self._text_tokens or self.init_tokens or []
-        length = self.num_virtual_tokens or len(source)
-        tokens = list(islice(cycle(source), length)) if source else []
+        name, decoder = self.find(module)
+        length, tokens = self.start(decoder)
         prefix = add_prefix(decoder, length, tokens, projection=self.projection or 0, seed=self.seed)
         trained = list(prefix.parameters()) + [p for _, part in saved for p in part.parameters()]
         freeze_base(module, trained, save_base=self.save_base)
         return self._report(module, name, prefix, length)
-
-    def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        """The prefix, or what makes it, and ``modules_to_save``."""
-        return left_to_train(module)
-
-    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
-        return adapter_parameters(module)
-
-    @classmethod
-    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        trim(module, checkpoint)
-        name, decoder = find_decoder(module)
-        place = {"decoder": name, "transformers": not isinstance(decoder, GPT)}
-        checkpoint["lit_efficient"][cls.keeps] = place | model_placement(module, [name])
-
-    @classmethod
-    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the prefix was trained beside."""
-        check(module, checkpoint)
 
     def _report(self, module: nn.Module, name: str, prefix: Any, length: int) -> Report:
         trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()
@@ -176,24 +108,3 @@ class PrefixTuning(Technique):
                 "cache_bytes": 2 * layers * heads * length * width * prefix.prefix_keys.element_size(),
             },
         )
-
-
-def read_tokens(text: str, path: str) -> list[int]:
-    """The token numbers of a text, without special tokens.
-
-    Args:
-        text: What to encode.
-        path: A ``tokenizer.json``, or a folder that has one.
-
-    Raises:
-        ConfigurationError: If there is no such file, or the text has no tokens.
-    """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise refusal("PrefixTuning", "tokenizer", "a tokenizer.json or a folder that has one", path)
-    from tokenizers import Tokenizer
-
-    tokens: list[int] = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
-    if not tokens:
-        raise ConfigurationError(f"PrefixTuning: init_text={text!r} has no tokens in {path!r}")
-    return tokens

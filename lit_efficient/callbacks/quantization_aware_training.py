@@ -11,6 +11,7 @@ Source: Jacob et al. (2018), https://arxiv.org/abs/1712.05877; torchao's Int8Dyn
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +19,8 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
-from lit_efficient.surgery import call_layers, mix_under, name_pattern, unmixed
+from lit_efficient.models.read_weights import Watched
+from lit_efficient.surgery import call_layers, mix_in, mix_out, mix_under, name_pattern, unmixed
 from lit_efficient.technique import Technique
 
 
@@ -65,6 +67,25 @@ class _Imitates(nn.Module):
         return F.linear(rounded_activations(x), rounded_weight(self.weight, self.qat_group), self.bias)
 
 
+class _Reads(Watched):
+    """Mix-in of a layer while the first batch is trained: that the loss depends on the weight as it is, is an error."""
+
+    qat_name: str
+
+    def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if name != "weight" or not torch.is_grad_enabled() or not parameter.requires_grad:
+            return parameter
+        read = parameter.view_as(parameter)  # who reads its type or shape gets no gradient
+        read.register_hook(self._refuse)
+        return read
+
+    def _refuse(self, gradient: Tensor) -> None:
+        raise ConfigurationError(
+            f"QuantizationAwareTraining: the network reads the weight of {self.qat_name!r} and does not call the "
+            "layer, as fused kernels do: it would train unrounded, and be exported as codes. Name it in skip"
+        )
+
+
 class QuantizationAwareTraining(Technique):
     """Train linear layers so that they lose little as int4 weights with int8 activations, which the export holds.
 
@@ -77,8 +98,8 @@ class QuantizationAwareTraining(Technique):
         skip: Regular expressions for the ends of dotted names of layers that stay; none need match.
 
     Raises:
-        ConfigurationError: For an argument out of range, without layers to round, and for a model whose weights are
-            quantised already.
+        ConfigurationError: For an argument out of range, without layers to round, for a model whose weights are
+            quantised already, and for layers whose weight the network reads by itself, in the first step.
     """
 
     phase = Phase.QUANTIZE
@@ -90,6 +111,7 @@ class QuantizationAwareTraining(Technique):
         "IA3": "its factors would be merged into weights that were rounded without them: use QuantizeBase beside it",
         "PeftAdapter": "its adapters would be merged into weights that were rounded without them: leave one out",
         "PrefixTuning": "it freezes the weights, which then do not learn to be rounded: use QuantizeBase beside it",
+        "PromptTuning": "it freezes the weights, which then do not learn to be rounded: use QuantizeBase beside it",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "int4 weights that were trained as such")}
 
@@ -103,6 +125,7 @@ class QuantizationAwareTraining(Technique):
         check_installed("QuantizationAwareTraining", "torchao")
         self.group_size = group_size
         self.skip = tuple(skip)
+        self._looked = False  # whether the network uses a weight by itself
 
     def transform(self, module: nn.Module) -> Report:
         silence_imports()
@@ -142,6 +165,22 @@ class QuantizationAwareTraining(Technique):
             parameters=weights,
             details={"left": len(left)},
         )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        if not self._looked:
+            for name, part in pl_module.named_modules():
+                if isinstance(part, _Imitates):
+                    mix_in(part, _Reads, qat_name=name)
+
+    def on_after_backward(self, trainer: Any, pl_module: nn.Module) -> None:
+        if not self._looked:
+            self._looked = True
+            for part in pl_module.modules():
+                mix_out(part, _Reads)
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        self.on_after_backward(trainer, pl_module)
+        super().on_exception(trainer, pl_module, exception)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
+from lit_efficient.models.expert_layers import ExpertLinear
 from lit_efficient.models.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
 from lit_efficient.technique import Technique
@@ -37,12 +38,13 @@ from lit_efficient.technique import Technique
 class QuantizeBase(Technique):
     """Store the weights of the linear layers in 4 or 8 bits and freeze them; put ``LoRA`` beside it to train (QLoRA).
 
-    Quantises ``nn.Linear`` and GPT-2's ``Conv1D``. Names stay. Checkpoints of either kind load: quantised ones as they
-    are, and those of the float base, which are quantised on the way. Layers that share their weight with another one
-    stay as they are, and those whose weight the modules around them read: to multiply by it (Mamba's ``dt_proj``) or to
-    cast to its type (T5's ``wo``). Where no technique acts before, ``LanguageModeling`` reads a base's files through
-    this one: each layer is quantised as soon as it is read, on the run's device, so that no more than one is in memory
-    as floats. A model that transformers has loaded in 4 or 8 bits already needs ``LoRA`` alone.
+    Quantises ``nn.Linear``, GPT-2's ``Conv1D`` and layers of ``MixtureOfExperts``. Names stay. Checkpoints of either
+    kind load: quantised ones as they are, and those of the float base, which are quantised on the way. Layers that
+    share their weight with another one stay as they are, and those whose weight the modules around them read: to
+    multiply by it (Mamba's ``dt_proj``) or to cast to its type (T5's ``wo``). Where no technique acts before,
+    ``LanguageModeling`` reads a base's files through this one: each layer is quantised as soon as it is read, on the
+    run's device, so that no more than one is in memory as floats. A model that transformers has loaded in 4 or 8 bits
+    already needs ``LoRA`` alone.
 
     Args:
         format: ``nf4`` (4 bits, for normally distributed weights), ``fp4``, ``int8``, or ``int4`` (for
@@ -111,7 +113,12 @@ class QuantizeBase(Technique):
             after += stored_bytes(layer)
             setattr(module.get_submodule(owner), last, layer)
         call_layers(module)
-        left = sum(getattr(part, key).nbytes for _, part, keys in expert_stacks(module) for key in keys)
+        left = sum(
+            getattr(part, key).nbytes
+            for _, part, keys in expert_stacks(module)
+            for key in keys
+            if not is_quantized(part)
+        )
         aside = f"; the stacked weights of experts stay as they are, {left / 2**20:.1f} MiB" if left else ""
         if read:
             aside += f"; {len(read)} layers stay as they are, whose weight other code reads: {', '.join(read[:3])}"
@@ -205,11 +212,15 @@ class _OnRead:
 
 
 def _inputs(found: list[tuple[str, Any]]) -> dict[str, int]:
-    return {name: part.weight.shape[0 if is_conv1d(part) else 1] for name, part in found}
+    return {name: part.weight.shape[-2 if _is_transposed(part) else -1] for name, part in found}
+
+
+def _is_transposed(part: nn.Module) -> bool:
+    return part.is_transposed if isinstance(part, ExpertLinear) else is_conv1d(part)
 
 
 def _is_linear(part: nn.Module) -> bool:
-    return type(part) is nn.Linear or is_conv1d(part)
+    return type(part) in (nn.Linear, ExpertLinear) or is_conv1d(part)
 
 
 def _recipes(module: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:

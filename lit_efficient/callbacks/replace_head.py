@@ -172,7 +172,7 @@ class ReplaceHead(Technique):
             if not isinstance(part, NewLayer):
                 continue
             for key, own in part.named_parameters(prefix=name):
-                given = checkpoint["state_dict"].get(key)
+                given = checkpoint.get("state_dict", {}).get(key)  # shards are compared as they are read
                 if given is not None and given.shape != own.shape:
                     raise CheckpointError(
                         f"the checkpoint's {key!r} has the shape {list(given.shape)}, and the head that ReplaceHead "

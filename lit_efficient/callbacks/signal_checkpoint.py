@@ -37,9 +37,9 @@ class SignalCheckpoint(Callback):
 
     A signal in an accumulation window is answered at the window's end; one in a validation run after the current batch,
     or on several processes after the run and the next step. A validation that is due at the very step of the checkpoint
-    is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save. A second SIGINT
-    exits at once. Handlers of your own are called too; signals of SLURM's automatic requeueing stay Lightning's. SIGHUP
-    stays ignored under nohup.
+    is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save, and it ends
+    at once; several processes end after the first step. A second SIGINT exits at once. Handlers of your own are called
+    too; signals of SLURM's automatic requeueing stay Lightning's. SIGHUP stays ignored under nohup.
 
     Args:
         signals: Names of the signals to answer.
@@ -68,8 +68,8 @@ class SignalCheckpoint(Callback):
         self.signals = signals
         self.dirpath = dirpath
         self._numbers = [signal.Signals[name] for name in self._names() if name in signal.Signals.__members__]
-        self._received: int | None = None
-        self._repeated = 0
+        self._received = bytearray()  # which trials before the first step, that put all attributes back, leave alone
+        self._early = False  # nothing has been trained, and nobody else waits for this process
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}  # handlers to put back; empty while none of ours is installed
         self._own_handlers: dict[int, list[Callable[[int, FrameType | None], Any]]] = {}
@@ -89,6 +89,9 @@ class SignalCheckpoint(Callback):
         self._install(trainer)
         if trainer.world_size > 1 and self._group is None:
             self._group = distributed.new_group(backend="gloo")  # between CPUs: nobody waits for a GPU
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._early = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not (pl_module.automatic_optimization and accumulates(trainer)):
@@ -111,6 +114,9 @@ class SignalCheckpoint(Callback):
         self._uninstall()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._early and self._received and self._previous:
+            name = signal.Signals(self._received[0]).name
+            _print(trainer, f"Interrupted by {name} before training began: there is nothing to save.")
         self._uninstall()
         self._group = None
 
@@ -121,10 +127,8 @@ class SignalCheckpoint(Callback):
         number = self._agreed()
         if not number:
             return
-        name = signal.Signals(number).name
-        if trainer.sanity_checking:
-            _print(trainer, f"Interrupted by {name} before training began: there is nothing to save.")
-        else:
+        if not self._early:
+            name = signal.Signals(number).name
             path = self._folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path, weights_only=False)  # all processes together, until it is there
             if stepped:
@@ -135,7 +139,7 @@ class SignalCheckpoint(Callback):
 
     def _agreed(self) -> int:
         """The signal that any process has received, or 0."""
-        received = self._received or 0
+        received = next(iter(self._received), 0)
         if self._group is None:
             return received
         flag = torch.tensor([received])
@@ -153,7 +157,8 @@ class SignalCheckpoint(Callback):
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn("SignalCheckpoint: signals can only be handled in the main thread; this run ignores them")
             return
-        self._received, self._repeated, self._process = None, 0, os.getpid()
+        self._process, self._early = os.getpid(), trainer.world_size == 1
+        self._received.clear()
         taken = _requeue_signals(trainer)
         for number in self._numbers:
             if number in taken:
@@ -167,6 +172,8 @@ class SignalCheckpoint(Callback):
             self._own_handlers[number] = _handlers_of_the_user(previous, trainer)
             self._previous[number] = signal.SIG_DFL if previous is None else previous
             signal.signal(number, self._on_signal)
+        if self._early and signal.SIGTERM in self._previous and signal_connector(trainer).received_sigterm:
+            self._on_signal(signal.SIGTERM, None)  # Lightning has noted it, and would end with 0
 
     def _uninstall(self) -> None:
         for number, previous in self._previous.items():
@@ -179,12 +186,12 @@ class SignalCheckpoint(Callback):
             return  # a forked loader worker: Ctrl-C reaches the whole group, and the step still needs its data
         for handler in self._own_handlers.get(number, []):
             handler(number, frame)
-        if self._received == number == signal.SIGINT:
-            self._repeated += 1
-            if self._repeated > 1:
-                os._exit(128 + number)
+        again = number == signal.SIGINT and self._received[:1] == bytes([number])
+        self._received.append(number)
+        if again and self._received.count(number) > 2:
+            os._exit(128 + number)
+        if again or self._early:
             raise SystemExit(128 + number)
-        self._received = self._received or number
 
 
 def _handlers_of_the_user(handler: Any, trainer: Any) -> list[Callable[[int, FrameType | None], Any]]:

@@ -35,7 +35,8 @@ class SNRWeighting(LossHooks, Technique):
     no such thing needs an ``adapter``.
 
     Args:
-        rule: The weighting rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased`` or ``truncated``.
+        rule: The weighting rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased``, ``truncated``, or of SD3's
+            training ``sigma_sqrt`` and ``cosmap``.
         gamma: Above 0: for ``min_snr`` and ``soft_min_snr`` the cap of the clean sample's weight, for ``p2`` the
             exponent. Unset it is the paper's: 5, 4 and 1. The other rules have none.
         prediction: What ``sample_loss`` measures the error of: ``eps``, ``v``, ``x0``, ``flow`` or ``edm``. ``auto``

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
 from lit_efficient.mechanisms.blocks.residual import (
     Streams,
     known_streams,
@@ -281,8 +281,7 @@ class StochasticDepth(Technique):
         """All blocks, and why some cannot be dropped."""
         found = find_blocks(module, self.blocks, who="StochasticDepth")
         if self.blocks == "auto":  # frozen ones, a teacher's say, count for no depth
-            trained = [(name, block) for name, block in found if any(p.requires_grad for p in block.parameters())]
-            found = trained or found
+            found = trained_blocks(found)
         for name, block in found if self.skip == "sample" else ():
             if any(getattr(part, "batch_first", True) is False for part in block.modules()):
                 raise ConfigurationError(

@@ -41,6 +41,7 @@ class StochasticRounding(Technique):
         "LoRA": "what it trains is float32, where no update is lost: leave StochasticRounding out",
         "PeftAdapter": "what it trains is float32, where no update is lost: leave StochasticRounding out",
         "PrefixTuning": "what it trains is float32, where no update is lost: leave StochasticRounding out",
+        "PromptTuning": "what it trains is float32, where no update is lost: leave StochasticRounding out",
         "ScheduleFree": "its average of the weights is kept in steps of bfloat16: use precision: bf16-mixed",
         "ScheduleFreeAdamW": "its average of the weights is kept in steps of bfloat16: use precision: bf16-mixed",
     }

@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,19 @@ from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.errors import constructor_error, exit_code, explain
 from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps, short
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
-from lit_efficient.cli.preflight import redacted
 from lit_efficient.cli.resumed import ConfigWins
 from lit_efficient.cli.run import (
     CheckSharding,
     SaveRunConfig,
     add_default_parts,
     callbacks_of,
+    prefetch,
     quiet,
 )
 from lit_efficient.cli.run_events import RunEvents
 from lit_efficient.cli.run_folder import RunFolder, candidates, keep_rows, place_loggers
 from lit_efficient.cli.run_log import RunLog
+from lit_efficient.cli.secrets import masked, masking, redacted, remember
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import state_of
@@ -66,6 +68,7 @@ class LitEfficientCLI(OpenCLI):
     tried_optimizer: Optimizer | None = None  # built from the config over nothing that trains
     folder: RunFolder | None = None  # of a fit
     events: RunEvents | None = None
+    devices_are_here = True  # or what is built is for another machine
 
     def __init__(self, *args: Any, allow_imports: Sequence[str] = (), quiet: bool = False, **kwargs: Any) -> None:
         self.allowed = list(allow_imports)
@@ -112,7 +115,9 @@ class LitEfficientCLI(OpenCLI):
         """Check what can be checked before anything is built."""
         self._name_root()
         self.dump_config()
-        preflight.check_config(self.config_dump)
+        preflight.check_config(self.config_dump, self.devices_are_here)
+        remember(self.config_dump)
+        self.config_dump = masked(self.config_dump)  # what is noted; the parts are built from the other one
         if preflight.go_offline_without_key(self.config_dump):
             rank_zero_info("W&B: no API key, so this run is recorded offline; `wandb sync` uploads it later.")
         self._resume()
@@ -157,6 +162,9 @@ class LitEfficientCLI(OpenCLI):
         except (ValueError, TypeError) as error:
             raise constructor_error(error) from error
         callbacks = callbacks_of(self.trainer)
+        if self.subcommand == "fit":
+            followed = ((self.config_dump.get("lr_scheduler") or {}).get("init_args") or {}).get("monitor")
+            preflight.check_monitors(callbacks, followed, self.model)
         techniques = [c for c in callbacks if getattr(c, "phase", None) is not None]
         if techniques:
             from lit_efficient.declaration import check_conflicts
@@ -168,6 +176,7 @@ class LitEfficientCLI(OpenCLI):
             rank_zero_info(checkpoint.changes_said(str(self.part(self.config, "ckpt_path")), self.changed, kept))
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
             checkpoint.check_shapes(self.model, self.checkpoint)
+            checkpoint.check_optimizer(self.checkpoint)
         self.checkpoint = {}
 
     def _placed(self, written: Namespace) -> Namespace:
@@ -205,9 +214,13 @@ class LitEfficientCLI(OpenCLI):
             self.events = RunEvents(self.folder, self.log, f"{program} {shlex.join(redacted(words))}")
             trainer["callbacks"].append(self.events)
         made = super().instantiate_trainer(**kwargs)
+        prefetch(made, self.subcommand)
+        setattr(made.strategy, "save_checkpoint", partial(masking, made.strategy.save_checkpoint))  # noqa: B010
+        for logger in made.loggers:
+            setattr(logger, "log_hyperparams", partial(masking, logger.log_hyperparams))  # noqa: B010
         if self.folder and self.folder.goes_on and made.is_global_zero:
             for logger in made.loggers:
-                keep_rows(logger)
+                keep_rows(logger, self.folder.step)
         return made
 
     def run_subcommand(self, subcommand: str) -> None:
@@ -302,6 +315,6 @@ def run(argv: Sequence[str]) -> int:
         message = None if debug else explain(error, arguments)
         if message is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {masked(message)}", file=sys.stderr)
         return exit_code(error)
     return 0

@@ -166,6 +166,19 @@ def numbered(names: Iterable[str]) -> list[str]:
     return result
 
 
+def check_optimizer(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse, for a fit without techniques, states that those of the checkpoint have given another shape.
+
+    Raises:
+        ConfigurationError: Naming the technique.
+    """
+    from lit_efficient.application import compare_techniques
+
+    kept = (checkpoint.get("lit_efficient") or {}).get("techniques", ())
+    if checkpoint.get("optimizer_states"):
+        compare_techniques([one for one in kept if [*one["alters"]] == ["optimizer"]], [], fitting=True)
+
+
 def check_shapes(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another architecture while nothing has been touched yet.
 

@@ -19,6 +19,8 @@ from lit_efficient.errors import ConfigurationError, did_you_mean
 _SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
 LISTS = {"callbacks", "plugins"}
 SPEC = ("class_path", "init_args", "dict_kwargs")
+MOST_LETTERS = 250_000  # which take seconds to be read
+MOST_VALUES = 30_000  # in a config; a few lines of aliases of aliases are billions
 _NULL = ("", "~", "null", "Null", "NULL")
 # torch has a class of the same name, without the `monitor` that Lightning needs.
 _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
@@ -63,13 +65,14 @@ def help_of(name: str) -> str:
 def strategy_class(name: str) -> str | dict[str, str]:
     """What the trainer takes for a class: a plain string would be one of Lightning's own short names, such as ddp."""
     full = full_name(name)
-    return {"class_path": full} if full.rpartition(".")[2] in strategies.__all__ else full
+    return {"class_path": full} if name in PUBLIC or full.rpartition(".")[2] in strategies.__all__ else full
 
 
 def expand_short_names(tree: Any, key: str = "") -> Any:
     """Write the short class names in a loaded config in full: those in ``class_path`` and in the slots."""
     if isinstance(tree, dict):
-        return {k: expand_short_names(value, str(k)) for k, value in marked(tree).items()}
+        named = {k: v for k, v in marked(tree).items() if k != "init_args" or v is not None or "class_path" not in tree}
+        return {k: expand_short_names(value, str(k)) for k, value in named.items()}
     if isinstance(tree, list):
         return [expand_short_names(item, key) for item in tree]
     if isinstance(tree, str) and leaf(key) == "strategy":
@@ -96,23 +99,37 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: If the text is no YAML, a mapping has a key twice or holds itself, or what names a class does
             not do so. The message names the lines.
     """
-    if re.search(r"[:?\[{-]", text):  # else it is a single value
-        check_yaml(text)
-    return expand_short_names(get_loader("yaml")(text))
+    if len(text) > MOST_LETTERS:
+        raise yaml.YAMLError(f"it is {len(text):,} letters long: {MOST_LETTERS:,} at most")
+    try:
+        if re.search(r"[:?\[{-]", text):  # else it is a single value
+            check_yaml(text)
+        return expand_short_names(get_loader("yaml")(text))
+    except ConfigurationError:
+        raise
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:  # numbers of a million digits
+        raise yaml.YAMLError(f"it holds what no config does: {error}") from error
 
 
 def check_yaml(text: str, slot: str = "") -> None:
     """Raise what is wrong with a text that stands in a slot, or nowhere yet, as :func:`load_yaml` does."""
-    _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), set(), (), slot)
+    _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), {}, (), slot)
 
 
-def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...], slot: str = "") -> None:
-    """Raise what is wrong with a node and those below it; ``slot``: in which it stands, and so may be a class."""
+def _check_nodes(node: yaml.Node | None, seen: dict[int, int], within: tuple[int, ...], slot: str = "") -> int:
+    """Raise what is wrong with a node and those below it; ``slot``: in which it stands, and so may be a class.
+
+    Returns:
+        How many values it is, each alias as many as what it repeats.
+    """
     if node is not None and id(node) in within:
         raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-        return
+        return seen.get(id(node), 1)
     lines: dict[str, int] = {}
+    size = 1
     for item in node.value:
         key, value = item if isinstance(node, yaml.MappingNode) else (None, item)
         name = key.value if isinstance(key, yaml.ScalarNode) else ""
@@ -121,10 +138,13 @@ def _check_nodes(node: yaml.Node | None, seen: set[int], within: tuple[int, ...]
             if name in lines:
                 raise yaml.YAMLError(f"the key {name!r} stands twice: in line {lines[name]} and line {line}")
             lines[name] = line
-        _check_nodes(value, seen, (*within, id(node)), slot_of(name) if key else slot)
-    seen.add(id(node))
+        size += _check_nodes(value, seen, (*within, id(node)), slot_of(name) if key else slot)
+    seen[id(node)] = size
+    if size > MOST_VALUES:
+        raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} has more than {MOST_VALUES:,} values")
     if isinstance(node, yaml.MappingNode):
         _check_spec(lines, {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}, slot)
+    return size
 
 
 def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) -> None:

@@ -62,14 +62,22 @@ def _requirements() -> list[str]:
 
 def _commit() -> dict[str, Any] | None:
     """Commit of the working directory, and whether files that it tracks differ from it; ``None`` outside of git."""
-    ask = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 (no shell, and words of our own)
+        # Programs that the settings of the repository name, which may be somebody else's, are not for us to start.
+        named = _git("config", "--show-scope", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$|^core\.")
+        own = (line.split("\t") for line in named.splitlines() if line.startswith(("local", "worktree")))
+        off = [f"{name}=" for _, name in own if name.startswith("filter.")] + ["core.fsmonitor=false"]
+        without = [word for name in off for word in ("-c", name)]
+        text = _git(*without, "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = answer.stdout.splitlines()
+    lines = text.splitlines()
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid")), "")
     return {"id": commit, "dirty": any(not line.startswith("#") for line in lines)}
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=True).stdout  # noqa: S603, S607 (no shell, and words of our own)
 
 
 def _devices(device: torch.device, indices: Sequence[int]) -> list[str]:

@@ -1,6 +1,7 @@
 """An error as a sentence: which key, which value, what is allowed, what was probably meant. Ten lines at most."""
 
 import ast
+import errno
 import os
 import re
 import traceback
@@ -22,9 +23,12 @@ from lit_efficient.cli.parsing import ALLOWED_IMPORTS
 from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError, did_you_mean, install_line
 from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_path
+from lit_efficient.internals.torch_loaders import broke_off
+from lit_efficient.mechanisms.rank_line import ENDED
 from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
 MAX_LINES = 10
+_FEWER = "where it is killed, memory may have run out: set fewer num_workers"
 _MAX_WIDTH = 400
 _BASES = (Callback, LightningDataModule, LightningModule, Logger, Strategy, Optimizer, LRScheduler)
 _CONTEXT = re.compile(
@@ -47,18 +51,33 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
     Returns:
         At most ten lines without a traceback, or ``None`` if the error is a bug whose traceback is the best answer.
     """
+    if alone := [note for note in getattr(error, "__notes__", ()) if note.startswith(ENDED)]:
+        return "\n".join(alone)
     if isinstance(error, ArgumentError):
         lines = _explain_parsing(error.message, argv)
     elif isinstance(error, (LitEfficientError, MisconfigurationException)):
-        lines = str(error).strip().splitlines()
+        lines = _of_worker(error).strip().splitlines()
     elif is_out_of_memory(error):
         lines = [f"out of memory: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"]
     elif isinstance(error, ModuleNotFoundError):
         lines = _explain_missing_module(error)
     elif isinstance(error, OSError) and error.filename is not None:
         lines = [f"{error.filename}: {error.strerror}"]
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        lines = [f"a file of the run cannot be written: {error.strerror}"]  # a logger's, that does not say which
+    elif isinstance(error, OSError) and _of_worker(error) != str(error):
+        lines = [f"reading the data: {_of_worker(error)}"]
+    elif broke_off(error):
+        lines = [f"a DataLoader worker ended while it handed over a batch ({error}): {_FEWER}"]
+    elif isinstance(error, RuntimeError) and str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
+        lines = [f"{str(error).splitlines()[0]}: {_FEWER}"]
     elif twice := re.match(r"Found more than one stateful .* `(\w+)`", str(error)):
         lines = [f"trainer.callbacks: {twice[1]} stands there twice, and both keep their state under one name"]
+    elif isinstance(error, RuntimeError) and "stateful loaders, but found" in str(error):
+        lines = [
+            "ckpt_path: the checkpoint says where in its data the run was, and no loader of this run can go on there: "
+            "resume with the ExactResume, or the loader with a state, that it was trained with, or begin a new run"
+        ]
     elif isinstance(error, RuntimeError) and "loading state_dict" in str(error):
         lines = _explain_state_dict(str(error))
     else:
@@ -66,6 +85,12 @@ def explain(error: BaseException, argv: Sequence[str]) -> str | None:
     lines = [*lines[:2], *"\n".join(notes).splitlines()] if (notes := getattr(error, "__notes__", ())) else lines
     lines = [line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..." for line in lines if line.strip()]
     return "\n".join(lines[:MAX_LINES])
+
+
+def _of_worker(error: Exception) -> str:
+    """The message of an error; of one that a loader's worker raised the last words of the traceback in it."""
+    caught, name = re.match(r"Caught \w+ in DataLoader worker process", str(error)), type(error).__name__
+    return str(error).rpartition(f"{name}: ")[2] if caught else str(error)
 
 
 def exit_code(error: BaseException) -> int:
@@ -101,6 +126,8 @@ def constructor_error(error: ValueError | TypeError) -> Exception:
     tried = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("- ")]
     telling = [line for line in tried if not line.startswith(_NO_CAUSE)]
     message = telling[0] if telling and str(root).startswith("Not a valid subclass") else str(root)
+    if telling and str(root).startswith("Expected a "):  # what stands there may be a name, too
+        return ConfigurationError(telling[0])
     if misfit:
         others = [line for line in telling if not _MISFIT.search(line)]
         return ConfigurationError(others[0] if others else f"{misfit[1]}: no option {misfit[2]!r}")
@@ -148,7 +175,8 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
             if found:
                 priority, cause, leaf = found
                 if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
-                    priority += 0.01 * sum(f"'{name}':" in message for name in accepted[1].split(", "))
+                    fits = sum(f"'{name}':" in message for name in accepted[1].split(", "))
+                    priority = priority + 0.01 * fits if fits else 5.9  # another one's complaint of a type comes first
                 place = _place(keys, classes)
                 yield priority, len(here), place, cause, leaf or (keys[-1] if keys else "")
 

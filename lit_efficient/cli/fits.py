@@ -11,6 +11,7 @@ from jsonargparse import Namespace
 
 from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.cli.errors import explained
+from lit_efficient.cli.run_folder import place_loggers
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, give_arguments
 from lit_efficient.files import configs
 
@@ -77,6 +78,9 @@ class FitParts(LitEfficientCLI):
         config = written.clone()
         if self._root is not None:
             self.part(config, "trainer")["default_root_dir"] = str(self._root)
+        trainer = self.part(config, "trainer")
+        if trainer.get("logger") not in (None, True, False):  # which want a folder, and write nothing before a run
+            place_loggers(trainer, Path(trainer["default_root_dir"]), None)
         return config
 
     def building(self) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient.cli.parsing import HORIZONS
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 
 Spec = dict[str, Any]  # {"class_path": ..., "init_args": {...}}
 
@@ -67,6 +67,10 @@ class OptimizerPlan:
             open_ended = _open_horizons(self.scheduler)
             steps = _total_steps(module, open_ended[0]) if open_ended else 0
             filled = _with_horizon(self.scheduler, steps)
+            total = filled.get("init_args", {}).get("total_steps")
+            if isinstance(total, int) and _name(filled) == "OneCycleLR" and 0 < total < module.trainer.max_steps:
+                allowed = f"at least the run's steps, {module.trainer.max_steps}, or null for these"
+                raise refusal("OneCycleLR", "total_steps", allowed, total)
             scheduler = _build("lr_scheduler", filled, optimizer)
         rank_zero_info(self._note(parameters, filled))
         return self.arrange(module, optimizer, scheduler)
@@ -124,7 +128,8 @@ def _build(key: str, spec: Spec, first: Any) -> Any:
     try:
         return instantiate_class((first,), spec)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{key}: {_name(spec)}: {error}") from error
+        given = [f"{name}={value!r}" for name, value in spec.get("init_args", {}).items() if f": {value}" in str(error)]
+        raise ConfigurationError(f"{key}: {_name(spec)}: {error} ({', '.join(given)})".replace(" ()", "")) from error
 
 
 def _open_horizons(scheduler: Spec) -> list[str]:

@@ -12,6 +12,7 @@ import typing
 from argparse import ArgumentError
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -224,8 +225,13 @@ class Parser(ChecksValues, LightningArgumentParser):
             elif not isinstance(value, dict | str):  # a string names a file
                 shown = "null" if value is None else value
                 self.error(f'Parser key "{key}":\n  Expected a mapping. Got value: {shown}')
-            else:
+            elif isinstance(value, dict):
                 self._check_keys(value, f"{key}.")
+            elif os.path.isfile(value):  # read again by the parsing, which would name the file around it
+                try:
+                    Path(value).read_text("utf-8")
+                except UnicodeDecodeError as error:
+                    self.error(f'Parser key "{key}":\n  {value} is no UTF-8 text: {error.reason}')
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise what is wrong; for an unknown option, add where it is now, or what was probably meant."""
@@ -239,7 +245,7 @@ class Parser(ChecksValues, LightningArgumentParser):
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
             key = unknown["name"][len(level) :].lstrip(".").split(".")[0]
-            near = did_you_mean(unknown["name"], dests) or did_you_mean(key, [*below, *SPEC])
+            near = did_you_mean(unknown["name"], dests) or did_you_mean(key, [*below, *SPEC, *map(leaf, dests)])
             advice = f"{near} (accepted: {accepted})"
             moved = moved_key(parser.described, last) or moved_key(parser.described, unknown["name"])
             message = f"no option {unknown['name']!r}{moved or advice}"

@@ -1,5 +1,6 @@
-"""What can be known to fail before anything is built: folders, devices, secrets in the config, W&B without a key."""
+"""What can be known to fail before anything is built: folders, devices, secrets left out, W&B without a key."""
 
+import difflib
 import netrc
 import os
 import re
@@ -14,36 +15,27 @@ import torch
 
 from lit_efficient.cli.parsing import ALLOWED_IMPORTS
 from lit_efficient.cli.run import DEFAULTS
+from lit_efficient.cli.secrets import HIDDEN, names_a_secret
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 _FOLDERS = {"default_root_dir", "save_dir", "dirpath"}
-_SECRET = re.compile(
-    r"(^|_)(api_?key|passw(or)?d|pwd|passphrase|credentials?|secret(_access)?(_key)?|(private|access|account)_key|"
-    r"^token|(access|api|auth|bearer|csrf|git(hub|lab)|hf|id|refresh|session|wandb)_token)$"
-)
-# Where a password or a signature stands in a URL, and how tokens of the common services and private keys begin.
-_SECRET_VALUE = re.compile(
-    r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|"
-    r"://\S+[?&][\w-]*(?i:token|api_?key|sig|signature|secret|password)=[^&\s]|"
-    r"\b(hf_|gh[opusr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{16,}"
-)
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a config that cannot work on this machine, or should not be written to disk.
+def check_config(config: Mapping[str, Any], devices_are_here: bool = True) -> None:
+    """Refuse a config that cannot work on this machine.
 
     Args:
         config: The config of a subcommand, as plain data.
+        devices_are_here: Whether its devices must be there.
 
     Raises:
         ConfigurationError: Naming key, value and what is allowed.
     """
     for key, value in leaves(config):
         name = key.split(".")[-1]
-        if isinstance(value, str) and value and (_names_a_secret(key) or _SECRET_VALUE.search(value)):
+        if isinstance(value, str) and (f"://{HIDDEN}@" in value or (value == HIDDEN and names_a_secret(key))):
             raise ConfigurationError(
-                f"{key}: secrets do not belong in a config, which is saved and logged with the run; "
-                "give it in the environment variable that its library reads"
+                f"{key}: {HIDDEN} stands where a run that saved this config left a secret out; give it once more"
             )
         if name in _FOLDERS and key.startswith("trainer.") and isinstance(value, str):
             check_writable(key, Path(value))
@@ -54,29 +46,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     if config.get("weights_only") is False:
         raise refusal("ckpt_path", "weights_only", "true or null (else loading could run code)", False)
     trainer = config.get("trainer") or {}
-    check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"))
-
-
-def _names_a_secret(key: str) -> bool:
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.rsplit(".", maxsplit=1)[-1]).lower().replace("-", "_")
-    return bool(_SECRET.search(snake))
-
-
-def redacted(words: Iterable[str]) -> list[str]:
-    """A command line with ``***`` in the place of secrets."""
-    shown: list[str] = []
-    hides = False  # the word is the value of an option before it
-    for word in words:
-        name, equals, value = word.partition("=")
-        secret = name.startswith("-") and _names_a_secret(name.lstrip("-"))
-        holds = any(map(_names_a_secret, re.findall(r"([\w-]+)[\"']?\s*:", word)))  # as a mapping does
-        if hides or holds or _SECRET_VALUE.search(word) or (secret and value):
-            named = equals and not hides and name.startswith("-") and not _SECRET_VALUE.search(name)
-            shown.append(f"{name}=***" if named else "***")
-        else:
-            shown.append(word)
-        hides = secret and not equals
-    return shown
+    if devices_are_here:
+        check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"))
 
 
 def check_numbers(config: Any) -> None:
@@ -95,6 +66,25 @@ def check_numbers(config: Any) -> None:
     check_number("trainer", "accumulate_grad_batches", steps, least=1, whole=True, null=True)
     if isinstance(interval, int | float):
         check_number("trainer", "val_check_interval", interval, above=0)
+
+
+def check_monitors(callbacks: Iterable[Any], scheduler: str | None, module: Any) -> None:
+    """Refuse a monitor that is nearly the name of what a task logs: Lightning knows it after the first validation.
+
+    What anybody else's code logs is not known; beside it nothing is refused.
+
+    Raises:
+        ConfigurationError: Naming who monitors it, and the name that was meant.
+    """
+    logged, ours = vars(type(module)).get("logs", ()), ("lit_efficient.", "lightning.", "pytorch_lightning.")
+    followed = [(type(one).__name__, getattr(one, "monitor", None)) for one in callbacks]
+    if not all(type(one).__module__.startswith(ours) for one in callbacks):
+        return
+    for name, monitor in [*followed, ("lr_scheduler", scheduler)]:
+        if not isinstance(monitor, str) or monitor.startswith(tuple(logged)):
+            continue
+        if near := difflib.get_close_matches(monitor, logged, 1, 0.85):
+            raise ConfigurationError(f"{name}: nobody logs the monitor {monitor!r}, did you mean {near[0]!r}?")
 
 
 def check_checkpoint_io(key: str, name: str) -> None:

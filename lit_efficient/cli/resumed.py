@@ -42,6 +42,7 @@ class ConfigWins(Callback):
         self._sizes: list[list[int]] | None = None  # of the checkpoint's optimizers: parameters by group
         self._schedules: list[Any] = []  # the checkpoint's, which Lightning will restore
         self._resumes = False
+        self._arguments: dict[tuple[int, str], Any] = {}  # of callbacks as they were made, by place and name
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._now = _built(trainer)
@@ -49,10 +50,17 @@ class ConfigWins(Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._resumes = True
+        names = numbered(type(callback).__name__ for callback in trainer.callbacks)
+        for place, (callback, name) in enumerate(zip(trainer.callbacks, names)):
+            prefix = f"trainer.callbacks.{name}."
+            for argument in (key.removeprefix(prefix) for key in self.changed if key.startswith(prefix)):
+                value = getattr(callback, argument, None)
+                if isinstance(value, int | float | str):
+                    self._arguments[place, argument] = value
         self._then = checkpoint.get("lit_efficient", {}).get("built")
         self._schedules = checkpoint.get("lr_schedulers", [])
         groups = [state.get("param_groups") for state in checkpoint.get("optimizer_states", [])]
-        if all(isinstance(of_one, list) for of_one in groups):
+        if "optimizer_states" in checkpoint and all(isinstance(of_one, list) for of_one in groups):  # else in shards
             self._sizes = [[len(group["params"]) for group in of_one] for of_one in groups]
         self._check(trainer)
 
@@ -62,12 +70,8 @@ class ConfigWins(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not self._resumes:
             return
-        names = numbered(type(callback).__name__ for callback in trainer.callbacks)
-        for callback, name in zip(trainer.callbacks, names):
-            for key, (_, value) in self.changed.items():
-                argument = key.removeprefix(f"trainer.callbacks.{name}.")
-                if argument != key and isinstance(value, int | float | str) and hasattr(callback, argument):
-                    setattr(callback, argument, value)  # some load their arguments, too
+        for (place, argument), value in self._arguments.items():
+            setattr(trainer.callbacks[place], argument, value)  # some load their arguments, too
         for optimizer, built in zip(trainer.optimizers, self._now["optimizers"]):
             for group, now in zip(optimizer.param_groups, built["groups"]):
                 missing = [name for name in now if name not in group]

@@ -18,9 +18,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 import lit_efficient
 from lit_efficient.application import check_sharded, warn_of_rounding
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
+from lit_efficient.cli.secrets import masked
 from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
+from lit_efficient.mechanisms.shards import sum_shards
 
 # Beginnings of messages that advertise something, or tell what is not there.
 _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")
@@ -30,8 +32,10 @@ DEFAULTS = {
     "signals": "SignalCheckpoint",
     "metrics": "RunMetrics",
     "divergence": "NonFiniteGuard",
+    "ranks": "RankWatch",  # where there are several processes
     "bar": "ThroughputBar",  # where the output is no terminal: plain lines
     "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
+    "prefetch": "DevicePrefetcher",  # where a fit's device is a GPU
 }
 # Those of folders: they are the command line's to choose.
 _NOISE = (
@@ -79,7 +83,7 @@ def add_default_parts(
             )
     callbacks = _as_list(trainer_config.get("callbacks"))
     kind = optimizer.rsplit(".", 1)[-1]
-    for key in ("signals", "metrics", "divergence", kind) if subcommand == "fit" else ():
+    for key in ("signals", "metrics", "divergence", "ranks", kind) if subcommand == "fit" else ():
         part = default_part(key) if key in DEFAULTS else None
         if part and not any(isinstance(callback, getattr(part, "kind", part)) for callback in callbacks):
             callbacks.append(part())
@@ -92,6 +96,26 @@ def add_default_parts(
     if bars and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         callbacks.append(default_part("bar")())
     trainer_config["callbacks"] = callbacks
+
+
+class LeftOut(Callback):
+    """Stands in a config for a part of :data:`DEFAULTS` that is not to be added.
+
+    Args:
+        name: Of the part's class.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def prefetch(trainer: Trainer, subcommand: str | None) -> None:
+    """Let a fit on a GPU copy its next batch while it computes, unless its config says how, or that it should not."""
+    part, callbacks = default_part("prefetch"), callbacks_of(trainer)
+    left_out = any(isinstance(one, LeftOut) and one.name == part.__name__ for one in callbacks)
+    there = left_out or any(isinstance(one, part) for one in callbacks)
+    if subcommand == "fit" and trainer.strategy.root_device.type == "cuda" and not there:
+        trainer.callbacks.insert(0, part())  # type: ignore[attr-defined]  # its type does not declare them
 
 
 def _place_checkpoints(trainer_config: dict[str, Any], folder: Path) -> None:
@@ -120,7 +144,13 @@ def _as_list(value: Any) -> list[Any]:
 
 
 class CheckSharding(Callback):
-    """Refuse a fit under FSDP2 that shards nothing, and warn of what is rounded, with techniques and without."""
+    """Refuse a fit under FSDP2 that shards nothing, and warn of what is rounded, with techniques and without.
+
+    Folders of shards get the hashes of their files.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        sum_shards(trainer.strategy)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         check_sharded(trainer, pl_module)
@@ -143,6 +173,8 @@ class SaveRunConfig(SaveConfigCallback):
         config = self.config.clone()
         config["ckpt_path"] = None  # the run's record names it; a run from this config alone begins anew
         text = self.parser.dump(config, skip_none=False)
+        if (shown := masked(whole := yaml.safe_load(text))) != whole:
+            text = yaml.safe_dump(shown, sort_keys=False)
         for logger in trainer.loggers:
             if not isinstance(logger, TensorBoardLogger | CSVLogger):
                 logger.log_hyperparams(yaml.safe_load(text))

@@ -13,6 +13,7 @@ from lit_efficient.cli.environment import environment
 from lit_efficient.cli.run import write_config
 from lit_efficient.cli.run_folder import END, LAST, RunFolder
 from lit_efficient.cli.run_log import RunLog
+from lit_efficient.cli.secrets import masked
 from lit_efficient.declaration import techniques_of
 from lit_efficient.files.events import write_event
 
@@ -64,7 +65,7 @@ class RunEvents(Callback):
         """Add an event, where the fit has come to; one process does."""
         trainer = self.trainer
         if trainer is not None and trainer.is_global_zero:
-            write_event(self.folder.path, kind, max(trainer.global_step, self.folder.step), **more)
+            write_event(self.folder.path, kind, max(trainer.global_step, self.folder.step), **masked(more))
 
     def _note_metrics(self, metrics: Mapping[str, Any]) -> None:
         values = {}

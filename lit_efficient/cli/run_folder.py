@@ -1,24 +1,27 @@
 """The folder of a fit, the same on all ranks: a new ``ROOT/TIME``, or that of the run that goes on."""
 
+import csv
+import io
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.atomic_file import remove_whole
+from lit_efficient.files.atomic_file import remove_whole, replacing
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.events import open_events, write_event
-from lit_efficient.files.runs import LATEST, new_folder, point_latest, read_record, real, write_record
+from lit_efficient.files.runs import LATEST, hold, new_folder, point_latest, read_record, real, write_record
 from lit_efficient.internals.lightning_loops import stops_now
-from lit_efficient.internals.lightning_trainer import set_default_root_dir
+from lit_efficient.internals.lightning_trainer import purge_from, set_default_root_dir
 
 LAST = "last.ckpt"
 END = "end.ckpt"  # its name until the fit has ended
@@ -32,6 +35,8 @@ def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
     found = []
     for path in folder.glob("*.ckpt"):
         step = -1
+        if not path.exists():  # a link to what was removed, left by a process that was killed before it led on
+            continue
         if path.is_file():
             try:
                 content = load_verified(path, verify=False, mapped=True)
@@ -90,18 +95,26 @@ class RunFolder(Callback):
         self.record = (read_record(checkpoint.parent) if checkpoint else None) or {}
         self.goes_on = bool(checkpoint and self.record and not changed and _is_newest(checkpoint))
         self._empty: list[Path] = []  # what is removed again if the run does not begin
+        self._held: int | None = -1
+        main = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # of a function
         if self.goes_on:
             assert checkpoint is not None
             self.path = checkpoint.parent
-            return
+            if main:
+                self._held = hold(self.path)
+            if self._held is not None:
+                return
+            rank_zero_info(f"{self.path} is in use by another process: this run gets a folder of its own")
+            self.goes_on = False
         self.record = {
             "parent": _parent(checkpoint, root) if checkpoint else None,
             "job": os.environ.get("SLURM_JOB_ID"),
         }
         self.path = root  # of the other ranks, until rank 0 tells them
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # of a function
+        if main:
             missing = [folder for folder in (root, *root.parents) if not folder.exists()]
             self.path = new_folder(root)
+            self._held = hold(self.path)
             self._empty = [self.path, *missing]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -126,9 +139,20 @@ class RunFolder(Callback):
             there = str(state.get("dirpath") or "") if isinstance(state, dict) else ""
             if there != here and os.path.basename(there) == os.path.basename(here):
                 state.update(_moved(state, there, here))
+        if self.goes_on and trainer.is_global_zero:
+            _remove_forgotten(self.path, trainer, checkpoint.get("callbacks", {}))
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning spares the checkpoint that a fit went on from."""
+        if self.goes_on and trainer.is_global_zero:
+            savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+            _remove_forgotten(self.path, trainer, {saver.state_key: saver.state_dict() for saver in savers})
 
     def discard(self) -> None:
-        """Remove the folder, if nothing is in it."""
+        """Let go of the folder; remove it, if nothing is in it."""
+        if self._held is not None and self._held >= 0:
+            os.close(self._held)
+            self._held = None
         for folder in self._empty:
             try:
                 folder.rmdir()
@@ -142,6 +166,31 @@ def _moved(value: Any, there: str, here: str) -> Any:
     return here + value[len(there) :] if isinstance(value, str) and value.startswith(there) else value
 
 
+def _remove_forgotten(folder: Path, trainer: Any, states: dict[str, Any]) -> None:
+    """Remove what a saver wrote into a folder and no longer counts among its best: a killed one had no time to.
+
+    A checkpoint says itself which files each saver kept when it was written; what has another name is somebody else's.
+    """
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    all_kept = {saver.state_key for saver in savers if saver.save_top_k == -1}
+    counted = _names(states, {saver.state_key for saver in savers})
+    for _, _, path in checkpoints(folder):
+        try:
+            then = load_verified(path / "meta.pt" if path.is_dir() else path, verify=False, mapped=True)["callbacks"]
+        except (CheckpointError, KeyError):
+            continue
+        own = _names(then, {key for key in states if key in then} - all_kept)
+        if path.name in own - _names(then, all_kept) - counted:
+            remove_whole(path)
+
+
+def _names(states: dict[str, Any], savers: set[str]) -> set[str]:
+    """The names of the files that savers keep, by their states."""
+    kept = [states[key] for key in savers if key in states and "best_k_models" in states[key]]
+    paths = [path for s in kept for path in (s["best_model_path"], s["last_model_path"], *s["best_k_models"])]
+    return {os.path.basename(path) for path in paths}
+
+
 def _is_newest(checkpoint: Path) -> bool:
     found = checkpoints(checkpoint.parent)
     steps = {path: step for step, _, path in found}
@@ -149,16 +198,36 @@ def _is_newest(checkpoint: Path) -> bool:
     return checkpoint in (newest or [path for _, _, path in found[:1]]) and checkpoint in steps
 
 
-def keep_rows(logger: Any) -> None:
-    """Let a CSVLogger go on with the table of its folder: it begins by removing what is there."""
+def keep_rows(logger: Any, step: int) -> None:
+    """Let a logger go on with the rows of its folder: those of the checkpoint's steps, where a killed run wrote more.
+
+    A CSVLogger begins by removing what is there. The rows of the checkpoint's last step may be logged again.
+    """
+    if isinstance(logger, TensorBoardLogger):
+        purge_from(logger, step)
     table = Path(logger.log_dir or "", "metrics.csv")
+    kept = table.with_name("metrics.kept")
+    if isinstance(logger, CSVLogger) and kept.is_file():  # of a process that was killed right here
+        kept.replace(table)
     if not isinstance(logger, CSVLogger) or not table.is_file():
         return
-    kept = table.with_name("metrics.kept")
-    table.replace(kept)
-    experiment = logger.experiment
+    reader = csv.DictReader(table.read_text("utf-8").splitlines())
+    rows, names = [row for row in reader if int(row["step"]) < step], [*(reader.fieldnames or ())]
+    writer = csv.DictWriter(text := io.StringIO(), names)
+    writer.writeheader()
+    writer.writerows(rows)
+    with replacing(kept) as file:
+        file.write(text.getvalue().encode())
+    experiment: Any = logger.experiment
     kept.replace(table)
-    experiment.metrics_keys = table.read_text("utf-8").partition("\n")[0].strip().split(",")
+    experiment.metrics_keys = names
+    known = {frozenset(name for name in names if row[name]) for row in rows if int(row["step"]) == step - 1}
+    experiment.log_metrics = partial(_log_once, experiment.log_metrics, known, step - 1)
+
+
+def _log_once(log: Any, known: set[frozenset[str]], last: int, metrics: dict[str, Any], step: int | None) -> None:
+    if step != last or frozenset({*metrics, "step"}) not in known:
+        log(metrics, step)
 
 
 def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None) -> None:
@@ -177,7 +246,7 @@ def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None)
     for index, one in enumerate(logger if isinstance(logger, list) else [logger]):
         arguments = getattr(one, "init_args", None) or Namespace()
         if "save_dir" in arguments and arguments["save_dir"] in (None, "."):
-            arguments["save_dir"] = str(folder)
+            arguments["save_dir"] = str(folder.absolute())  # W&B's service may run in another working directory
             if names is not None and (arguments.get("name"), arguments.get("version")) == ("lightning_logs", None):
                 arguments["name"] = arguments["version"] = ""  # the folder is the run's alone
         for key in ("version", "run_id"):
@@ -206,7 +275,12 @@ class LastCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._step != trainer.global_step:
             self._save(trainer)
-        written, last = Path(self.last_model_path), Path(trainer.default_root_dir, LAST)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Also of a fit that has nothing left to do, because it was killed between the two names."""
+        written, last = (Path(trainer.default_root_dir, name) for name in (END, LAST))
+        if not trainer.strategy.broadcast(written.exists()):
+            return
         if trainer.is_global_zero:
             if last.is_dir():
                 remove_whole(last)

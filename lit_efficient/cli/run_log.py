@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from lit_efficient.cli.secrets import masked
+from lit_efficient.files.atomic_file import not_through_links
+
 _REDRAWS = re.compile(r"^\r(?!\n)|\x1b\[\d*[A-HJK]")  # what bars write
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MOST = 10_000  # lines before there is a file, characters before a line ends
@@ -51,13 +54,14 @@ class RunLog:
             return
         self._rank = f"[rank {rank}] " if rank else ""
         with suppress(OSError):  # the folder of another machine
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - until the end
+            self._file = open(path, "ab", buffering=0, opener=not_through_links)  # noqa: SIM115 - until the end
         early, self._early = self._early, []
         for line in early:
             self.write(line)
 
     def write(self, line: str) -> None:
         """Add a line that the terminal need not have shown."""
+        line = masked(line)
         if self._file is None:
             self._early = [*self._early[-_MOST:], line]
             return
@@ -81,6 +85,7 @@ class RunLog:
             return
 
         def write(text: str) -> Any:
+            text = masked(text)
             redraws = bool(_REDRAWS.search(text))
             shown = self.quiet != "all" if not redraws else not self.quiet
             result = own(text) if shown or not (hides or redraws) else len(text)
@@ -100,6 +105,8 @@ class RunLog:
             self._undo.append(lambda: stream.__dict__.pop("write", None) if stream.write is write else None)
 
     def _warn(self, message: Warning | str, *arguments: Any, **options: Any) -> None:
+        if (shown := masked(str(message))) != str(message):
+            message = UserWarning(shown)
         self._show(message, *arguments, **options)
         self.warned(str(message))
 

@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import plugins
 
 from lit_efficient import PUBLIC
-from lit_efficient.cli.run import DEFAULTS
+from lit_efficient.cli.run import DEFAULTS, LeftOut
 from lit_efficient.errors import did_you_mean
 from lit_efficient.internals.jsonargparse_parser import ChangesValues
 
@@ -21,6 +21,7 @@ _OUT = "without"
 _KEY = re.compile(r"(.*\.)?(callbacks|plugins)-")
 _OF_PLUGINS = ("plugins", "precision")  # modules of classes in `trainer.plugins`
 _ALWAYS = [DEFAULTS[key] for key in ("checkpoints", "signals", "metrics", "divergence")]
+_LATER = [DEFAULTS["prefetch"]]  # which are added to a trainer that is there, and can be left out
 
 
 def options(names: Sequence[str]) -> list[str]:
@@ -78,11 +79,15 @@ class TakesOut(ChangesValues):
         ]
         if _leaf(name) in _ALWAYS and all(_path(part).startswith("lit_efficient.") for part in meant):
             raise TypeError(f'Parser key "{self.dest}":\n  every run has {_leaf(name)}: it cannot be taken out')
+        kept = [part for part in parts if not any(part is one for one in meant)]
+        if _leaf(name) in _LATER:
+            path = f"{LeftOut.__module__}.{LeftOut.__name__}"
+            return [*kept, {"class_path": path, "init_args": {"name": _leaf(name)}}]
         if not meant:
             there = list(dict.fromkeys(_leaf(_path(part)) for part in parts))
             advice = f"{did_you_mean(name, there)} (accepted: {', '.join(there) or 'none'})"
             raise TypeError(f'Parser key "{self.dest}":\n  there is no {name!r} to take out{advice}')
-        return [part for part in parts if not any(part is one for one in meant)]
+        return kept
 
 
 def _path(part: Any) -> str:

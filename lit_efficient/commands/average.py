@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
-from lit_efficient.files.checkpoints import read, weights_alone, write
+from lit_efficient.files.checkpoints import weights_alone, write
 from lit_efficient.mechanisms.averages.weights import position_weights, precise
 from lit_efficient.mechanisms.restore import Weights, weights_of
+from lit_efficient.mechanisms.shards import read_checkpoint
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -45,7 +46,7 @@ def average_files(
     dtypes: dict[str, torch.dtype] = {}
     checkpoint: dict[str, Any] = {}
     for path, share in zip(paths, shares):
-        checkpoint = read(path)
+        checkpoint = read_checkpoint(path)
         try:
             chosen, kind = weights_of(checkpoint, of)
         except CheckpointError as error:

@@ -1,14 +1,19 @@
 """``python -m lit_efficient cache-latents --config X``: encode the images of a config once, for all runs to come.
 
-X is the very config that ``fit`` runs, with ``data: LatentData``. A run that was killed is gone on with by the same
+X is the very config that ``fit`` runs, with ``data: LatentData``. Under torchrun each process encodes its part of the
+shards, on one machine or on several that share the folder (``torchrun --nproc-per-node 8 -m lit_efficient cache-latents
+...``); how many there are may change when it is gone on with. A run that was killed is gone on with by the same
 command; a cache that is there already is checked from end to end.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +49,10 @@ def run(argv: Sequence[str]) -> int:
         data = build_data(rest, "cache-latents")
         if not isinstance(data, LatentData):
             raise refusal("cache-latents", "the config's data", "LatentData", type(data).__name__)
-        data.images.prepare_data()
+        ranks = _ranks()
+        if ranks.rank == 0:
+            data.images.prepare_data()
+        ranks.wait()
         data.images.setup("fit")
     bar = Bar()
     given = {"batch_size": options.batch_size} if options.batch_size else {}
@@ -54,11 +62,28 @@ def run(argv: Sequence[str]) -> int:
         device=options.device,
         shard_rows=options.shard_rows,
         overwrite=options.overwrite,
-        progress=bar,
+        progress=bar if ranks.rank == 0 else None,
+        ranks=ranks,
     )
-    for line in summary(data.cache_folder(), manifest, bar):
+    for line in summary(data.cache_folder(), manifest, bar) if ranks.rank == 0 else ():
         print(line)
     return 0
+
+
+def _ranks() -> Any:
+    """Which of torchrun's processes this is; they wait for each other for as long as it takes."""
+    import torch
+    from torch import distributed
+
+    from lit_efficient.data.latents.latent_writer import Ranks
+
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return Ranks()
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("gloo", timeout=timedelta(days=30))
+    atexit.register(distributed.destroy_process_group)
+    return Ranks(distributed.get_rank(), distributed.get_world_size(), distributed.barrier)
 
 
 class Bar:

@@ -16,16 +16,18 @@ def python_lines(card: Card) -> list[str]:
     else no other way of loading a checkpoint knows.
     """
     key, path = card.slot.rpartition(".")[2], source(card.module)
-    if path is None or key not in ("callbacks", "plugins", "optimizer"):
+    if path is None or key not in ("callbacks", "plugins", "strategy", "optimizer", "lr_scheduler"):
         return []
     defined = _defined(card.name, ast.parse(path.read_text(encoding="utf-8")))
     applies = "transform" in defined and not defined.keys() & _IN_RUNS
     restores = "average" in defined or "weights" in _texts(defined.get("alters"))
     needed = dict.fromkeys([*_without_default(card.signature), *_texts(defined.get("needs"))])
     part = f"{card.name}({', '.join(f'{name}={name}' for name in needed)})"
-    uses = [f"trainer = Trainer({key}=[{part}])"]
+    uses = [f"trainer = Trainer({key}={part if key == 'strategy' else f'[{part}]'})"]
     if key == "optimizer":
         uses = [f"optimizer = {card.name}(module.parameters())  # which configure_optimizers returns"]
+    elif key == "lr_scheduler":
+        uses = [f"lr_scheduler = {part}  # which configure_optimizers returns, too, with the interval 'step'"]
     elif applies:
         uses = [f"apply(module, [{part}])  # or in a run: Trainer({key}=[{part}])"]
     if restores:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_efficient.catalog import (
+    PACKAGE,
     PURPOSES,
     Card,
     arguments_of,
@@ -45,6 +46,9 @@ def run(argv: Sequence[str]) -> int:
         help=f"what to try, what costs least first; {', '.join(PURPOSES)}, or oom, when memory has run out",
     )
     which.add_argument("--matrix", action="store_true", help="what excludes what, and why")
+    parser.add_argument(
+        "--strategies", action="store_true", help="with --matrix: what runs on several devices, and why not"
+    )
     which.add_argument("--csv", action="store_true", help="what goes with what, all pairs, as a table")
     which.add_argument("--markdown", action="store_true", help="the list as a table of Markdown")
     parser.add_argument("--json", action="store_true", help="all that is known, for programs")
@@ -55,6 +59,8 @@ def run(argv: Sequence[str]) -> int:
     whole = options.matrix or options.csv or options.markdown
     if (options.name and (whole or options.purpose)) or (options.json and whole):
         parser.error("a NAME and --json go with nothing else, but --json with NAME and with --for")
+    if options.strategies and not options.matrix:
+        parser.error("--strategies goes with --matrix")
     print(_answer(options, cards, max(40, shutil.get_terminal_size().columns)))
     return 0
 
@@ -73,6 +79,8 @@ def _answer(options: argparse.Namespace, cards: list[Card], width: int) -> str:
         return card_text(_named(options.name, cards), cards, width)
     if purpose:
         return ranked(cards, purpose, width, options.purpose == "oom")
+    if options.matrix and options.strategies:
+        return strategies(cards, width)
     if options.matrix:
         return matrix(cards, width)
     return table(cards) if options.csv else markdown(cards) if options.markdown else listed(cards, width)
@@ -175,6 +183,29 @@ def matrix(cards: Sequence[Card], width: int) -> str:
     lines += ["", *wrapped(f"Nothing excludes: {', '.join(free)}.", width, "  ")]
     one = "A run has one optimizer, one model and one data module. `techniques --csv` has all pairs."
     return "\n".join([*lines, *wrapped(one, width)])
+
+
+def strategies(cards: Sequence[Card], width: int) -> str:
+    """Render, for each technique and each way to use devices, whether it was tested there, or why it is refused.
+
+    ``tested.json`` in the package holds what a test has found on two processes, with the words of the refusals.
+    """
+    tested: dict[str, dict[str, str]] = json.loads((PACKAGE / "tested.json").read_text("utf-8"))
+    techniques = [c for c in cards if c.is_technique and c.slot not in ("model", "data", "trainer.strategy")]
+    names = max((len(card.name) for card in techniques), default=0)
+    columns = ("one device", *tested)
+    lines = ["  ".join([" " * names, *(f"{column:<10}" for column in columns)]).rstrip()]
+    for card in techniques:
+        found = {kind: tested[kind].get(card.name, "") for kind in tested}
+        words = [{"works": "works", "": "not tried"}.get(text, "refused") for text in found.values()]
+        lines.append("  ".join([f"{card.name:<{names}}", *(f"{word:<10}" for word in ["works", *words])]).rstrip())
+        for kind, text in found.items():
+            lines += wrapped(f"  {kind}: {text}", width, "    ") if text not in ("works", "") else []
+    said = (
+        "works: on two processes the losses are those of one process to 1e-5 (what rounds by the rows it sees: close), "
+        "and a resumed run ends with the same bits. not tried: no test has run it there. One device: each has tests."
+    )
+    return "\n".join([*lines, "", *wrapped(said, width)])
 
 
 def table(cards: Sequence[Card]) -> str:

@@ -26,11 +26,19 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--with_data", action="store_true", help="prepare the data as fit does, and take a batch")
+    parser.add_argument("--devices", type=int, metavar="N", help="say what would not work on N devices, without them")
+    parser.add_argument("--nodes", type=int, metavar="N", default=1, help="and on so many machines (1)")
     options, rest = parser.parse_known_args(argv)
     from lit_efficient.cli.errors import explained
+    from lit_efficient.errors import check_number
 
+    if options.devices is not None or options.nodes != 1:
+        check_number("check", "--devices", options.devices, least=1, whole=True)
+        check_number("check", "--nodes", options.nodes, least=1, whole=True)
+        many = {"devices": options.devices, "num_nodes": options.nodes, "accelerator": "cpu"}
+        rest += [f"--trainer.{name}={value}" for name, value in many.items()]
     with explained(rest):
-        print("\n".join(_checked(rest, options.with_data)))
+        print("\n".join(_checked(rest, options.with_data, options.devices is None)))
     return 0
 
 
@@ -42,16 +50,16 @@ class _TooLarge(Exception):
     """What comes next reads weights that are too large to be made for a check."""
 
 
-def _checked(argv: Sequence[str], with_data: bool) -> list[str]:
+def _checked(argv: Sequence[str], with_data: bool, here: bool) -> list[str]:
     device, prepared = "meta", with_data
     while True:
         try:
-            return list(_cli(argv, device, prepared).lines)
+            return list(_cli(argv, device, prepared, here).lines)
         except _Again as again:
             device, prepared = ("cpu", prepared) if again.args[0] == "weights" else (device, True)
 
 
-def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
+def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
     """The command line of a fit, whose parts are built on a device, that stops where data would be needed."""
     from lightning.pytorch.strategies import ParallelStrategy
 
@@ -60,6 +68,8 @@ def _cli(argv: Sequence[str], device: str, prepared: bool) -> Any:
 
     class Check(FitParts):
         lines: list[str]
+        steps: Sequence[str] = ()  # what each process reads
+        devices_are_here = here
 
         def building(self) -> contextlib.AbstractContextManager[None]:
             return _retried(device, lambda: 0)
@@ -86,6 +96,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     """Do what a fit does up to its first step; return what was left out."""
     import torch
 
+    from lit_efficient.cli.many_processes import check_loggers, check_split
     from lit_efficient.declaration import Phase, techniques_of
     from lit_efficient.internals.lightning_trainer import begin_fit
 
@@ -97,7 +108,13 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
         with _retried(device, lambda: 0):
             data.prepare_data()
             data.setup("fit")
-            next(iter(data.train_dataloader()))
+            if trainer.world_size > 1:
+                cli.steps = check_split(trainer, data)
+            else:
+                next(iter(data.train_dataloader()))
+    check_loggers(trainer)
+    if hasattr(data, "check_model"):
+        data.check_model()
     may_lack_data = data is not None and not prepared
     with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), _signals_as_they_are():
         for callback in trainer.callbacks:
@@ -119,6 +136,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
         raise _TooLarge(f"{_bytes(module) / 2**30:.1f} GiB")
     with _retried(device, lambda: _bytes(module)):
         module.configure_model()  # and the techniques
+        trainer.precision_plugin.convert_module(module)
     with _retried(device, lambda: _bytes(module)), _steps_known(trainer, may_lack_data):
         configured = module.configure_optimizers()
     if configured is None and not module.automatic_optimization:
@@ -212,4 +230,5 @@ def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     reports = reports_of(module, techniques)
     lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())] if reports else []
     lines.append(f"built on the {'meta device' if device == 'meta' else 'CPU'}{', with its data' if prepared else ''}")
+    lines += [f"processes: {step}" for step in cli.steps]
     return [*lines, "not checked:", *(f"  {one}" for one in left), "The config is fine as far as that goes."]

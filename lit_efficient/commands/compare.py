@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
         configs.find(given)
     from lit_efficient.cli.fits import ConfigFit
     from lit_efficient.cli.next_steps import COMMAND
-    from lit_efficient.cli.preflight import redacted
+    from lit_efficient.cli.secrets import redacted
     from lit_efficient.evidence.comparing.comparison_page import log_to_wandb, write_report
     from lit_efficient.evidence.comparing.comparison_runs import Comparing, Schedule
     from lit_efficient.evidence.comparing.comparison_tables import terminal_table

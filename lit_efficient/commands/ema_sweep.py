@@ -19,9 +19,10 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_installed, refusal
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.checkpoints import read, weights_alone, write
+from lit_efficient.files.checkpoints import weights_alone, write
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
 from lit_efficient.mechanisms.restore import without_heads
+from lit_efficient.mechanisms.shards import read_checkpoint
 
 if TYPE_CHECKING:  # it imports Lightning, which takes seconds
     from lit_efficient.cli.evaluate import Validator
@@ -61,7 +62,7 @@ def run(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=output) as scratch:
         # First of all, because it takes a second to find out what is wrong with a config.
         validate = _validator(options.config, others, scratch) if options.config else None
-        base = read(options.checkpoint) if options.checkpoint else None
+        base = read_checkpoint(options.checkpoint) if options.checkpoint else None
         files = _build(options, base, output)
         if validate is not None and base is not None:
             step = options.step or snapshots[-1].step

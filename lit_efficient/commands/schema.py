@@ -208,6 +208,7 @@ def _known_classes() -> dict[str, type]:
     import torch
     from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
     from lightning.pytorch.cli import ReduceLROnPlateau
+    from lightning.pytorch.plugins import environments
     from torch.optim import lr_scheduler
 
     import lit_efficient
@@ -216,8 +217,8 @@ def _known_classes() -> dict[str, type]:
     for module in (torch.optim, lr_scheduler):
         names = {name: value for name, value in vars(module).items() if isinstance(value, type) and name[0] != "_"}
         known |= names | {f"{module.__name__}.{name}": value for name, value in names.items()}
-    for part in (callbacks, loggers, plugins, profilers, strategies):
-        names = {name: getattr(part, name) for name in part.__all__}
+    for part in (callbacks, loggers, plugins, environments, profilers, strategies):
+        names = {name: getattr(part, name) for name in getattr(part, "__all__", vars(part))}
         names = {name: value for name, value in names.items() if isinstance(value, type)}
         known |= names | {f"{part.__name__}.{name}": value for name, value in names.items()}
     known["ReduceLROnPlateau"] = known["lightning.pytorch.cli.ReduceLROnPlateau"] = ReduceLROnPlateau

@@ -4,7 +4,8 @@
          -> a memory-mapped cache -> rows packed by best-fit-decreasing, documents kept apart
 
 Saves: padding (packing fills 99 % and more of a batch), and tokenising (once for each content and setting).
-Costs: reading and hashing the sources at every start; tokenising 1,000 short conversations a CPU-second, once.
+Costs: hashing the sources at every start (those above 64 MB once); tokenising 1,000 short conversations a CPU-second,
+    once, in a process for each processor where there are thousands.
 """
 
 from dataclasses import dataclass

@@ -33,11 +33,9 @@ from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 from lit_efficient.models.autoencoder import AutoencoderConfig
-from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.latent_codec import LatentCodec, find_autoencoder
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
-from lit_efficient.surgery import own_draws
 
 MEASURED_IMAGES = 256
 IMAGES_AT_ONCE = 32
@@ -177,7 +175,7 @@ class LatentData(KeyedModule):
         self.text_encoder = encoders.text
         if self.cached:
             self._store = self._open(thorough=False)
-        autoencoder = encoders.codec.autoencoder
+        autoencoder = encoders.codec.held
         if self.statistics == "declared":
             self.codec = LatentCodec.declared(autoencoder)
         else:
@@ -229,14 +227,13 @@ class LatentData(KeyedModule):
         return self._identity
 
     def encoders(self) -> Encoders:
-        """Autoencoder, text encoder and teacher, loaded once."""
+        """Autoencoder, text encoder and teacher, found once; the two first wait on disk if they are large and known."""
         if self._encoders is None:
-            with own_draws(0):
-                autoencoder = build_autoencoder(self.autoencoder)
+            autoencoder = find_autoencoder(self.autoencoder)
             channels = autoencoder.latent_channels
             self._encoders = Encoders(
                 LatentCodec(autoencoder, torch.zeros(channels), torch.ones(channels)),
-                None if self.text_encoder_config is None else TextEncoder.load(self.text_encoder_config),
+                None if self.text_encoder_config is None else TextEncoder.find(self.text_encoder_config),
                 None if self.features is None else self.features.find(self.images),
                 self.format,
                 self.dtype,

@@ -79,7 +79,14 @@ class LatentDigits(DigitsDataModule):
         """Channels, height and width of a latent."""
         return self.autoencoder.latent_channels, self.image_size // FACTOR, self.image_size // FACTOR
 
+    def check_model(self) -> None:
+        """Refuse latents that the run's model does not take."""
+        module: Any = self.trainer.lightning_module if self.trainer is not None else None
+        if hasattr(module, "check_latents"):
+            module.check_latents(*self.latent_shape)
+
     def prepare_data(self) -> None:
+        self.check_model()
         images, labels = digits.load_digit_images(self.image_size)
         key = self._key(images, labels)
         make_once(self._folder(key), key, lambda: self._stage_one(images, labels))

@@ -104,8 +104,12 @@ class PythonCorpus(LightningDataModule):
         """Number of ids, which a small text may keep below the one asked for; known after `setup`."""
         return self._vocab_size if self._tokenizer is None else self._tokenizer.get_vocab_size()
 
-    def prepare_data(self) -> None:
+    def check_model(self) -> None:
+        """Refuse windows that the run's model cannot read."""
         check_length(self, "sequence_length", self.sequence_length)
+
+    def prepare_data(self) -> None:
+        self.check_model()
         self._folder = self._prepare(thorough=True)
         manifest = read_manifest(self._folder)
         left_out = [

@@ -25,7 +25,6 @@ from lit_efficient.export.check import (
 )
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
-from lit_efficient.files.checkpoints import read
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
@@ -36,6 +35,7 @@ from lit_efficient.mechanisms.adapters.peft_saved import peft_files, write_peft_
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
+from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
@@ -74,7 +74,7 @@ def export_checkpoint(
     check_choice("export", "format", format, FORMATS)
     weights = wanted_weights("export", weights)
     check_new_folder(Path(output), "export")
-    checkpoint, named = read(path), None if base is None else str(base)
+    checkpoint, named = read_checkpoint(path), None if base is None else str(base)
     if format != "safetensors":
         converters(checkpoint, f"format {format}")
     make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]
@@ -108,13 +108,15 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
         )
     tolerance, batch = tolerance_of(run.network), batch_for(run.network) if check else None
     ours = None if batch is None else outputs_of(run.network, batch)
+    root, held = run.root, run.held
     model, said = merged_model(run)
-    kind = type(model).__name__
-    left = [name for name in checkpoint["state_dict"] if run.root and not name.startswith(f"{run.root}.")]
-    beside = f"; {len(left)} tensors beside {run.root!r} are left out, first {left[0]!r}" if left else ""
+    kind, models = type(model).__name__, [model]
+    del run, model  # while the check has one of its own
+    left = [name for name in checkpoint["state_dict"] if root and not name.startswith(f"{root}.")]
+    beside = f"; {len(left)} tensors beside {root!r} are left out, first {left[0]!r}" if left else ""
 
     def write(folder: Path) -> None:
-        stop = _save_tokenizer(checkpoint, folder)
+        stop, model = _save_tokenizer(checkpoint, folder), models.pop()
         if stop:  # a chat ends where a turn does, which the model's configuration does not know
             model.generation_config.eos_token_id = stop
         model.save_pretrained(folder, max_shard_size=_SHARD)
@@ -124,7 +126,7 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
             return f"not checked: no batch is known for {kind}{beside}"
         return check_outputs(folder, "transformers", batch, ours, tolerance, {"class": kind}) + beside
 
-    return run.held, write, compare, said
+    return held, write, compare, said
 
 
 def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
@@ -218,7 +220,7 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         )
     else:
         state, held = weights_of(checkpoint, weights)
-        frozen = {} if base is None else read(base)["state_dict"]
+        frozen = {} if base is None else read_checkpoint(base)["state_dict"]
         before = {**frozen, **state}
         state = merge_state({**checkpoint, "state_dict": state}, frozen)
         _check_tied(before, state, (checkpoint.get("lit_efficient", {}).get("adapters") or {}).get("tied", ()))

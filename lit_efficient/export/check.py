@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import CheckpointError
+from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
 # Between sums in another order and one weight that is wrong; int8 rounds inputs, too.
@@ -191,3 +191,13 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     (Path(sys.argv[2]) / "answer.json").write_text(json.dumps(_answer(Path(sys.argv[1]), Path(sys.argv[2]))))
+
+
+def refuse_own_layers(network: nn.Module) -> None:
+    """Raise :class:`ConfigurationError` for a layer that no other library's layout of the network has a place for."""
+    own = [f"{name} ({type(part).__name__})" for name, part in network.named_modules() if hasattr(part, "only_here")]
+    if own:
+        raise ConfigurationError(
+            f"export: {own[0]} is part of the trained network, and this format's layout has no place for it, so that "
+            "another network would be exported: use --format safetensors"
+        )

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from lit_efficient.application import arguments_behind, converters
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
-from lit_efficient.export.check import check_tensors, digests
+from lit_efficient.export.check import check_tensors, digests, refuse_own_layers
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
-from lit_efficient.files.checkpoints import read
 from lit_efficient.files.sums import write_sums
 from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, write_diffusers_lora
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
+from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import own_draws, unmixed
 
 Lora = Literal["merged", "diffusers"]
@@ -64,11 +64,11 @@ def export_pipeline(
     weights = wanted_weights("export", weights)
     check_choice("export", "lora", lora, ("merged", "diffusers"))
     check_new_folder(Path(output), "export")
-    checkpoint = read(Path(path))
+    checkpoint = read_checkpoint(Path(path))
     converters(checkpoint, "format diffusers")
     if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
         raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
-    run = _restored(checkpoint, weights, None if base is None else read(Path(base))["state_dict"])
+    run = _restored(checkpoint, weights, None if base is None else read_checkpoint(Path(base))["state_dict"])
     network = _network(run.module, keep_adapters=lora == "merged")
     expected = digests(network.state_dict()) if check else {}
     made = _pipeline(run.module, network)
@@ -139,6 +139,7 @@ def _network(module: Any, keep_adapters: bool) -> Any:
     from lit_efficient.models.dit_to_diffusers import convert
 
     network = module.network
+    refuse_own_layers(network)
     own = {
         name.removeprefix(_NETWORK): tensor
         for name, tensor in _floats(module, keep_adapters).items()

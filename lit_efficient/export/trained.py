@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from lit_efficient.application import replay
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.export.check import refuse_own_layers
+from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
@@ -130,6 +132,7 @@ def _built(entries: Mapping[str, Any], where: Mapping[str, Any]) -> Any:
 def _loaded(base: str, where: Mapping[str, Any]) -> Any:
     from transformers import PretrainedConfig
 
+    check_sums(base)
     try:
         kind = where.get("class") or (PretrainedConfig.get_config_dict(base)[0].get("architectures") or [None])[0]
         return _kind(kind).from_pretrained(base, dtype=where.get("dtype") or "auto", trust_remote_code=False)
@@ -180,6 +183,7 @@ def merged_model(run: Trained) -> tuple[Any, str]:
 
     ``run`` is changed.
     """
+    refuse_own_layers(run.network)
     said = fold(run, keep_int4=False)
     config = copy.deepcopy(run.network.config)
     ends = run.network.get_input_embeddings(), run.network.get_output_embeddings()

@@ -47,9 +47,17 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.replace(temporary, target)
         _sync_folder(target.parent)
+    except OSError as error:
+        error.filename = error.filename or str(target)  # which a write does not name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
         _in_use.discard(temporary)
+
+
+def not_through_links(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file as ``os.open`` does, but none elsewhere: a run's folder may come from somebody else."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def check_new_folder(folder: Path, who: str) -> None:
@@ -88,8 +96,69 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
     return target
 
 
+def begin_folder(target: Path) -> Path:
+    """A new hidden folder beside ``target``, for several processes to fill."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    temporary = _temporary_beside(target)
+    temporary.mkdir()
+    _in_use.add(temporary)
+    return temporary
+
+
+def end_folder(temporary: Path, target: Path) -> None:
+    """Let a filled folder take the place of ``target``, be it a folder, a file or nothing."""
+    doomed = _temporary_beside(target)
+    _in_use.add(doomed)
+    try:
+        if target.exists():
+            os.rename(target, doomed)
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+        if doomed.exists():
+            remove_whole(doomed)
+    finally:
+        _in_use.difference_update((temporary, doomed))
+
+
+def link_again(source: Path, target: Path) -> bool:
+    """Give a file a second name, in the place of what has it; False where the file system knows one name a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    temporary = _temporary_beside(target)
+    _in_use.add(temporary)
+    try:
+        os.link(source, temporary)
+        os.replace(temporary, target)
+    except OSError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+        _in_use.discard(temporary)
+    _sync_folder(target.parent)
+    return True
+
+
+def replace_link(link: Path, name: str) -> None:
+    """Let a link lead to a folder beside it, in one step.
+
+    Raises:
+        OSError: Where there are no links, or none may be made.
+    """
+    _remove_stale(link.parent)
+    temporary = _temporary_beside(link)
+    _in_use.add(temporary)
+    try:
+        os.symlink(name, temporary, target_is_directory=True)
+        os.replace(temporary, link)
+    finally:
+        temporary.unlink(missing_ok=True)
+        _in_use.discard(temporary)
+
+
 def remove_whole(target: Path) -> None:
     """Remove a file, or a folder such that nobody ever finds half of it; nothing if it is gone already."""
+    _remove_stale(target.parent)
     if not target.is_dir() or target.is_symlink():
         target.unlink(missing_ok=True)
         return
@@ -112,7 +181,7 @@ def _remove_stale(folder: Path) -> None:
     for entry in folder.glob(f".*{_SUFFIX}"):
         if entry not in _in_use and _is_stale(entry):
             with contextlib.suppress(OSError):  # somebody else may be removing it, too
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _is_stale(entry: Path) -> bool:

@@ -79,8 +79,8 @@ def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough
     """
     for name, (size, digest) in recorded.items():
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing."
+        if not path.is_file() or ".." in Path(name).parts or Path(name).is_absolute():
+            return f"{name} is missing, or not in the folder."
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, {size} were written."
         if thorough and sha256_of(path) != digest:
@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a mapping with the hash of itself, whole or not at all."""
     with replacing(path) as file:
-        file.write((json.dumps({**content, _DIGEST: _digest(content)}, indent=1) + "\n").encode())
+        file.write((json.dumps(with_hash(content), indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,7 +113,24 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: If it is damaged, or no mapping.
         OSError: If it cannot be read.
     """
-    content: dict[str, Any] = dict(json.loads(path.read_text("utf-8")))
+    try:
+        return without_hash(json.loads(path.read_text("utf-8")))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def with_hash(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping with the hash of itself."""
+    return {**content, _DIGEST: _digest(content)}
+
+
+def without_hash(found: Any) -> dict[str, Any]:
+    """What `with_hash` was given; a mapping without a hash as it is.
+
+    Raises:
+        ValueError: If it is damaged, or no mapping.
+    """
+    content: dict[str, Any] = dict(found)
     if content.pop(_DIGEST, digest := _digest({k: v for k, v in content.items() if k != _DIGEST})) != digest:
         raise ValueError("it is not what was written: its hash differs")
     return content

@@ -33,6 +33,7 @@ _BUILT = r"but got <class '([\w.]+)'>"  # torch, of an object that an allowed fu
 # What a safe load takes without a question, of the operations by which a pickle can hold something else.
 _PLAIN = r"collections OrderedDict|torch._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage|_codecs encode"
 _NOT_PLAIN = {"GLOBAL", "LONG4", "POP", "POP_MARK"}
+_MOST_PARTS = 2_000_000
 
 
 class DamagedError(CheckpointError):
@@ -109,6 +110,17 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(_cannot_write(target, cause, writer.written)) from error
 
 
+def is_written(obj: object, path: str | os.PathLike[str]) -> bool:
+    """Whether a file holds what ``torch.save`` would write of an object, byte for byte; it is read as far as it is."""
+    try:
+        with open(path, "rb") as file, _checksums():
+            reader = _Comparison(file)
+            torch.save(obj, cast(IO[bytes], reader))
+            return reader.same and not file.read(1)
+    except (OSError, RuntimeError):  # torch's writer, when it is to stop
+        return False
+
+
 def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: bool = False) -> Any:
     """Load what ``torch.save`` wrote, after checking its checksums, tensors and primitives only, on the CPU.
 
@@ -150,11 +162,12 @@ def state_of(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
 
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
     """Names of floating tensors that hold NaN, or infinity beside different numbers: a mask has but one beside -inf."""
-    floats = {name: tensor for name, tensor in tensors.items() if _is_floating(tensor)}
+    floats = {name: tensor for name, tensor in tensors.items() if is_floating(tensor)}
     return [name for name, tensor in floats.items() if not _finite_or_mask(tensor)]
 
 
-def _is_floating(tensor: object) -> bool:
+def is_floating(tensor: object) -> bool:
+    """Whether it is a plain tensor with floating numbers in it."""
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
         return False  # classes of quantised tensors hold integers
     return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
@@ -168,8 +181,8 @@ def _finite_or_mask(tensor: Tensor) -> bool:
     return not values.isnan().any() and len(values[values.isfinite()].unique()) < 2
 
 
-def check_piece(data: bytes, where: str) -> None:
-    """Check what ``torch.save`` wrote into a part of a file: its checksums, and that it is tensors and primitives.
+def check_piece(data: bytes, where: str) -> Any:
+    """What ``torch.save`` wrote into a part of a file: its checksums are checked, and it is tensors and primitives.
 
     Raises:
         CheckpointError: Naming ``where``.
@@ -178,7 +191,7 @@ def check_piece(data: bytes, where: str) -> None:
     _check_records(file, where)
     file.seek(0)
     try:
-        torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"refused to load {where}: {str(error).splitlines()[0][:200]}") from error
     except Exception as error:  # as in `load_verified`
@@ -226,6 +239,23 @@ class _Writer:
 
     def flush(self) -> None:
         self.file.flush()
+
+
+class _Comparison:
+    """A file for ``torch.save`` that writes nothing, and ends at the first byte that is not in another file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.same = True
+
+    def write(self, data: bytes) -> int:
+        self.same = self.same and self.file.read(len(data)) == data
+        if not self.same:
+            raise OSError("another content")
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
@@ -290,7 +320,7 @@ def _refused(source: Path, error: Exception) -> str:
 
 def _refused_classes(source: Path, error: Exception) -> list[str]:
     names = set(re.findall(_BUILT, str(error)))
-    with contextlib.suppress(pickle.UnpicklingError):  # at an operation that a safe load does not take either
+    with contextlib.suppress(pickle.UnpicklingError, ValueError):  # at what a safe load does not take either
         names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(source))
     words = [word for _, word in _operations(source) if isinstance(word, str)]
     if any(word in ("numpy", "numpy dtype") for word in words):
@@ -310,6 +340,8 @@ def _operations(source: Path) -> Iterator[tuple[str, object]]:
 def _check_records(file: IO[bytes], source: Path | str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
+            if any(record.compress_type for record in archive.infolist()):
+                raise zipfile.BadZipFile("torch compresses nothing, and a few bytes could unpack to a full disk")
             bad = archive.testzip()
     except OSError:
         raise
@@ -321,10 +353,27 @@ def _check_records(file: IO[bytes], source: Path | str) -> None:
 
 def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
     try:
-        return torch.load(source if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+        loaded = torch.load(source if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # torch reports damage as RuntimeError, UnpicklingError, EOFError, KeyError, ...
         if isinstance(error, pickle.UnpicklingError) and verified:  # these are the bytes that were written
             raise CheckpointError(f"refused to load {source}. {_refused(source, error)}") from error
         raise DamagedError(f"the checkpoint {source} is damaged ({str(error).splitlines()[0][:200]})") from error
+    _check_size(loaded, source)
+    return loaded
+
+
+def _check_size(loaded: object, source: Path) -> None:
+    """Refuse what is small in a file and large in memory: lists that hold each other, tensors that repeat a number."""
+    parts, left = [loaded], _MOST_PARTS
+    while parts:
+        part = parts.pop()
+        left -= 1
+        if isinstance(part, Mapping | list | tuple):
+            parts += part.values() if isinstance(part, Mapping) else part
+        elif type(part) in (Tensor, torch.nn.Parameter) and part.layout == torch.strided:  # type: ignore[attr-defined]
+            count, held = part.numel() * part.itemsize, part.untyped_storage().nbytes()  # type: ignore[attr-defined]
+            left = left if count <= max(2**30, 64 * held) else -1
+        if left < len(parts):
+            raise CheckpointError(f"refused to load {source}: what it holds would grow without end in memory")

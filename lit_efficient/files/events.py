@@ -24,12 +24,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lit_efficient.files.atomic_file import not_through_links
+
 EVENTS = "events.jsonl"
 
 
 def open_events(folder: Path) -> None:
     """Let a run have events: make the file, or remove the line that the process before left torn."""
-    with open(folder / EVENTS, "ab+") as file:
+    with suppress(OSError), open(folder / EVENTS, "ab+", opener=not_through_links) as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -39,7 +41,7 @@ def write_event(folder: Path, kind: str, step: int, **more: Any) -> None:
     event = {"time": round(time.time(), 3), "step": step, "kind": kind, **more}
     line = (json.dumps(_plain(event), ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
     with suppress(OSError):
-        file = os.open(folder / EVENTS, os.O_WRONLY | os.O_APPEND)
+        file = not_through_links(folder / EVENTS, os.O_WRONLY | os.O_APPEND)
         try:
             whole = os.fstat(file).st_size
             if os.write(file, line) < len(line):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.files.atomic_file import replacing
+from lit_efficient.files.atomic_file import replace_link, replacing
 
 LATEST = "latest"
 _RECORD = "run.json"
@@ -34,15 +34,30 @@ def new_folder(root: Path) -> Path:
             return folder
 
 
+def hold(folder: Path) -> int | None:
+    """Keep a run's folder for this process, until it closes the number returned or ends; ``None``: another one does."""
+    try:
+        import fcntl
+
+        number = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # where folders cannot be held
+        return -1
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(number)
+        return None
+    except OSError:  # of a file system without locks
+        pass
+    return number
+
+
 def point_latest(folder: Path) -> None:
     """Let ``latest`` beside a run's folder name it, in one step."""
     latest = folder.parent / LATEST
-    temporary = folder.parent / f".{LATEST}-{folder.name}-{os.getpid()}"
     try:
-        os.symlink(folder.name, temporary, target_is_directory=True)
-        os.replace(temporary, latest)
+        replace_link(latest, folder.name)
     except OSError:  # no links here, or none that may be made
-        temporary.unlink(missing_ok=True)
         with replacing(latest) as file:
             file.write(folder.name.encode())
 

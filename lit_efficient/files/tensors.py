@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import replacing
+from lit_efficient.files.sums import check_sums
 
 _UNKNOWN = b"0" * 64
 _LONGEST_HEADER = 100_000_000  # what the format allows
@@ -38,13 +40,14 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **
     with replacing(Path(path)) as file:
         save_file(own, file.name, metadata={**metadata, "sha256": _UNKNOWN.decode()})  # it opens the file by itself
         with open(file.name, "r+b") as written:
+            _sort_metadata(written)
             place, _, digest = _hashes(written)
             written.seek(place)
             written.write(digest)
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read all tensors of a file, on the CPU; one that holds its hash is compared with it.
+    """Read all tensors of a file, on the CPU; it is compared with its hash, in it or beside it, if there is one.
 
     Raises:
         CheckpointError: If there is no such file, or it is no whole safetensors file.
@@ -57,6 +60,8 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             _, noted, found = _hashes(file)
         if noted != found:
             raise CheckpointError(f"{os.fspath(path)} is damaged: it does not match the hash in its header")
+        if not noted:  # as other programs write it, in a folder that was exported
+            check_sums(path)
         return load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {os.fspath(path)}") from None
@@ -68,6 +73,16 @@ def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:
     """What a file's header says beside its tensors."""
     with map_tensors(path) as file:
         return dict(file.metadata() or {})
+
+
+def _sort_metadata(file: IO[bytes]) -> None:
+    """Give the same tensors the same bytes: safetensors writes the metadata in an order that each process draws."""
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    file.seek(8)
+    file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length))
+    file.seek(0)
 
 
 def _hashes(file: IO[bytes]) -> tuple[int, bytes, bytes]:
@@ -86,6 +101,9 @@ def _hashes(file: IO[bytes]) -> tuple[int, bytes, bytes]:
 
 def map_tensors(path: str | os.PathLike[str]) -> Any:
     """A file as ``safetensors.safe_open`` gives it: a page of it is read when a number on it is."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    return safe_open(path, "pt")
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{os.fspath(path)} cannot be read: {str(error).splitlines()[0]}") from error

@@ -5,12 +5,37 @@ Checked with transformers 5.23, diffusers 0.42 and datasets 5.2.
 
 import copy
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+
+
+def load_saved(path: Path) -> Any:
+    """What ``Dataset.save_to_disk`` wrote, if the files that it lists are its own: ``_data_files`` in ``state.json``.
+
+    Raises:
+        ConfigurationError: If one is not.
+    """
+    import datasets
+
+    for state in sorted(path.rglob("state.json")):
+        for file in json.loads(state.read_text("utf-8")).get("_data_files", ()):
+            if Path(file["filename"]).name != file["filename"]:
+                raise ConfigurationError(f"{state} lists {file['filename']!r}, which is not in its folder.")
+    return datasets.load_from_disk(str(path))
+
+
+def source_of(module: nn.Module) -> str:
+    """The name or folder that a model of transformers' or diffusers' was read from: ``config._name_or_path``."""
+    source = getattr(getattr(module, "config", None), "_name_or_path", "")
+    return source if isinstance(source, str) else ""
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:

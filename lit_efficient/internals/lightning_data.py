@@ -55,3 +55,12 @@ def wants_distributed_sampler(trainer: Any, loader: Any) -> bool:
 def sampler_inside(sampler: Any) -> Any:
     """What a ``DistributedSamplerWrapper`` takes its order from, ``None`` for another sampler: ``_sampler``."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
+
+
+def prepared(trainer: Any, loader: Any) -> Any:
+    """A training loader as a fit reads it, with a part of the rows for each process:
+    ``_data_connector._prepare_dataloader``.
+    """
+    from lightning.pytorch.trainer.states import RunningStage
+
+    return trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING)

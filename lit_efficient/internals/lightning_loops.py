@@ -6,7 +6,10 @@ Checked with lightning 2.6.6.
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
+
 DATA_FETCHER = "_DataFetcher"  # the class of what hands batches to a loop
+BEFORE_TRANSFER = "_on_before_batch_transfer"  # what a module's batch passes through on the host, in each stage
 
 
 def accumulates(trainer: Any) -> bool:
@@ -34,6 +37,19 @@ class _Calls(list[Callable[[], None]]):
     def __call__(self) -> None:
         for call in self:
             call()
+
+
+def recount(trainer: Any) -> None:
+    """Ask the training loaders again how long this epoch is, no longer than it was when they were made.
+
+    ``_combined_loader`` and ``_data_fetcher.length``.
+    """
+    loop = trainer.fit_loop
+    length = sized_len(loop._combined_loader)
+    if length is not None:
+        loop.max_batches = loop._data_fetcher.length = length
+        if isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
 
 def zeroes_by_hand(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a strategy does to processes, parameters and checkpoints, by names of classes and two private attributes.
+"""What a strategy does to processes, parameters and checkpoints, by names of classes and a few private attributes.
 
 By name, because Lightning's classes exist twice, in lightning.pytorch and in pytorch_lightning, and to import none that
 a run does not use. Checked with lightning 2.6.6.
@@ -24,6 +24,7 @@ class Traits:
         dtensors: Parameters are sharded one by one, as DTensors (FSDP2).
         flattens: Parameters are joined into larger ones, or stepped as copies of them (FSDP1, DeepSpeed).
         recomputes: It recomputes activations by itself: FSDP's ``_activation_checkpointing_kwargs``.
+        shards_itself: It shards modules that have not done so, after ``configure_model``.
         saves_one_file: It writes sharded states into one file: ``ModelParallelStrategy._save_distributed_checkpoint``.
     """
 
@@ -34,6 +35,7 @@ class Traits:
     flattens: bool
     recomputes: bool
     saves_one_file: bool
+    shards_itself: bool
 
     @property
     def shards(self) -> bool:
@@ -45,15 +47,17 @@ def traits_of(strategy: Any) -> Traits:
     """The traits of a strategy of Lightning's or of a class derived from one."""
     names = [base.__name__ for base in type(strategy).__mro__]
     flattens = not _FLATTENS.isdisjoint(names)
+    own = bool(getattr(strategy, "shards_itself", False))
     launchers = {base.__name__ for base in type(getattr(strategy, "launcher", None)).__mro__}
     return Traits(
-        name=next((name for name in names if name in _FLATTENS | _DTENSORS), names[0]),
+        name=names[0] if own else next((name for name in names if name in _FLATTENS | _DTENSORS), names[0]),
         spawns="_MultiProcessingLauncher" in launchers,
         replicates=not flattens and not _REPLICATES.isdisjoint(names),
         dtensors=not _DTENSORS.isdisjoint(names),
         flattens=flattens,
         recomputes=bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),
         saves_one_file=getattr(strategy, "_save_distributed_checkpoint", True) is False,
+        shards_itself=own,
     )
 
 
@@ -79,6 +83,13 @@ def run_alone(trainer: Any) -> None:
     own = {"checkpoint_io": strategy.checkpoint_io, "precision_plugin": strategy.precision_plugin}
     device = strategy.parallel_devices[0]
     trainer._accelerator_connector.strategy = strategies.SingleDeviceStrategy(device, strategy.accelerator, **own)
+
+
+def forget_first_backward(strategy: Any) -> None:
+    """Let DDP's new static graph be flushed after its first backward pass, too, under manual optimization:
+    ``DDPStrategy._pl_static_graph_delay_done``.
+    """
+    strategy._pl_static_graph_delay_done = False
 
 
 def _namespace(kind: type) -> str:

@@ -30,6 +30,11 @@ def log_step(trainer: Any) -> None:
     connector.update_train_step_metrics()
 
 
+def purge_from(logger: Any, step: int) -> None:
+    """Let TensorBoard pass over what an earlier process has logged from a step on: ``_kwargs``, of its writer."""
+    logger._kwargs["purge_step"] = step
+
+
 def set_default_root_dir(trainer: Any, folder: str) -> None:
     """``trainer.default_root_dir = folder``, which has no setter: ``_default_root_dir``."""
     trainer._default_root_dir = folder

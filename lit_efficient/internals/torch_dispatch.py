@@ -1,5 +1,7 @@
 """Seeing every operator, every storage and what is saved for a backward pass. Checked with torch 2.13."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,13 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_m
 __all__ = [
     "HigherOrderOperator",
     "TorchDispatchMode",
+    "after_backward",
     "backward_runs",
+    "changes_arguments",
     "is_traceable_wrapper_subclass",
     "no_dispatch_modes",
     "operator_of",
     "recomputes",
     "saving_hooks",
     "storage_id",
+    "truncated_draws",
 ]
 
 
@@ -35,6 +40,11 @@ def backward_runs() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs is over: ``Variable._execution_engine.queue_callback``."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def recomputes(outer: Any) -> bool:
     """Whether a checkpoint computes a part of the forward pass anew: ``torch._C._current_autograd_node``.
 
@@ -48,6 +58,22 @@ def recomputes(outer: Any) -> bool:
     hooks = saving_hooks()
     node = type(torch._C._current_autograd_node()).__name__
     return (hooks is not None and hooks != outer) or node == "CheckpointFunctionBackward"
+
+
+def changes_arguments(func: Any) -> bool:
+    """Whether an operator writes into a tensor that it is given: ``_schema.is_mutable``; a function may."""
+    return not hasattr(func, "_schema") or bool(func._schema.is_mutable)
+
+
+@contextmanager
+def truncated_draws(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Have ``trunc_normal_``, which rejects draws by their numbers, done otherwise: ``_no_grad_trunc_normal_``."""
+    inner = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = change(inner)
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = inner
 
 
 def operator_of(func: Any) -> tuple[Any, str]:

@@ -221,3 +221,73 @@ def has_matrices(module: nn.Module) -> bool:
 
 def _is_matrix(parameter: Tensor) -> bool:
     return sum(size > 1 for size in parameter.shape) > 1
+
+
+def residual_ends(module: nn.Module) -> list[tuple[str, str]]:
+    """The layers whose output a forward adds to its first argument, each with the norm behind it, or ``""``.
+
+    Looked for in its own code; of a part that is made of others it is the last layer of matrices that the part's code
+    calls, or where that is hidden, that it defines.
+    """
+    found = []
+    for name, norm in _ends(module)[0]:
+        part = module.get_submodule(name)
+        inner = _last_layers(part)
+        found += [
+            (f"{name}.{end}" if end else name, norm or (f"{name}.{behind}" if behind else "")) for end, behind in inner
+        ]
+    return list(dict.fromkeys(found))
+
+
+def _last_layers(part: nn.Module) -> list[tuple[str, str]]:
+    if not has_parts(part):
+        return [("", "")]
+    found = []
+    for name, norm in _ends(part)[1]:
+        inner = _last_layers(part.get_submodule(name))
+        found += [
+            (f"{name}.{end}" if end else name, norm or (f"{name}.{behind}" if behind else "")) for end, behind in inner
+        ]
+    if found:
+        return found
+    defined = [name for name, layer in part.named_modules() if name and not has_parts(layer) and has_matrices(layer)]
+    return [(defined[-1], "")] if defined else []
+
+
+def _ends(module: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Parts with matrices, each with the norm behind it, that a forward adds to its input, and that it returns."""
+    graph = _record(module, lambda part: True)
+    kinds: dict[Node, int] = {}
+    ends: dict[Node, list[tuple[str, str]]] = {}
+    added: list[tuple[str, str]] = []
+    for node in graph.nodes if graph is not None else ():
+        if node.op == "output":
+            first = node.args[0][0] if isinstance(node.args[0], list | tuple) and node.args[0] else node.args[0]
+            return added, ends.get(first, []) if kinds.get(first) == _BRANCH else []
+        kinds[node] = kind = _kind_of(node, {kinds[n] for n in node.all_input_nodes} - {0}, module, ())
+        given = [end for n in node.all_input_nodes if kinds[n] == _BRANCH for end in ends[n]]
+        ends[node] = given if kind == _BRANCH else []
+        if node.op == "call_module" and kind == _BRANCH:
+            part, name = module.get_submodule(_name_of(node)), _name_of(node)
+            if has_matrices(part):
+                ends[node] = [(name, "")]
+            elif getattr(part, "weight", None) is not None:
+                ends[node] = [(end, name) for end, _ in given]
+        if kind == _SUM:
+            added += given
+    return added, []
+
+
+def fed_alone(module: nn.Module) -> dict[str, set[str]]:
+    """Names of the layers that a forward calls -> the layers that their outputs go to; ``""`` for anything else.
+
+    Looks into parts, too, as far as their code can be recorded; empty where its own cannot be.
+    """
+    graph = _record(module, lambda part: not has_parts(part)) or _record(module, lambda part: True)
+    found: dict[str, set[str]] = {}
+    for node in graph.nodes if graph is not None else ():
+        if node.op == "call_module":
+            users = list(node.users)
+            alone = len(users) == 1 and users[0].op == "call_module" and users[0].args[:1] == (node,)
+            found.setdefault(_name_of(node), set()).add(_name_of(users[0]) if alone else "")
+    return found

@@ -1,6 +1,7 @@
 """How a ``DataLoader`` keeps its workers, plans its batches and reads one. Checked with torch 2.13."""
 
 import copy
+import traceback
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -28,6 +29,17 @@ def fetcher(loader: DataLoader[Any]) -> Any:
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
     return _MapDatasetFetcher(loader.dataset, loader.batch_sampler is not None, loader.collate_fn, False)
+
+
+def broke_off(error: BaseException) -> bool:
+    """Whether a worker ended while it handed over a batch: ``_MultiProcessingDataLoaderIter._try_get_data``.
+
+    A worker that is killed closes its connections a moment before it counts as ended, and only what has ended does
+    torch tell by a sentence of its own.
+    """
+    if not isinstance(error, (OSError, EOFError)) or getattr(error, "filename", None) is not None:
+        return False
+    return any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
 
 
 class PlannedLoader(DataLoader[Any]):

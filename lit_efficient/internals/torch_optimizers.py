@@ -1,5 +1,8 @@
 """What torch keeps on optimizers and schedulers beside their public state. Checked with torch 2.13."""
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -44,3 +47,17 @@ def mark_counted(step: Any) -> None:
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell schedulers that the optimizer has stepped before them: ``_opt_called``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Let steps run without the hooks that were registered on the optimizer: ``_optimizer_step_post_hooks``."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before = {name: getattr(optimizer, name) for name in names}
+    for name in names:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, hooks in before.items():
+            setattr(optimizer, name, hooks)

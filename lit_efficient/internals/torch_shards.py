@@ -40,3 +40,13 @@ def shards_metadata(folder: Path) -> Any:
     """
     with open(folder / ".metadata", "rb") as file:
         return _Metadata(file).load()
+
+
+def own_slices(tensor: Any) -> tuple[slice, ...] | None:
+    """Which part of a DTensor lies in this process: ``compute_local_shape_and_global_offset``; None: it is no slice."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(kind.is_partial() or type(kind).__name__ == "_StridedShard" for kind in tensor.placements):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape))

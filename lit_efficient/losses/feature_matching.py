@@ -11,6 +11,7 @@ Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940 (REPA); Yao et al. (2
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +74,16 @@ def match_tokens(student: Tensor, teacher: Tensor, layout: str = "auto") -> tupl
 
 
 def _grid(features: Tensor, whose: str) -> tuple[int, int]:
-    if features.ndim == 4:
-        return features.shape[2], features.shape[3]
-    count = to_tokens(features).shape[1]
+    return (features.shape[2], features.shape[3]) if features.ndim == 4 else square_of(to_tokens(features), whose)
+
+
+def square_of(tokens: Tensor, whose: str = "student") -> tuple[int, int]:
+    """Rows and columns of tokens [B, N, D].
+
+    Raises:
+        ConfigurationError: If they fill no square.
+    """
+    count = tokens.shape[1]
     side = math.isqrt(count)
     if side * side != count:
         raise ConfigurationError(
@@ -115,6 +123,16 @@ def l2_loss(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Ten
 def repa_loss(projected: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
     """REPA's term: minus the mean cosine of projected tokens [B, N, D] with the teacher's, in [-1, 1]."""
     return -_mean(cosine_similarity(projected, teacher), mask)
+
+
+def spatial_norm(tokens: Tensor, share: float = 1.0) -> Tensor:
+    """Tokens [B, N, D] without ``share`` of their mean over an image, each feature divided by its deviation over it.
+
+    Source: Singh et al. (2025), https://arxiv.org/abs/2512.10794.
+    """
+    wide = _wide(tokens)
+    centred = wide - share * wide.mean(1, keepdim=True)
+    return centred / (wide.std(1, keepdim=True) + 1e-6)
 
 
 LOSSES = {"cosine": cosine_loss, "l2": l2_loss}
@@ -186,6 +204,24 @@ def gradient_ratio(loss: Tensor, extra: Tensor, parameter: Tensor, limit: float 
     """
     main, other = (_gradient_norm(x, parameter) for x in (loss, extra))
     return (main / (other + 1e-6)).clamp(0.0, limit)
+
+
+def gradient_cosine(loss: Tensor, extra: Tensor, at: Sequence[Tensor]) -> Tensor:
+    """Cosine between the gradients of two losses at common tensors: a scalar, detached; 0 where one has none.
+
+    Costs a backward pass of each from the loss down to the tensors. The graph is kept, and ``.grad`` is not touched.
+
+    Args:
+        loss: A scalar.
+        extra: A scalar.
+        at: Tensors of the graph.
+    """
+    gradients = [torch.autograd.grad(one, at, retain_graph=True, allow_unused=True) for one in (loss, extra)]
+    main, other = (
+        torch.cat([torch.zeros_like(t).flatten() if g is None else g.detach().flatten() for g, t in zip(found, at)])
+        for found in gradients
+    )
+    return F.cosine_similarity(_wide(main), _wide(other), dim=0)
 
 
 def _gradient_norm(loss: Tensor, parameter: Tensor) -> Tensor:

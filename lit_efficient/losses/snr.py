@@ -8,6 +8,8 @@
     p2             SNR / (1 + SNR)^gamma            1 / (1 + SNR)^gamma for eps, gamma = 1
     debiased       sqrt(SNR)                        1 / sqrt(SNR) for eps
     truncated      max(SNR, 1)                      max(SNR, 1) for x0
+    sigma_sqrt     1 / s^4                          1 / s^2 for flow,    s = 1 / (1 + sqrt(SNR))
+    cosmap         2 / (pi s^2 (1 - 2 s + 2 s^2))   2 / (pi (1 - 2 s + 2 s^2)) for flow
 
 A squared error in another target T weighs the error in x0 by ``(dT/dx0)^2``, so ``w_T = w_x0 / (dT/dx0)^2``:
 
@@ -20,7 +22,8 @@ A squared error in another target T weighs the error in x0 by ``(dT/dx0)^2``, so
 
 Sources: Min-SNR: Hang et al. (2023), https://arxiv.org/abs/2303.09556; soft Min-SNR: Crowson et al. (2024),
 https://arxiv.org/abs/2401.11605; P2: Choi et al. (2022), https://arxiv.org/abs/2204.00227; debiased: Yu et al. (2023),
-https://arxiv.org/abs/2310.08442; truncated, and v: Salimans & Ho (2022), https://arxiv.org/abs/2202.00512.
+https://arxiv.org/abs/2310.08442; truncated, and v: Salimans & Ho (2022), https://arxiv.org/abs/2202.00512; cosmap:
+Esser et al. (2024), https://arxiv.org/abs/2403.03206; sigma_sqrt: so called in diffusers' training of their models.
 """
 
 import math
@@ -32,7 +35,7 @@ from torch.nn.functional import logsigmoid, softplus
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 
 PREDICTIONS = ("eps", "v", "x0", "flow", "edm")
-RULES = ("min_snr", "soft_min_snr", "p2", "debiased", "truncated")
+RULES = ("min_snr", "soft_min_snr", "p2", "debiased", "truncated", "sigma_sqrt", "cosmap")
 GAMMAS = {"min_snr": 5.0, "soft_min_snr": 4.0, "p2": 1.0}  # of the papers; the other rules have no parameter
 
 # At e^150 every weight has reached its limit: in float32 e^-150 is 0 and e^150 infinite, but no term is inf - inf.
@@ -53,7 +56,7 @@ def snr_weight(
 
     Args:
         log_snr: ``log(alpha^2 / sigma^2)`` of each sample, any shape; ``-inf`` is pure noise, ``+inf`` is clean.
-        rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased`` or ``truncated``.
+        rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased``, ``truncated``, ``sigma_sqrt`` or ``cosmap``.
         gamma: Above 0: for ``min_snr`` and ``soft_min_snr`` what the weight of x0 approaches as the noise vanishes,
             for ``p2`` the exponent. ``None`` is the paper's: 5, 4 and 1. The other rules have none.
         prediction: What the error is measured in: ``eps``, ``v``, ``x0``, ``flow`` (noise minus sample) or ``edm`` (the
@@ -64,9 +67,9 @@ def snr_weight(
         sigma_data: Standard deviation of the data that ``edm`` was defined with; the others do without.
 
     Returns:
-        Weights of the shape of ``log_snr``, float32 at least. Finite for finite float32 SNRs, except that ``debiased``
-        and ``truncated`` grow without bound: for ``x0`` where the noise vanishes, ``debiased`` for ``eps`` also where
-        the signal does.
+        Weights of the shape of ``log_snr``, float32 at least. Finite for finite float32 SNRs (``sigma_sqrt`` up to
+        e^40), except that some grow without bound: where the noise vanishes ``sigma_sqrt``, and for ``x0``
+        ``debiased``, ``truncated`` and ``cosmap``; where the signal does ``debiased`` for ``eps``.
 
     Raises:
         ConfigurationError: For an argument out of range, or zero SNR with ``zero_snr="error"``.
@@ -96,6 +99,11 @@ def _log_weight_of_x0(log_snr: Tensor, rule: str, gamma: float) -> Tensor:
         return log_snr / 2
     if rule == "truncated":
         return log_snr.clamp(min=0.0)
+    noise, signal = -softplus(log_snr / 2), -softplus(-log_snr / 2)  # logarithms of s and 1 - s
+    if rule == "sigma_sqrt":
+        return -4 * noise
+    if rule == "cosmap":
+        return math.log(2 / math.pi) - torch.logaddexp(2 * noise, 2 * signal) - 2 * noise
     log_gamma = log_snr.new_full((), gamma).log()
     if rule == "soft_min_snr":
         return log_gamma + logsigmoid(log_snr - log_gamma)

@@ -22,7 +22,8 @@ from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import Loads
-from lit_efficient.losses.feature_matching import match_tokens, to_tokens
+from lit_efficient.losses.feature_matching import match_tokens, square_of, to_tokens
+from lit_efficient.mechanisms.averages.weights import placed_like, whole
 from lit_efficient.mechanisms.blocks.freezing import WideLayer
 from lit_efficient.models.teachers import Teacher, feature_of, name_of
 from lit_efficient.surgery import count, mix_in, own_draws
@@ -75,11 +76,20 @@ class Heads(Loads, nn.ModuleDict):
             state_dict.setdefault(name, tensor)
 
 
+class ConvolvedTokens(nn.Conv2d):
+    """A convolution over tokens that fill a square, row by row: [B, N, D] -> [B, N, D']."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens to tokens."""
+        return super().forward(tokens.transpose(1, 2).unflatten(2, square_of(tokens))).flatten(2).transpose(1, 2)
+
+
 def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bool = True) -> nn.Module:
     """A projection of the last dimension: [..., inputs] -> [..., outputs].
 
     Args:
-        kind: ``none``, ``linear``, or ``mlp`` of three layers with SiLU, as in REPA.
+        kind: ``none``, ``linear``, ``mlp`` of three layers with SiLU, as in REPA, or ``conv`` of three by three tokens
+            of a square, as in iREPA.
         inputs: Width of the student's features.
         outputs: Width of the teacher's.
         hidden: Hidden width of the MLP.
@@ -89,6 +99,8 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
         return nn.Identity()
     if kind == "linear":
         head: nn.Module = nn.Linear(inputs, outputs, bias=bias)
+    elif kind == "conv":
+        head = ConvolvedTokens(inputs, outputs, 3, padding=1)
     else:
         sizes = (nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
         head = nn.Sequential(*sizes)
@@ -106,16 +118,44 @@ class AlignmentHead:
         seed: Seed of its weights.
         skip_tokens: How many of the teacher's tokens, class and register tokens before those of the patches, are left
             out; None: as many as the teacher says it has.
+        spatial_norm: Share of their mean over an image that the teacher's tokens lose, above 0 and at most 1, before
+            each feature is divided by its deviation over the image (iREPA, with projection ``conv``); None: as they
+            are. For HiddenAlignment.
     """
 
     widths: list[int] | None = None
     seed: int = 0
     skip_tokens: int | None = None
+    spatial_norm: float | None = None
 
     def __post_init__(self) -> None:
+        check_number("AlignmentHead", "spatial_norm", self.spatial_norm, above=0, most=1, null=True)
         check_number("AlignmentHead", "skip_tokens", self.skip_tokens, least=0, whole=True, null=True)
         if self.widths is not None and (len(self.widths) != 2 or min(self.widths) < 1):
             raise refusal("AlignmentHead", "widths", "two numbers of at least 1", self.widths)
+
+
+@dataclass(frozen=True)
+class GradientConflict:
+    """When alignment has done its work: its gradient no longer points where the task's does.
+
+    Args:
+        below: Bound for the cosine between both gradients at the block's output, at least -1 and at most 1.
+        every: Optimizer steps between two measurements, at least 1; each costs a backward pass above the block.
+        patience: How many measurements in a row must be below the bound, at least 1.
+        latest: Optimizer step from which on it is over in any case; None: it need not end.
+    """
+
+    below: float = 0.0
+    every: int = 50
+    patience: int = 3
+    latest: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("GradientConflict", "below", self.below, least=-1, most=1)
+        check_number("GradientConflict", "every", self.every, least=1, whole=True)
+        check_number("GradientConflict", "patience", self.patience, least=1, whole=True)
+        check_number("GradientConflict", "latest", self.latest, least=1, whole=True, null=True)
 
 
 class Alignment(LossHooks, Technique):
@@ -132,7 +172,7 @@ class Alignment(LossHooks, Technique):
 
     teacher: str | nn.Module | None
     weight: float
-    stop_at: int | None
+    stop_at: Any
     seed: int
 
     def __init__(self) -> None:
@@ -163,13 +203,19 @@ class Alignment(LossHooks, Technique):
         """What the term is multiplied by."""
         return self.weight
 
+    @property
+    def until(self) -> int | None:
+        """Optimizer step from which on nothing is computed."""
+        stop_at: int | None = self.stop_at
+        return stop_at
+
     # What the base does.
 
     def check_common(self) -> None:
         """Check the arguments that all have in common."""
         name = type(self).__name__
         check_number(name, "weight", self.weight, least=0)
-        check_number(name, "stop_at", self.stop_at, least=1, whole=True, null=True)
+        check_number(name, "stop_at", self.until, least=1, whole=True, null=True)
         if isinstance(self.teacher, str) and not self.teacher:
             raise refusal(name, "teacher", "a module or a name", self.teacher)
 
@@ -209,7 +255,7 @@ class Alignment(LossHooks, Technique):
             wide = torch.promote_types(next(heads.parameters()).dtype, torch.float32)
             setattr(module, self.heads_name, heads.to(wide) if like is None else heads.to(like.device, wide))
         size = count(heads.parameters())
-        until = "" if self.stop_at is None else f" until step {self.stop_at}"
+        until = "" if self.until is None else f" until step {self.until}"
         return Report(
             f"{', '.join(n or type(module).__name__ for n in names)} by {self._described()}, weight {self.weight:g}"
             f"{until}; heads of {size:,} parameters train and are not exported",
@@ -240,7 +286,7 @@ class Alignment(LossHooks, Technique):
 
     def active(self, module: Any) -> bool:
         """Whether the term counts in this step."""
-        return self.stop_at is None or module.trainer.global_step < self.stop_at
+        return self.until is None or module.trainer.global_step < self.until
 
     def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
         """Listen to the layers while the term counts."""
@@ -304,7 +350,7 @@ class Alignment(LossHooks, Technique):
         own = [key for key in state if key.startswith(f"{cls.heads_name}.")]
         alone = "callbacks" not in checkpoint
         aside = checkpoint["lit_efficient"].setdefault(_ASIDE, {})
-        aside.update({key: None if alone else state[key] for key in own})
+        aside.update({key: None if alone else whole(state[key]) for key in own})
         checkpoint["state_dict"] = {key: tensor for key, tensor in state.items() if key not in own}
 
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
@@ -312,7 +358,10 @@ class Alignment(LossHooks, Technique):
         prefix = f"{self.heads_name}."
         kept = {key.removeprefix(prefix): t for key, t in aside.items() if key.startswith(prefix) and t is not None}
         if kept:
-            self.heads(module).load_state_dict(kept)
+            own = self.heads(module).state_dict()
+            self.heads(module).load_state_dict(
+                {key: placed_like(t, own[key], own[key].dtype) for key, t in kept.items()}
+            )
 
     def _described(self) -> str:
         return name_of(self.teacher) if self.teacher is not None else "features in the batch"

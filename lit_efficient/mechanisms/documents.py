@@ -261,7 +261,8 @@ class _Probe:
 
 def _usual_way(network: Any) -> Callable[[Any, Tensor, Tensor], _Inputs]:
     """What keeps documents apart in most networks."""
-    if isinstance(network, GPT) or not causal_throughout(network, min(longest_row(network), 1 << 20)):
+    adds_keys = any(getattr(part, "adds_keys", False) for part in network.modules())  # that no start counts
+    if isinstance(network, GPT) or adds_keys or not causal_throughout(network, min(longest_row(network), 1 << 20)):
         return by_positions
     read_starts()
     return by_starts

@@ -85,7 +85,8 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     while stack:
         tensor = stack.pop()
         if is_traceable_wrapper_subclass(tensor):
-            stack += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            stack += [part for part in inner if isinstance(part, Tensor)]  # of a shard also its mesh, which is none
         elif tensor.layout is not torch.strided:  # sparse: its parts
             stack += [tensor.coalesce().indices(), tensor.coalesce().values()] if tensor.is_sparse else []
         else:

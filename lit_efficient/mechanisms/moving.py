@@ -1,7 +1,7 @@
 """Copying batches to a device without waiting for it, whatever they are nested in."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -29,8 +29,18 @@ def move(batch: Any, device: torch.device) -> Any:
         except TypeError:
             moved = batch.to(device)
         return batch if moved is None else moved
+    return rebuilt(batch, lambda item: move(item, device))
+
+
+def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A container with each of its items changed: a mapping, a sequence, a named tuple or a dataclass, of its type.
+
+    Args:
+        batch: Of another kind it is returned as it is.
+        change: Gets an item, and returns what takes its place.
+    """
     if isinstance(batch, Mapping):
-        items = {key: move(value, device) for key, value in batch.items()}
+        items = {key: change(value) for key, value in batch.items()}
         if not hasattr(batch, "__setitem__"):
             return type(batch)(items)  # type: ignore[call-arg]
         other: Any = copy.copy(batch)
@@ -38,13 +48,13 @@ def move(batch: Any, device: torch.device) -> Any:
             other[key] = value
         return other
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(item, device) for item in batch))
+        return type(batch)(*map(change, batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(move(item, device) for item in batch)
+        return type(batch)(map(change, batch))
     if is_dataclass(batch) and not isinstance(batch, type):
         other = copy.copy(batch)
         for part in fields(batch):
-            object.__setattr__(other, part.name, move(getattr(batch, part.name), device))
+            object.__setattr__(other, part.name, change(getattr(batch, part.name)))
         return other
     return batch
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lit_efficient.application import replay, technique_of
 from lit_efficient.errors import CheckpointError, check_choice
-from lit_efficient.files.checkpoints import read
 from lit_efficient.files.records import rebuild
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
+from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of
 
 Weights = Literal["auto", "average", "raw"]
@@ -50,7 +50,7 @@ def restore(
     check_choice("restore", "weights", weights, get_args(Weights))
     checkpoint: Any = path_or_checkpoint
     if not isinstance(checkpoint, Mapping):
-        checkpoint = read(checkpoint)
+        checkpoint = read_checkpoint(checkpoint)
     if isinstance(module, LightningModule):
         module.configure_model()
         module.on_load_checkpoint(dict(checkpoint))

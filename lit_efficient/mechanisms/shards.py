@@ -1,16 +1,27 @@
 """Sharded checkpoints: checked before torch reads them, which unpickles whatever they hold.
 
     folder:  .metadata (pickled: what lies where) | *.distcp (pieces that torch.save wrote) | meta.pt (what is no shard)
+             SHA256SUMS (what the command line adds: nothing else would tell of a changed place in .metadata)
 
-Costs: one more read of the folder.
+Costs: one more read of the folder, and one when it is written.
 """
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.checkpoints import DamagedError, check_piece, load_verified
+from lit_efficient.files.atomic_file import begin_folder, end_folder
+from lit_efficient.files.checkpoints import DamagedError, check_piece, load_verified, local_file, read
+from lit_efficient.files.runs import LATEST
+from lit_efficient.files.sums import check_sums, sha256_of, write_sums
 from lit_efficient.internals.torch_shards import shards_metadata
+from lit_efficient.internals.wraps import inner_method, wrap_method
+from lit_efficient.mechanisms.ranks import gather_objects
 
 
 def read_metadata(folder: Path) -> Any:
@@ -28,6 +39,138 @@ def read_metadata(folder: Path) -> Any:
         raise CheckpointError(f"refused to load {folder / '.metadata'}: {error or type(error).__name__}") from error
 
 
+def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -> None:
+    """Let all processes write one folder, which appears whole, with the hashes of its files, or not at all.
+
+    Args:
+        strategy: Of Lightning's, in each process.
+        target: The folder to make or replace, as the first process has it.
+        write: Writes what this process holds into a folder.
+    """
+    own = begin_folder(local_file(target)) if strategy.is_global_zero else target
+    folder, target = map(Path, strategy.broadcast((str(own), str(target))))
+    write(folder)
+    strategy.barrier()
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    mine = names[strategy.global_rank :: strategy.world_size]
+    sums = gather_objects([(name, sha256_of(folder / name)) for name in mine])
+    if strategy.is_global_zero:
+        write_sums(folder, dict(entry for one in sums for entry in one))
+        end_folder(folder, local_file(target))
+    strategy.barrier()
+
+
+def check_everywhere(strategy: Any, path: Path) -> None:
+    """Check a checkpoint that all processes are about to read, in the first of them.
+
+    Raises:
+        CheckpointError: In all of them, as of :func:`check_shards` and ``load_verified``.
+    """
+    said = ""
+    if strategy.is_global_zero:
+        try:
+            check_shards(path) if path.is_dir() else load_verified(path, mapped=True)
+        except CheckpointError as error:
+            said = str(error)
+    if said := strategy.broadcast(said):
+        raise CheckpointError(said)
+
+
+def kept_aside(path: Path) -> set[str]:
+    """Keys of what a checkpoint, a file or a folder of shards, holds beside the weights: what trained beside them."""
+    meta = path / "meta.pt" if path.is_dir() else path
+    return set(load_verified(meta, verify=False, mapped=True).get("lit_efficient", {}).get("training_only", ()))
+
+
+def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> dict[str, Any]:
+    """As :func:`lit_efficient.files.checkpoints.read`, of folders of shards, too: their tensors are put together.
+
+    Args:
+        path: A file, a folder of shards, or a run's folder.
+        optimizers: Whether the optimizers' states of a folder are read, too.
+
+    Raises:
+        CheckpointError: If it is damaged, or holds more than data.
+    """
+    place = local_file(path)
+    last = place / LATEST / "last.ckpt" if (place / LATEST).exists() else place / "last.ckpt"
+    folder = next((one for one in (place, last) if (one / ".metadata").is_file()), None)
+    if folder is None:
+        return read(path)
+    check_shards(folder)
+    return read_shards(folder, optimizers)
+
+
+def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
+    """A checkpoint of Lightning from the folder that holds it in shards, which has been checked; in one process.
+
+    The states of optimizers get the numbers that their parameters have in the groups, as in a checkpoint of one file.
+    """
+    metadata = read_metadata(folder)
+    held: dict[str, Any] = {}
+    for key, kind in metadata.state_dict_metadata.items():
+        path = metadata.planner_data[key]
+        if path[0] != "state_dict" and not optimizers:
+            continue
+        inner = held
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = _whole(folder, metadata.storage_data, key, kind)
+    found = load_verified(folder / "meta.pt") if (folder / "meta.pt").exists() else {}
+    found["state_dict"] = held.pop("state_dict", {})
+    if optimizers:
+        found["optimizer_states"] = [_numbered(held[key]) for key in sorted(held)]
+    return found
+
+
+def _whole(folder: Path, places: Any, key: str, kind: Any) -> Any:
+    """A tensor of all its pieces, or what else was saved under a key."""
+    chunks = getattr(kind, "chunks", None)
+    pieces = [(place, index.offset) for index, place in places.items() if index.fqn == key]
+    whole = None if chunks is None else torch.empty(kind.size, dtype=kind.properties.dtype)
+    for place, offset in pieces:
+        with open(folder / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            piece = check_piece(file.read(place.length), f"{folder} ({key})")
+        if whole is None:
+            return piece
+        if type(piece) is not Tensor:
+            raise CheckpointError(f"{folder}: {key} is a {type(piece).__name__}, which is not made whole here")
+        whole[tuple(slice(at, at + size) for at, size in zip(offset or (), piece.shape))] = piece
+    return whole
+
+
+def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
+    groups = [group for _, group in sorted(optimizer.get("param_groups", {}).items())]
+    ids = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    state = {ids[name]: values for name, values in optimizer.get("state", {}).items()}
+    return {"state": state, "param_groups": [{**g, "params": [ids[name] for name in g["params"]]} for g in groups]}
+
+
+def states_in(folder: Path, optimizer: int) -> set[str]:
+    """Names of the parameters that a folder holds states of the given optimizer for, and parts of their names."""
+    prefix, found = f"optimizer_{optimizer}.state.", set()
+    for key in read_metadata(folder).state_dict_metadata:
+        parts = key.removeprefix(prefix).split(".") if key.startswith(prefix) else []
+        found |= {".".join(parts[:n]) for n in range(1, len(parts))}
+    return found
+
+
+def sum_shards(strategy: Any) -> None:
+    """Let a strategy that writes folders write the hashes of their files, too."""
+    if not getattr(strategy, "writes_sums", False):
+        wrap_method(strategy, "save_checkpoint", _save_checkpoint)
+
+
+def _save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **named: Any) -> None:
+    inner_method(self, "save_checkpoint", _save_checkpoint)(checkpoint, filepath, *arguments, **named)
+    folder = Path(self.broadcast(filepath))
+    if folder.is_dir():
+        self.barrier()
+        if self.is_global_zero:
+            write_sums(folder)
+
+
 def check_shards(folder: Path) -> None:
     """Compare every piece with its checksum, and see that it holds tensors and primitives only.
 
@@ -39,6 +182,7 @@ def check_shards(folder: Path) -> None:
             f"{folder} is a checkpoint of DeepSpeed, which unpickles it, and that can run code: turn it into one file "
             "with its zero_to_fp32.py, where you trust it"
         )
+    check_sums(folder)
     if (folder / "meta.pt").exists():
         load_verified(folder / "meta.pt")
     for index, place in read_metadata(folder).storage_data.items():

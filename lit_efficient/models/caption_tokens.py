@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import refusal
+from lit_efficient.files.sums import check_sums
 
 
 class CaptionTokens:
@@ -81,6 +82,7 @@ def load_tokenizer(
         return CaptionTokens(_bytes(), 0, 1, length, side)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    check_sums(name, subfolder, weights=False)
     try:
         if Path(name).is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=name)

@@ -149,6 +149,7 @@ def _stored(spec: CausalLMConfig) -> dict[str, Any]:
 
     if (missing := missing_folder(spec.name_or_path or "")) is not None:
         raise ConfigurationError(f"CausalLMConfig: name_or_path: {missing}")
+    check_sums(spec.name_or_path, weights=False)
     try:
         stored, _ = PretrainedConfig.get_config_dict(spec.name_or_path or "", revision=spec.revision)
     except (OSError, ValueError) as error:
@@ -210,6 +211,18 @@ def build(
         grow_vocabulary(model, int(vocab_size or 0))
     keep_unpacked(model)
     return model.train()
+
+
+def widened(spec: CausalLMConfig) -> str | None:
+    """What to tell somebody whose model takes twice the memory of its files; None where it does not."""
+    if spec.draws_weights or spec.dtype != "float32" or spec.quantize is not None:
+        return None
+    stored = _stored(spec)
+    kinds = (part.get(key) for part in (stored, stored.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
+    kind = next(filter(None, kinds), None)
+    if kind not in ("bfloat16", "float16"):
+        return None
+    return f"{spec.name_or_path} holds {kind}, and the model is built in float32: dtype: auto takes it as it is"
 
 
 @torch.no_grad()

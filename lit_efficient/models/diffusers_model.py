@@ -127,7 +127,12 @@ def from_fields(fields: dict[str, Any]) -> "ModelMixin":
         return kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
     except Exception as error:  # each model validates in its own way
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}") from error
+        required = {
+            name for name, field in inspect.signature(kind.__init__).parameters.items() if field.default is not None
+        }
+        empty = [name for name, value in fields.items() if value is None and name in required]
+        hint = f" ({', '.join(empty)}: null)" if empty else ""
+        raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}") from error
 
 
 def model_class(name: str) -> Any:
@@ -154,6 +159,7 @@ def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
     name = str(spec.name_or_path)
     if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ConfigurationError(f"{_OWNER}: name_or_path: there is no folder {name}.")
+    check_sums(name, spec.subfolder, weights=False)
     reader: Any = type("Reader", (ModelMixin, ConfigMixin), {"config_name": "config.json"})
     try:
         fields: Any = reader.load_config(name, subfolder=spec.subfolder or None, revision=spec.revision)

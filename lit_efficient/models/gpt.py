@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.document_attention import attend_documents, document_starts
+from lit_efficient.models.kept_keys import only_kept
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import sample_token
 
@@ -133,9 +134,10 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
     Args:
         x: queries or keys ``[B, heads, T, head_dim]``.
-        table: `rotary_table` ``[1, 2, T, head_dim / 2]``, or one a row ``[B, 2, 1, T, head_dim / 2]``.
+        table: `rotary_table` ``[1, 2, T, head_dim / 2]``, or one a row ``[B, 2, T, head_dim / 2]`` or
+            ``[B, 2, 1, T, head_dim / 2]``.
     """
-    cos, sin = table.to(x.dtype).unbind(1)
+    cos, sin = (table if table.ndim == 5 else table.unsqueeze(2)).to(x.dtype).unbind(1)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -150,6 +152,7 @@ class KVCache:
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0
+        self.kept: Tensor | None = None  # [B, length with what comes next] bool: keys that others may see; None: all
         self._store: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,6 +165,12 @@ class KVCache:
         self._store[1, :, :, self.length : stop] = value
         self.length = stop
         return self._store[0, :, :, :stop], self._store[1, :, :, :stop]
+
+    def zeros(self, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``length`` tokens that stand for nothing; for a cache that holds some."""
+        assert self._store is not None
+        _, batch, heads, _, head_dim = self._store.shape
+        return tuple(self._store.new_zeros(2, batch, heads, length, head_dim))
 
 
 class GPTAttention(nn.Module):
@@ -189,17 +198,20 @@ class GPTAttention(nn.Module):
         if starts is not None:
             mixed = attend_documents(query, key, value, starts)
         else:
-            past = 0
+            past, kept = 0, None
             if cache is not None:
-                past = cache.length
+                past, kept = cache.length, getattr(cache, "kept", None)  # a prefix has none
                 key, value = cache.append(key, value)
-            mixed = self._attend(query, key, value, past)
+            mixed = self._attend(query, key, value, past, kept)
         return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: int) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: int, kept: Tensor | None = None) -> Tensor:
         length, mask = query.shape[2], None
-        if past and length > 1:  # is_causal aligns the corner at the first key, which is right only without a past
+        # is_causal aligns the corner at the first key, which is right only without a past
+        if (past and length > 1) or kept is not None:
             mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+            if kept is not None:
+                mask = only_kept(mask, kept)
             if self.grouped:
                 # CUDA's kernel for masks wants a key head for each query head; torch would form all scores in memory.
                 groups = query.shape[1] // key.shape[1]
@@ -209,7 +221,7 @@ class GPTAttention(nn.Module):
             key,
             value,
             attn_mask=mask,
-            is_causal=past == 0 and length > 1,
+            is_causal=past == 0 and length > 1 and mask is None,
             enable_gqa=self.grouped and mask is None,
         )
 

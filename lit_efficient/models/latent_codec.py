@@ -8,16 +8,21 @@ scaled, as measured on the user's own images or as the model's configuration dec
 """
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, refusal
-from lit_efficient.models.autoencoder import check_images, sample_posterior
+from lit_efficient.files.known_facts import content_key, known_facts, note_facts
+from lit_efficient.internals.torch_tensors import version
+from lit_efficient.models.autoencoder import AutoencoderConfig, check_images, sample_posterior
 from lit_efficient.models.autoencoders import (
+    AutoencoderSpec,
     DiffusersAutoencoder,
     ImageAutoencoder,
     build_autoencoder,
@@ -34,6 +39,71 @@ from lit_efficient.surgery import moved, own_draws
 EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each checkpoint, larger ones named
 
 
+class AutoencoderOnDisk:
+    """An autoencoder of more than 32 MB of which all is known but the weights: they are loaded when they are needed.
+
+    Args:
+        spec: What builds it.
+        key: Under which facts about its files are known, of `content_key`.
+        facts: What is known: ``shape`` (channels of images and latents, factor) and ``declared`` statistics.
+    """
+
+    def __init__(self, spec: DiffusersModelConfig | str, key: str, facts: dict[str, Any]) -> None:
+        self.source, self.key = spec, key
+        self.image_channels, self.latent_channels, self.factor = facts["shape"]
+        self.declared = torch.tensor(facts["declared"][0]), torch.tensor(facts["declared"][1])
+        self._loaded: Any = None
+
+    def load(self) -> Any:
+        """The model, frozen; loaded once. Draws no random number."""
+        if self._loaded is None:
+            with own_draws(0):
+                self._loaded = _frozen(build_autoencoder(self.source))
+        return self._loaded
+
+
+def find_autoencoder(spec: AutoencoderSpec) -> ImageAutoencoder | AutoencoderOnDisk:
+    """The autoencoder that is described; one that is large, and was met before, waits on disk.
+
+    Raises:
+        ConfigurationError: If it cannot be built.
+    """
+    key = _key_of(spec)
+    facts = known_facts(key)
+    if key is None or not {"bytes", "shape", "declared"} <= facts.keys():
+        with own_draws(0):
+            built = build_autoencoder(spec)
+        shape = built.image_channels, built.latent_channels, built.factor
+        statistics = [part.tolist() for part in declared_statistics(built)]
+        facts = {"bytes": _size(built), "shape": shape, "declared": statistics}
+        note_facts(key, facts)
+        if key is None or facts["bytes"] <= EMBEDDED_BYTES:
+            return built
+        waits = AutoencoderOnDisk(spec, key, facts)  # type: ignore[arg-type]
+        waits._loaded = _frozen(built)
+        return waits
+    if facts["bytes"] <= EMBEDDED_BYTES:
+        with own_draws(0):
+            return build_autoencoder(spec)
+    return AutoencoderOnDisk(spec, key, facts)  # type: ignore[arg-type]
+
+
+def _key_of(spec: AutoencoderSpec) -> str | None:
+    if isinstance(spec, str):
+        return content_key("checkpoint", [Path(spec)], ["diffusers"]) if Path(spec).is_file() else None
+    if isinstance(spec, AutoencoderConfig) or spec.draws_weights or not Path(spec.name_or_path or "").is_dir():
+        return None
+    folder = Path(spec.name_or_path or "", spec.subfolder)
+    about = {name: value for name, value in asdict(spec).items() if name != "name_or_path"}
+    return content_key(["autoencoder", about], [folder], ["diffusers"])
+
+
+def _frozen(autoencoder: Any) -> Any:
+    """In evaluation mode; weights that would overflow in their format in float32."""
+    autoencoder.eval().requires_grad_(False)
+    return autoencoder.float() if _overflows(autoencoder) else autoencoder
+
+
 class LatentCodec:
     """Frozen autoencoder plus per-channel mean and standard deviation of its sampled latents.
 
@@ -45,7 +115,7 @@ class LatentCodec:
     ``force_upcast`` (its activations overflow) become float32.
 
     Args:
-        autoencoder: The trained model; it is frozen and put in evaluation mode.
+        autoencoder: The trained model, which is frozen and put in evaluation mode, or one that waits on disk.
         mean: Per-channel mean of sampled latents, [c].
         std: Per-channel standard deviation of sampled latents, [c], above 0.
 
@@ -53,9 +123,9 @@ class LatentCodec:
         ConfigurationError: If the statistics do not fit the latents.
     """
 
-    def __init__(self, autoencoder: ImageAutoencoder, mean: Tensor, std: Tensor) -> None:
-        assert isinstance(autoencoder, nn.Module)
-        self.autoencoder: Any = autoencoder.eval().requires_grad_(False)
+    def __init__(self, autoencoder: "ImageAutoencoder | AutoencoderOnDisk", mean: Tensor, std: Tensor) -> None:
+        self.held: Any = autoencoder if isinstance(autoencoder, AutoencoderOnDisk) else _frozen(autoencoder)
+        self._fingerprints: dict[tuple[str, int], str] = {}
         self.image_channels, self.latent_channels = autoencoder.image_channels, autoencoder.latent_channels
         self.factor = autoencoder.factor  # pixels per latent position, on each side
         self.mean = mean.detach().float().cpu()
@@ -64,12 +134,17 @@ class LatentCodec:
         if self.mean.shape != expected or self.std.shape != expected or not bool((self.std > 0).all()):
             allowed = f"{expected[0]} values each, as many as the latents' channels, and std above 0"
             raise refusal("LatentCodec", "mean and std", allowed, (self.mean.tolist(), self.std.tolist()))
-        if _overflows(autoencoder):
-            self.autoencoder.float()
+
+    @property
+    def autoencoder(self) -> Any:
+        """The model; one that waits on disk is loaded now."""
+        return self.held.load() if isinstance(self.held, AutoencoderOnDisk) else self.held
 
     @classmethod
-    def declared(cls, autoencoder: ImageAutoencoder) -> "LatentCodec":
+    def declared(cls, autoencoder: "ImageAutoencoder | AutoencoderOnDisk") -> "LatentCodec":
         """With the statistics that the model's configuration states: see `declared_statistics`."""
+        if isinstance(autoencoder, AutoencoderOnDisk):
+            return cls(autoencoder, *autoencoder.declared)
         return cls(autoencoder, *declared_statistics(autoencoder))
 
     @classmethod
@@ -96,7 +171,7 @@ class LatentCodec:
     @torch.no_grad()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Images [B, C, H, W] in [-1, 1] to the posterior's mean and logvar (or None), not normalised, float32."""
-        check_images(images, self.autoencoder, "LatentCodec")
+        check_images(images, self.held, "LatentCodec")
         with torch.autocast(images.device.type, enabled=False):
             mean, logvar = self.autoencoder.to(images.device).encode(images.float())
         # In the usual order in memory: noise that is drawn "like" channels-last latents would fall on other places.
@@ -131,8 +206,22 @@ class LatentCodec:
     def fingerprint(self) -> str:
         """SHA-256 of weights, statistics and what else decides the result: codecs with the same share a latent space.
 
-        Of diffusers' models the class, and the fields of the configuration that are not the class's defaults.
+        Of diffusers' models the class, and the fields of the configuration that are not the class's defaults. It is
+        computed once; of an autoencoder in files once for these files.
         """
+        statistics = hashlib.sha256(json.dumps([self.mean.tolist(), self.std.tolist()]).encode()).hexdigest()
+        waits = isinstance(self.held, AutoencoderOnDisk)
+        if waits and (known := known_facts(self.held.key).get(statistics)):
+            return str(known)
+        weights = self.autoencoder.state_dict().values()
+        which = statistics, sum(0 if tensor.is_inference() else version(tensor) for tensor in weights)
+        if which not in self._fingerprints:
+            self._fingerprints[which] = self._digest()
+            if waits:
+                note_facts(self.held.key, {statistics: self._fingerprints[which]})
+        return self._fingerprints[which]
+
+    def _digest(self) -> str:
         digest = hashlib.sha256()
         for name, tensor in sorted({**self.autoencoder.state_dict(), "mean": self.mean, "std": self.std}.items()):
             digest.update(name.encode())
@@ -152,10 +241,11 @@ class LatentCodec:
         Raises:
             ConfigurationError: If weights shall not be held that are nowhere else.
         """
-        source = self.autoencoder.source
+        source = self.held.source
         statistics = {"mean": self.mean, "std": self.std}
         if embed is None:
-            embed = source is None or _size(self.autoencoder) <= EMBEDDED_BYTES
+            waits = isinstance(self.held, AutoencoderOnDisk)  # which only large ones do
+            embed = source is None or (not waits and _size(self.autoencoder) <= EMBEDDED_BYTES)
         if embed:
             weights = {name: tensor.detach().cpu() for name, tensor in self.autoencoder.state_dict().items()}
             stored = stored_config(self.autoencoder)
@@ -189,8 +279,7 @@ class LatentCodec:
 def _from_source(cls: type[LatentCodec], state: dict[str, Any]) -> LatentCodec:
     source = state["source"]
     spec = source if isinstance(source, str) else DiffusersModelConfig(**source)
-    with own_draws():  # building may draw weights that are then replaced
-        codec = cls(build_autoencoder(spec), state["mean"], state["std"])
+    codec = cls(find_autoencoder(spec), state["mean"], state["std"])
     if codec.fingerprint() != state["fingerprint"]:
         described = spec if isinstance(spec, str) else spec.described
         raise CheckpointError(
@@ -201,7 +290,7 @@ def _from_source(cls: type[LatentCodec], state: dict[str, Any]) -> LatentCodec:
     return codec
 
 
-def _size(module: nn.Module) -> int:
+def _size(module: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
 
 

@@ -192,9 +192,9 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
     try:
         if not spec.endswith(".json"):
             check_sums(spec)
-            return AutoModel.from_pretrained(spec)
+            return AutoModel.from_pretrained(spec, trust_remote_code=False)
         with own_draws(0):
-            return AutoModel.from_config(AutoConfig.from_pretrained(spec))
+            return AutoModel.from_config(AutoConfig.from_pretrained(spec, trust_remote_code=False))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         allowed = f"a module, data.NAME, or the folder, name or config.json of a transformers model ({reason})"
@@ -256,7 +256,7 @@ def width_of(root: nn.Module, name: str) -> int | None:
         return own
     norms = [part for part in layer.modules() if "Norm" in type(part).__name__]
     if name and norms and not isinstance(layer, nn.Sequential):  # of a residual block: as wide as its stream
-        return _own_width(norms[0])
+        return next(filter(None, map(_own_width, norms)), None)  # of adaptive ones the norm inside tells
     parts = name.split(".") if name else []
     for i in range(len(parts), -1, -1):
         config = getattr(root.get_submodule(".".join(parts[:i])), "config", None)

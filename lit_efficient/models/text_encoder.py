@@ -15,18 +15,22 @@ resumed, or that reads the embeddings from a cache, trains on the same numbers. 
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Saharia et al. (2022), https://arxiv.org/abs/2205.11487.
 """
 
+import contextlib
 import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.known_facts import beside_facts, content_key, known_facts, note_facts
 from lit_efficient.files.records import rebuild
+from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.models.caption_tokens import CaptionTokens
 from lit_efficient.models.latent_codec import EMBEDDED_BYTES
 from lit_efficient.models.text_joins import join, members
@@ -45,14 +49,17 @@ class TextEncoder:
 
     Args:
         spec: How it was asked for.
-        parts: The networks, in the order in which their embeddings are joined.
+        parts: The networks, in the order in which their embeddings are joined; None: they are loaded when needed.
+        key: Under which facts about its files are known, of `content_key`; None: nothing is.
     """
 
-    def __init__(self, spec: TextEncoderConfig, parts: list[TextNetwork]) -> None:
+    def __init__(self, spec: TextEncoderConfig, parts: list[TextNetwork] | None, key: str | None = None) -> None:
         self.spec = spec
-        self.parts = parts
+        self.key = key
+        self._parts = parts
         self._memories: dict[torch.device, _Memory] = {}
         self._fingerprint: str | None = None
+        self._hides_padding: bool | None = None
 
     @classmethod
     def load(cls, spec: TextEncoderConfig) -> "TextEncoder":
@@ -62,6 +69,37 @@ class TextEncoder:
             ConfigurationError: If it or its tokenizer cannot be built or loaded.
         """
         return cls(spec, [TextNetwork.load(member) for member in members(spec)])
+
+    @classmethod
+    def find(cls, spec: TextEncoderConfig) -> "TextEncoder":
+        """As `load`; what is large, and was met before, waits on disk until a caption is to be encoded.
+
+        The empty caption's embedding, which hides captions in training, is kept with what is known of the files.
+        """
+        key = _key_of(spec)
+        facts = known_facts(key)
+        if {"fingerprint", "bytes", "hides_padding"} <= facts.keys() and facts["bytes"] > EMBEDDED_BYTES:
+            found = cls(spec, None, key)
+            found._fingerprint, found._hides_padding = str(facts["fingerprint"]), bool(facts["hides_padding"])
+            return found
+        loaded = cls.load(spec)
+        if key is not None and loaded.nbytes > EMBEDDED_BYTES:
+            about = {"bytes": loaded.nbytes, "hides_padding": loaded.hides_padding}
+            note_facts(key, {"fingerprint": loaded.fingerprint(), **about})
+            loaded.key = key
+        return loaded
+
+    @property
+    def parts(self) -> list[TextNetwork]:
+        """The networks; those that wait on disk are loaded now."""
+        if self._parts is None:
+            self._parts = type(self).load(self.spec).parts
+        return self._parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def network(self) -> nn.Module:
@@ -83,14 +121,19 @@ class TextEncoder:
         """
         device = torch.device(device)
         memory = self._memories.setdefault(device, _Memory(_REMEMBERED_BYTES[device.type == "cpu"]))
+        if "" in captions and memory.get("") is None and (nothing := self._kept_nothing(device)) is not None:
+            memory.put("", nothing)
         found: dict[str, Any] = {caption: memory.get(caption) for caption in dict.fromkeys(captions)}
         new = [caption for caption, embedding in found.items() if embedding is None]
+        keeps = self.key is not None and "" in new
         for group in [[caption] for caption in new] if device.type == "cpu" else [new] if new else []:
             joined: Any = join(self.spec.pipeline, [part.embed(group, device) for part in self.parts])
             for number, caption in enumerate(group):  # copies: a row would hold on to its batch
                 row: list[Any] = [None if t is None else t[number].clone() for t in joined]
                 found[caption] = TextEmbedding(*row)
                 memory.put(caption, found[caption])
+        if keeps:
+            self._keep_nothing(device, found[""])
         among = [found[caption] for caption in captions]
         hidden, mask = (torch.stack(parts) for parts in zip(*((one.hidden, one.mask) for one in among)))
         pooled = [one.pooled for one in among if one.pooled is not None]
@@ -115,7 +158,24 @@ class TextEncoder:
     @property
     def hides_padding(self) -> bool:
         """Whether masks leave the padding out; otherwise they are all true."""
-        return any(part.hides_padding for part in self.parts)
+        if self._hides_padding is None:
+            self._hides_padding = any(part.hides_padding for part in self.parts)
+        return self._hides_padding
+
+    def _kept_nothing(self, device: torch.device) -> TextEmbedding | None:
+        """The empty caption's embedding, as it was computed on such a device before."""
+        if self.key is None:
+            return None
+        try:
+            parts = load_tensors(beside_facts(self.key, f"{device.type}.safetensors"))
+            return TextEmbedding(*(parts[n].to(device) if n in parts else None for n in TextEmbedding._fields))  # type: ignore[arg-type]
+        except (CheckpointError, OSError):
+            return None
+
+    def _keep_nothing(self, device: torch.device, nothing: TextEmbedding) -> None:
+        parts = {name: part.cpu() for name, part in zip(TextEmbedding._fields, nothing) if part is not None}
+        with contextlib.suppress(OSError):  # a cache on a read-only disk
+            save_tensors(beside_facts(self.key or "", f"{device.type}.safetensors"), parts)
 
     def fingerprint(self) -> str:
         """SHA-256 of all that an embedding depends on: the weights, the tokenizers and how they are read."""
@@ -126,7 +186,7 @@ class TextEncoder:
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives and tensors only; large weights stay where they are, named and with their fingerprint."""
-        small = sum(part.nbytes for part in self.parts) <= EMBEDDED_BYTES
+        small = self._parts is not None and self.nbytes <= EMBEDDED_BYTES
         parts = [part.state_dict() for part in self.parts] if small else None
         return {"spec": asdict(self.spec), "parts": parts, "fingerprint": self.fingerprint()}
 
@@ -140,7 +200,7 @@ class TextEncoder:
         spec = rebuild(TextEncoderConfig, state["spec"])
         if state["parts"] is None:
             try:
-                encoder = cls.load(spec)
+                encoder = cls.find(spec)
             except ConfigurationError as error:
                 raise CheckpointError(f"The text encoder of the checkpoint cannot be loaded: {error}") from error
         else:
@@ -157,6 +217,19 @@ class TextEncoder:
     def __deepcopy__(self, memo: object) -> "TextEncoder":
         """Itself: it never changes, and may be larger than what holds it."""
         return self
+
+
+def _key_of(spec: TextEncoderConfig) -> str | None:
+    reading, folder = spec.captions, Path(spec.name_or_path or "")
+    if spec.name_or_path is None or not folder.is_dir():
+        return None
+    parts = members(spec)
+    places = [folder / part.subfolder for part in parts]
+    places += [folder / part.captions.subfolder for part in parts if part.captions.subfolder]
+    if reading.tokenizer not in (None, "bytes"):
+        places.append(Path(str(reading.tokenizer), reading.subfolder))
+    about = {name: value for name, value in asdict(spec).items() if name != "name_or_path"}
+    return content_key(["text encoder", about], places, ["transformers", "tokenizers"])
 
 
 class _Memory:

@@ -258,6 +258,7 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
             values = {"vocab_size": tokens.vocab_size} | special | values
             config = AutoConfig.for_model(str(values.pop("model_type")), **values)
         else:
+            check_sums(spec.name_or_path, spec.subfolder, weights=False)
             located = {"subfolder": spec.subfolder, "revision": spec.revision, "trust_remote_code": False}
             config = AutoConfig.from_pretrained(spec.name_or_path, **located)
             for name, value in values.items():

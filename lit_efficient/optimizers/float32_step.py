@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
-from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.host_states import Streamed, check_unchanged, streamed
 from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient, with_step
+from lit_efficient.surgery import local
 
 COMPENSATION = "compensation"  # the key of c in a parameter's state
 _PIECE = 2**24  # bytes of parameters that are stepped at a time, in float32 beside their gradients and states

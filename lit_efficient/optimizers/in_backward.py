@@ -153,13 +153,21 @@ def step_in_backward(optimizer: Optimizer, who: str = "step_in_backward") -> Non
         who: Name for errors.
 
     Raises:
-        ConfigurationError: If the step of one parameter depends on others, or cannot be made without a closure.
+        ConfigurationError: If the step of one parameter depends on others, cannot be made without a closure, or finds
+            its settings by its place, as bitsandbytes does.
     """
     if isinstance(optimizer, InBackward):  # of an earlier run
         optimizer.in_backward.watchers.clear()
         optimizer.in_backward.on = True
         return
     kind: Any = type(optimizer)
+    theirs = getattr(getattr(kind, "get_config", None), "__module__", "").startswith("bitsandbytes")
+    if theirs and (optimizer.mng.index2config or optimizer.mng.module_weight_config_triple):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"{who}: bitsandbytes' GlobalOptimManager has settings of single parameters, which {kind.__name__} finds "
+            "by their place in its groups, and in the backward pass each comes alone: call override_config without "
+            f"register_parameters, or leave {who} out"
+        )
     _try(optimizer, unhooked(kind), who)
     change_class(optimizer, _in_backward(kind))
     optimizer.in_backward = BackwardSteps(optimizer, functools.partial(unhooked(kind), optimizer), who)  # type: ignore[attr-defined]

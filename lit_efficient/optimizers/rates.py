@@ -8,7 +8,7 @@ factors, momenta) is split along with it. ``eta_min`` of the cosine schedules is
 Source: Howard and Ruder (2018), https://arxiv.org/abs/1801.06146, section 3.2
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,7 @@ def split_groups(
     optimizer: Optimizer,
     schedulers: Iterable[Any],
     part_of: Callable[[Tensor], int],
-    decay: float = 2.6,
+    decay: float | Sequence[float] = 2.6,
     *,
     who: str = "split_groups",
 ) -> None:
@@ -45,7 +45,7 @@ def split_groups(
         optimizer: An optimizer that has not stepped yet; it is changed in place.
         schedulers: All that point at it; nested ones are found.
         part_of: Number of a parameter's part, from 0.
-        decay: Quotient of the rates of one part and the next, above 0.
+        decay: Quotient of the rates of one part and the next, above 0; or factors of the rates, one a part.
         who: Name of the technique that asks, for the error.
 
     Raises:
@@ -75,7 +75,8 @@ def split_groups(
         if floor > lowest:
             raise ConfigurationError(
                 f"{who}: {type(scheduler).__name__}(eta_min={floor:g}) is above the rate {lowest:g} of the deepest "
-                f"group, which would rise towards it: use a smaller eta_min or a decay below {decay:g}"
+                "group, which would rise towards it: use a smaller eta_min"
+                + (f" or a decay below {decay:g}" if isinstance(decay, int | float) else "")
             )
 
 
@@ -102,7 +103,7 @@ def _parts(parameters: list[Tensor], part_of: Callable[[Tensor], int]) -> dict[i
     return dict(sorted(parts.items()))
 
 
-def _part(group: dict[str, Any], parts: dict[int, list[int]], k: int, decay: float) -> dict[str, Any]:
+def _part(group: dict[str, Any], parts: dict[int, list[int]], k: int, decay: float | Sequence[float]) -> dict[str, Any]:
     part = {key: _lower(value, k, decay) if key in _RATES else value for key, value in group.items()}
     for key in ("params", "param_names"):
         if key in group:
@@ -112,7 +113,9 @@ def _part(group: dict[str, Any], parts: dict[int, list[int]], k: int, decay: flo
     return part
 
 
-def _split_scheduler(scheduler: Any, groups: int, sources: list[tuple[int, int]], decay: float) -> None:
+def _split_scheduler(
+    scheduler: Any, groups: int, sources: list[tuple[int, int]], decay: float | Sequence[float]
+) -> None:
     for name in (*_RATES_BY_GROUP, *_OTHERS_BY_GROUP):
         old = vars(scheduler).get(name)
         if isinstance(old, list | tuple) and len(old) == groups:
@@ -120,6 +123,6 @@ def _split_scheduler(scheduler: Any, groups: int, sources: list[tuple[int, int]]
             setattr(scheduler, name, [_lower(old[i], k, decay) if lowered else old[i] for i, k in sources])
 
 
-def _lower(rate: Any, k: int, decay: float) -> Any:
+def _lower(rate: Any, k: int, decay: float | Sequence[float]) -> Any:
     """The rate of part k; a tensor is always a new one: schedulers fill it in place."""
-    return rate / decay**k
+    return rate / decay**k if isinstance(decay, int | float) else rate * decay[k]

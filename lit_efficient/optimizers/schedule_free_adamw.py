@@ -31,9 +31,9 @@ from lit_efficient.internals.torch_foreach import (
     foreach_mul_,
     foreach_sqrt,
 )
-from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
+from lit_efficient.surgery import local
 
 _PIECE = 2**26  # bytes of parameters that are stepped at a time: two temporary tensors of each
 
@@ -179,7 +179,7 @@ class ScheduleFreeAdamW(Optimizer):
 
     def _started(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self.param_groups:
-            yield from ((group, p) for p in group["params"] if self.state[p])
+            yield from ((group, p) for p in group["params"] if self.state.get(p))  # none is made by looking
 
     def _average(self, group: dict[str, Any], p: Tensor) -> Tensor:
         return torch.lerp(self.state[p]["z"], p.detach(), 1 / group["betas"][0])

@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.application import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
 from lit_efficient.internals.hugging_face_loading import Replacing
@@ -73,6 +74,13 @@ class LanguageModeling(LightningModule):
         warmup_steps: optimizer steps until the peak; half a cosine to 0 at the end of training follows.
     """
 
+    logs: ClassVar[tuple[str, ...]] = (
+        "train/loss",
+        "train/router_loss",
+        "val/loss",
+        "val/perplexity",
+        "val/bits_per_byte",
+    )
     loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
 
@@ -139,6 +147,8 @@ class LanguageModeling(LightningModule):
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 self.network = causal_lm.build(self.model, from_data, self._replacing())
+                if said := causal_lm.widened(self.model):
+                    rank_zero_info(f"{type(self).__name__}: {said}")
             return
         offered = getattr(self._datamodule(), "vocab_size", None)
         wanted = self.model.vocab_size
@@ -297,11 +307,23 @@ class LanguageModeling(LightningModule):
             if ours is not None:  # the data's chat template is the one that is trained from here on
                 self.tokenizer_state = ours
         if self.network is None:
-            self.network = self._rebuilt(saved["model"], checkpoint["state_dict"])
+            self.network = self._rebuilt(saved["model"], checkpoint)
         _check_same_network(_described(self.network), saved["model"])
 
-    def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
-        """The network that a checkpoint was written with; its weights follow, unless they are a base's."""
+    def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
+        """The network that a checkpoint was written with; its weights follow, unless they are a base's.
+
+        Raises:
+            CheckpointError: If they are a base's that nobody names: what would be drawn is another one.
+        """
+        state = checkpoint["state_dict"]
+        named = isinstance(self.model, CausalLMConfig) and not self.model.draws_weights
+        lost = [name for name in checkpoint.get("lit_efficient", {}).get("base", {}) if name not in state]
+        if lost and not named and getattr(self, "start_from", None) is None:
+            raise CheckpointError(
+                f"the checkpoint's adapters were trained beside another base than random weights: it lacks {len(lost)} "
+                f"frozen tensors, first {lost[0]!r}. Name the base, or train with save_base=True"
+            )
         if "hugging_face" not in described:
             model = self.model if isinstance(self.model, GPTConfig) else rebuild(GPTConfig, described)
             return GPT(replace(model, vocab_size=described["vocab_size"]))
@@ -315,15 +337,17 @@ class LanguageModeling(LightningModule):
             and not self.model.draws_weights
             and (self.model.quantize or not whole)
         ):
-            return causal_lm.build(self.model, {"vocab_size": int(empty.config.get_text_config().vocab_size)})
+            from_data = {"vocab_size": int(empty.config.get_text_config().vocab_size)}
+            return causal_lm.build(self.model, from_data, self._replacing(checkpoint))
         dtype = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
         dtypes = {value.dtype for name, value in state.items() if name in needed and value.is_floating_point()}
         exact = next(iter(dtypes)) if dtype == "auto" and len(dtypes) == 1 else getattr(torch, dtype, torch.float32)
         return causal_lm.from_json(config, exact)
 
-    def _replacing(self) -> Replacing | None:
+    def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
         """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
-        return on_read(self, "network.") if type(self).configure_model is LanguageModeling.configure_model else None
+        own = checkpoint is not None or type(self).configure_model is LanguageModeling.configure_model
+        return on_read(self, "network.", checkpoint) if own else None
 
     def _built(self) -> nn.Module:
         if self.network is None:

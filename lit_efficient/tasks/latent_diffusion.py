@@ -74,6 +74,7 @@ class LatentDiffusion(LatentGenerator):
         samples: How many images are sampled at each validation, of which captions, and how they are shown.
     """
 
+    logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and more whose names begin so
     commands_after_fit: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt} --output {output}.png",)
 
     @takes_moved_keys
@@ -119,7 +120,7 @@ class LatentDiffusion(LatentGenerator):
             check("label_dropout", self.label_dropout, allowed, self.label_dropout == 0.0)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Loss, and per sample the loss, the time and the log-SNR, for techniques that reweight."""
+        """Loss, and per sample the loss, the time, the log-SNR, what was predicted and its target, for techniques."""
         count = latent_source.batch_size(batch)
         condition = self.conditioning.of_batch(batch, self.device)
         if self.shape.conditions:
@@ -173,7 +174,8 @@ class LatentDiffusion(LatentGenerator):
         wanted = diffusion.target(x0, eps, t, process, self.prediction)
         sample_loss = (output - wanted).square().flatten(1).mean(dim=1)
         snr = process.log_snr(t)
-        return {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t, "log_snr": snr}
+        losses = {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t, "log_snr": snr}
+        return losses | {"predicted": output, "target": wanted}
 
     def _evaluate(self, stage: str, batch: dict[str, Any], batch_idx: int) -> None:
         seed = FIXED_SEED + batch_idx * self.trainer.world_size + self.global_rank

@@ -137,15 +137,19 @@ class LatentGenerator(LightningModule):
         """Makes the conditions that the network gets."""
         return Conditioning(self.shape, self.text_encoder)
 
+    def check_latents(self, channels: int, height: int, width: int) -> None:
+        """Refuse latents that the backbone does not take."""
+        self.shape.check_latents(channels, height, width, "LatentDiffusion")
+        if isinstance(self.backbone, DiTConfig) and height == width:
+            allowed = f"{height}, as the data's latents are"
+            check("backbone.size", self.backbone.size, allowed, self.backbone.size == height)
+
     def setup(self, stage: str) -> None:
         data = self._source()
         if data is None:
             return
         channels, height, width = data.latent_shape
-        self.shape.check_latents(channels, height, width, "LatentDiffusion")
-        if isinstance(self.backbone, DiTConfig) and height == width:
-            allowed = f"{height}, as the data's latents are"
-            check("backbone.size", self.backbone.size, allowed, self.backbone.size == height)
+        self.check_latents(channels, height, width)
         self.codec = self.codec if data.codec is None else data.codec
         self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
         self.latent_size = (height, width)

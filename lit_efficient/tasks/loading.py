@@ -8,8 +8,9 @@ from typing import Any
 import lit_efficient
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.files.checkpoints import read
+from lit_efficient.files.sums import check_sums
 from lit_efficient.mechanisms.restore import take_weights
+from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.language_modeling import LanguageModeling
@@ -40,7 +41,7 @@ def language_model_of(
         base: what adapters stand beside where the checkpoint neither holds nor names it: a folder of transformers, a
             checkpoint or a safetensors file.
     """
-    given = read(base)["state_dict"] if base is not None and Path(base).is_file() else None
+    given = read_checkpoint(base)["state_dict"] if base is not None and Path(base).is_file() else None
     cls = _task(checkpoint, path)
     known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
     arguments = {name: value for name, value in checkpoint["hyper_parameters"].items() if name in known}
@@ -49,7 +50,8 @@ def language_model_of(
         named = {"name_or_path": base, "random_weights": False, "config_fields": fields}
         arguments["model"] = {**arguments["model"], **named}
     model = cls(**arguments)
-    model.on_load_checkpoint(checkpoint)
+    whole = checkpoint if given is None else {**checkpoint, "state_dict": {**given, **checkpoint["state_dict"]}}
+    model.on_load_checkpoint(whole)
     if given is not None:
         model.load_state_dict(given, strict=False)
     return model, take_weights(model, checkpoint, weights)
@@ -61,7 +63,7 @@ def read_language_model(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: if the file cannot be read, or was not written by a language model.
     """
-    checkpoint = read(path)
+    checkpoint = read_checkpoint(path)
     if "language_modeling" not in checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint of LanguageModeling")
     return checkpoint
@@ -79,7 +81,7 @@ def load_latent_diffusion(path: str, weights: Any = "auto") -> tuple[Any, str]:
     """
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion  # which language models have no use for
 
-    checkpoint = read(path)
+    checkpoint = read_checkpoint(path)
     arguments = checkpoint.get("hyper_parameters") or {}
     if not {"backbone", "prediction", "schedule"} <= arguments.keys():
         raise CheckpointError(f"{path} is not a checkpoint of LatentDiffusion")
@@ -128,6 +130,7 @@ def hugging_face_tokenizer(spec: CausalLMConfig) -> dict[str, Any] | None:
     folder = Path(spec.name_or_path or "")
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
+    check_sums(folder, weights=False)
     try:
         return pack_tokenizer(
             AutoTokenizer.from_pretrained(spec.name_or_path, revision=spec.revision, trust_remote_code=False)

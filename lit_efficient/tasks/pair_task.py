@@ -68,12 +68,12 @@ class PairTask(LanguageModeling):
         self.tokenizer_state = own or start.tokenizer_state
         _give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
 
-    def _replacing(self) -> Replacing | None:
-        own = type(self).configure_model is PairTask.configure_model
-        return on_read(self, "network.") if own and self.start_from is None else None
+    def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
+        own = checkpoint is not None or type(self).configure_model is PairTask.configure_model
+        return on_read(self, "network.", checkpoint) if own and self.start_from is None else None
 
-    def _rebuilt(self, described: Mapping[str, Any], state: Mapping[str, Any]) -> nn.Module:
-        network = super()._rebuilt(described, state)
+    def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
+        network = super()._rebuilt(described, checkpoint)
         self._begin(network)
         return network
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.models.generation import continue_rows, longest_row
@@ -143,7 +144,8 @@ def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "gen
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, and the model's has none")
     messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    with limited(tokenizer.get_chat_template()):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 import lit_efficient
@@ -19,11 +20,13 @@ from lit_efficient import (
     Compile,
     ConfigurationError,
     ConflictError,
+    ExactResume,
     LoRA,
     MaxBatchSize,
     QuantizeBase,
 )
 from lit_efficient.application import apply
+from lit_efficient.declaration import check_conflicts
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
 from lit_efficient.mechanisms.blocks.swapping import swapped_tensors
@@ -40,13 +43,13 @@ X = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
 
 class BlockSwap(lit_efficient.BlockSwap):
-    """Swaps on the CPU, too, where it saves nothing, and what trains in the toy's blocks, of which half is frozen."""
+    """Swaps on the CPU, too, where it saves nothing; where what trains stays, half of the toy's blocks is frozen."""
 
     def check(self, trainer: Any, module: Any) -> None:
         """Refuse nothing."""
 
     def transform(self, module: nn.Module) -> Any:
-        for _, block in find_blocks(module, who="test"):
+        for _, block in find_blocks(module, who="test") if not self.trained else ():
             for name, p in block.named_parameters():
                 if name.endswith(("down.weight", "down.bias")):
                     p.requires_grad_(False)
@@ -75,7 +78,13 @@ def leaves_the_device(run: Run) -> None:
     assert not any(block.there for block in blocks[0]._swap._blocks.values())
 
 
-ROW = Row(BlockSwap, leaves_the_device)
+ROW = Row(
+    lambda: BlockSwap(trained=True),
+    leaves_the_device,
+    neutral=lambda: BlockSwap(trained=True),
+    changes=False,
+    beside=dict.fromkeys(("OffloadOptimizer", "OptimizerInBackward"), BlockSwap),
+)
 
 
 def adapted(make: Any, *more: Any, **arguments: Any) -> nn.Module:
@@ -118,6 +127,144 @@ def test_gradients_weights_and_outputs_are_those_without_it(name: str) -> None:
     assert_equal(trained(plain), trained(ours))
     assert_equal(dict(plain.state_dict()), dict(ours.state_dict()))
     assert list(plain.state_dict()) == list(ours.state_dict())
+
+
+TRAINED = SETS | {
+    "all": lambda: [],
+    "recomputed": lambda: [ActivationCheckpointing()],
+    "all, compiled": lambda: [Compile(backend="aot_eager")],
+    "all, offloaded": lambda: [lit_efficient.ActivationOffload(min_bytes=1)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_trains_is_swapped_with_its_gradients(name: str) -> None:
+    plain = adapted(TRAINED[name])
+    ours = adapted(TRAINED[name], lit_efficient.BlockSwap(trained=True))
+    assert_equal(trained(plain), trained(ours))
+    assert_equal(dict(plain.state_dict()), dict(ours.state_dict()))
+    ours(X).sum().backward()  # after which all is at rest
+    known = ours.blocks[0]._swap._blocks.values()
+    assert not any(block.there or block.gradients for block in known)
+    assert all(t.grad is not None for block in known for t in block.tensors if t.requires_grad)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_several_backward_passes_are_added(set_to_none: bool, clip: float | None) -> None:
+    """And a ``zero_grad`` between forward and backward, as Lightning's, clears what the blocks that are there have."""
+    ends = []
+    for swaps in (False, True):
+        net = adapted(list, *[lit_efficient.BlockSwap(trained=True)] * swaps)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for step in range(3):
+            loss = net(X * (step + 1)).square().mean()
+            optimizer.zero_grad(set_to_none)
+            loss.backward()
+            for more in range(2):
+                net(X - more).square().mean().backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+        ends.append(dict(net.state_dict()) | {f"{n}.grad": p.grad for n, p in net.named_parameters()})
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize("more", [[], [ActivationCheckpointing()]])
+def test_two_blocks_with_their_gradients_are_on_the_device_at_any_moment(more: list[Any]) -> None:
+    peaks: dict[tuple[bool, str], int] = {}
+    found = []
+    for swaps in (False, True):
+        with fake_cuda():
+            parts = [*more, *[lit_efficient.BlockSwap(trained=True)] * swaps]
+            net = adapted(list, *parts, width=128, depth=8).cuda()
+            x = torch.linspace(-1, 1, 128).view(1, 128).cuda()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            for _ in range(2):  # the first takes the memory
+                optimizer.zero_grad()
+                block = sum(p.nbytes for p in net.blocks[0].parameters())
+                swap = getattr(net.blocks[0], "_swap", None)
+                memories = [known.memory for known in swap._blocks.values() if known.memory is not None] if swap else []
+                states = [t for state in optimizer.state.values() for t in state.values()]
+                rest = sum(p.nbytes for name, p in net.named_parameters() if "blocks" not in name)
+                with Resident([*net.parameters(), *states], memories) as resident:
+                    resident.start()
+                    loss = net(x).square().sum()
+                    peaks[swaps, "forward"] = resident.peak
+                    resident.start()
+                    loss.backward()
+                    peaks[swaps, "backward"] = resident.peak
+                    assert all(on_cuda(p) == on_cuda(p.grad) for p in net.parameters())
+                    resident.start()
+                    optimizer.step()
+                    peaks[swaps, "step"] = resident.peak
+            for name, p in net.named_parameters():
+                assert on_cuda(p) == on_cuda(optimizer.state[p]["exp_avg"]) == (not swaps or "blocks" not in name)
+            found.append({name: p.detach().cpu() for name, p in net.named_parameters()})
+    assert_equal(*found)
+    # Weights and both states are there throughout, gradients from the backward pass on.
+    few = 3 * rest + 0.6 * block  # what is not of blocks, and activations
+    assert peaks[False, "forward"] >= 24 * block
+    assert peaks[True, "forward"] < 2 * block + few
+    assert peaks[False, "backward"] >= 32 * block
+    assert peaks[True, "backward"] < 3 * block + rest + few
+    assert peaks[True, "step"] < 2 * rest + few
+
+
+class Places(Callback):
+    """Where the first block's weights, and the states of their optimizer, are after each step; saves after two."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seen = path, set[tuple[bool, ...]]()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
+        (optimizer,) = trainer.optimizers
+        for name, p in pl_module.named_parameters():
+            if "blocks.0" in name:
+                self.seen.add(tuple(on_cuda(t) for t in (p, *optimizer.state[p].values()) if t.ndim))
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+class Decayed(Toy):
+    """With an optimizer that has states, and one kernel for both devices."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
+
+
+def test_a_run_on_a_device_steps_in_cpu_memory_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Lightning moves the states that it has read to the device, where the weights are not."""
+    ends = []
+    path = tmp_path / "half.ckpt"
+    for swaps, resumed in [(False, None), (True, None), (True, path)]:
+        places = Places(path)
+        with fake_cuda():
+            torch.manual_seed(0)
+            parts = [ExactResume(seed=1), places, *[lit_efficient.BlockSwap(trained=True)] * swaps]
+            run = trainer(parts, accelerator="gpu", deterministic=True, max_steps=4, limit_val_batches=0)
+            module = Decayed("configure_model")
+            run.fit(module, data(shuffle=True), data(), ckpt_path=resumed, weights_only=True)
+            ends.append({name: tensor.cpu() for name, tensor in module.state_dict().items()})
+        assert places.seen == {(not swaps,) * 3}
+    assert_equal(ends[0], ends[1])
+    assert_equal(ends[0], ends[2])
+
+
+def test_what_has_no_gradients_to_find_is_refused() -> None:
+    run = trainer()
+    run.precision_plugin.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConflictError, match=r"gradient scaler .*bf16-mixed"):
+        lit_efficient.BlockSwap(trained=True).check(run, Toy())
+    net = adapted(list, lit_efficient.BlockSwap(trained=True))
+    with pytest.raises(ConfigurationError, match="leave out trained=True"):
+        net(X).sum().backward(create_graph=True)
+    swap = lit_efficient.BlockSwap(trained=True)
+    for other in (lit_efficient.OptimizerInBackward(), lit_efficient.OffloadOptimizer()):
+        with pytest.raises(ConflictError, match=r"BlockSwap\(trained=True\)"):
+            check_conflicts([swap, other])
+        check_conflicts([lit_efficient.BlockSwap(), other])
 
 
 @pytest.mark.turns(2)
@@ -390,15 +537,20 @@ def test_kept_casts_are_warned_of() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_gradients_are_equal_and_less_memory_is_taken() -> None:
+@pytest.mark.parametrize("everything", [False, True])
+def test_on_a_gpu_gradients_are_equal_and_less_memory_is_taken(everything: bool) -> None:
     found, peaks = [], []
     for swaps in (False, True):
-        net = adapted(SETS["LoRA"], *[lit_efficient.BlockSwap()] * swaps, width=512, depth=12).cuda()
+        parts = [lit_efficient.BlockSwap(trained=everything)] * swaps
+        net = adapted(TRAINED["all" if everything else "LoRA"], *parts, width=512, depth=12).cuda()
         x = torch.linspace(-1, 1, 16 * 512).view(16, 512).cuda()
         trained(net, x)
         torch.cuda.reset_peak_memory_stats()
         found.append({name: tensor.cpu() for name, tensor in trained(net, x).items()})
         peaks.append(torch.cuda.max_memory_allocated())
-    assert_equal(*found)
+    if everything:  # stepped on the CPU, whose kernels round in another order
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    else:
+        assert_equal(*found)
     assert peaks[1] < 0.4 * peaks[0]
     assert all(block._swap._blocks[i].host.is_pinned() for i, block in enumerate(net.blocks))

@@ -338,3 +338,31 @@ def test_lightnings_own_averages_are_refused() -> None:
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         EMA(**arguments)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"warmup": None}, {"every_n_steps": 3}, {"start_step": 2}, {"start_step": 4, "every_n_steps": 3}]
+)
+def test_it_tells_what_each_step_holds_of_the_average(how: dict[str, Any]) -> None:
+    ema = EMA(decay=0.7, **how)
+    run, trace = fit(ema)
+    shares = ema.shares(len(trace.steps))
+    assert shares is not None
+    assert sum(shares) == pytest.approx(1)
+    average = ema.average(run.lightning_module)
+    assert average is not None
+    for name, tensor in average.items():
+        torch.testing.assert_close(tensor, sum(s * state[name] for s, state in zip(shares, trace.steps, strict=True)))
+    assert EMA(start_step=5).shares(5) is None
+    assert EMA(switch_every=2).shares(5) is None
+
+
+def test_the_report_counts_what_is_kept() -> None:
+    module = Toy("init")
+    count = sum(p.numel() for p in module.parameters())
+    report = EMA().describe(module)
+    assert report.parameters == count
+    assert report.details == {"average_bytes": 4 * count}
+    assert f"{count:,} parameters ({4 * count / 2**20:.1f} MiB), decay 0.9999 after inverse_gamma" in report.summary
+    assert "copied" not in report.summary
+    assert "copied into the weights every 3 steps" in EMA(switch_every=3).describe(module).summary

@@ -271,3 +271,11 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
 def test_bad_seeds_are_refused(seed):
     with pytest.raises(ConfigurationError, match="seed must be a whole number of at least 0 or null, got"):
         ExactResume(seed)
+
+
+def test_the_seed_of_the_run_is_kept():
+    for technique, seed in ((ExactResume(), 77), (ExactResume(3), 3)):
+        fit(Tiny(), [technique], seed=77, max_epochs=1, limit_train_batches=2)
+        assert technique.state_dict() == {"seed": seed, "world_size": 1}
+    assert ExactResume(3).state_dict() == {"seed": 3, "world_size": 1}
+    assert ExactResume().state_dict() == {}

@@ -376,5 +376,5 @@ def _one_process() -> tuple[Any, Toy, list[dict[str, torch.Tensor]]]:
 
 def test_fsdp2_is_refused_with_its_reason() -> None:
     run = SimpleNamespace(strategy=ModelParallelStrategy(1, 1))
-    with pytest.raises(ConflictError, match="frozen groups have none yet: use strategy='ddp'"):
+    with pytest.raises(ConflictError, match="frozen groups have none yet: use ShardedStrategy, or 'ddp'"):
         GradualUnfreezing(every_n_steps=1).check(run, Toy("configure_model"))

@@ -1,8 +1,12 @@
 """REPA on our diffusion transformer: where the clean image comes from, what gets gradients, what it costs."""
 
+import copy
+from functools import partial
+
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
@@ -13,17 +17,23 @@ from lit_efficient import (
     AutoencoderConfig,
     ConfigurationError,
     DiTConfig,
+    GradientConflict,
     HiddenAlignment,
+    LatentAlignment,
     LatentDiffusion,
     LatentDigits,
     Samples,
     restore,
 )
+from lit_efficient.application import compare_techniques
 from lit_efficient.data.digit_images import TensorDictDataset
+from lit_efficient.losses.feature_matching import gradient_cosine
+from lit_efficient.mechanisms.alignment import make_head
 from lit_efficient.models.autoencoder import Autoencoder
 from lit_efficient.models.digit_features import DigitFeatures
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.teachers import Teacher, find_teacher
+from lit_efficient.testing import Case, check_resumes
 from tests.support import QUIET
 
 BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=3, heads=2)
@@ -56,6 +66,66 @@ class Gradients(Callback):
     def on_after_backward(self, trainer, pl_module) -> None:
         self.moved = {n for n, p in pl_module.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
         self.value = float(trainer.callback_metrics["train/hidden_alignment"])
+
+
+def test_irepa_convolves_the_tokens_and_normalises_the_encoders_over_the_image():
+    class Kept(HiddenAlignment):
+        def term(self, calls, output, module, batch):
+            (name,) = self.names(module)
+            self.kept = calls[name][0][2].detach(), batch["features"], copy.deepcopy(module.hidden_alignment_heads["0"])
+            self.value = super().term(calls, output, module, batch)
+            return self.value
+
+    features = torch.randn(8, 9, 6, generator=torch.Generator().manual_seed(4)) + 3.0
+    technique = Kept(2, None, projection="conv", head=AlignmentHead(widths=[32, 6], spatial_norm=0.8))
+    fit(technique, batches(features=features), max_steps=2, callbacks=[])
+    tokens, given, head = technique.kept
+    cosines = []
+    for image, wanted in zip(tokens, given, strict=True):
+        around = F.pad(image.T.reshape(32, 2, 2), (1, 1, 1, 1))
+        resized = F.interpolate(wanted.T.reshape(1, 6, 3, 3), (2, 2), mode="bilinear", antialias=True)[0].flatten(1)
+        for place in range(4):
+            row, column = divmod(place, 2)
+            patch = around[:, row : row + 3, column : column + 3]
+            ours = (head.weight * patch).sum((1, 2, 3)) + head.bias
+            theirs = torch.stack([(f[place] - 0.8 * f.mean()) / (f.std() + 1e-6) for f in resized])
+            cosines.append(F.cosine_similarity(ours, theirs, dim=0))
+    torch.testing.assert_close(technique.value, -torch.stack(cosines).mean())
+    with pytest.raises(ConfigurationError, match=r"tokens fill no square"):
+        make_head("conv", 4, 4)(torch.zeros(1, 5, 4))
+    with pytest.raises(ConfigurationError, match=r"head.spatial_norm must be None"):
+        LatentAlignment(encoder(), head=AlignmentHead(spatial_norm=1.0))
+    with pytest.raises(ConfigurationError, match=r"spatial_norm must be above 0 and at most 1 or null, got 2"):
+        AlignmentHead(spatial_norm=2)
+
+
+def test_the_term_ends_when_gradients_conflict_and_a_resumed_run_knows():
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4)
+    h = x.tanh()
+    one, other = (h @ w).square().sum(), h.pow(3).sum()
+    wanted = F.cosine_similarity((2 * (h @ w)[:, None] * w).flatten(), (3 * h**2).flatten(), dim=0)
+    torch.testing.assert_close(gradient_cosine(one, other, [h]), wanted.detach())
+    assert float(gradient_cosine(one, w.square().sum() + 0 * x.sum(), [h])) == 0
+
+    def make(below, **arguments):
+        return HiddenAlignment(1, encoder(), r"body\.5", hidden=8, stop_at=GradientConflict(below, **arguments))
+
+    technique = make(1.0, every=2, patience=2)
+    assert technique.retains_graph
+    module = fit(technique, batches(images=IMAGES), max_steps=6, max_epochs=-1)
+    assert not technique.active(module)
+    assert technique.state_dict() == {"below": 2, "measured": 2, "last": 2}
+    never = make(-1.0, every=1, patience=1)
+    assert never.active(fit(never, batches(images=IMAGES), max_steps=2))
+    assert never.state_dict() == {"below": 0, "measured": 1, "last": -1}
+    aligned = partial(HiddenAlignment, 2, hidden=8, source="0", stop_at=GradientConflict(1.0, 1, 3))
+    teacher = nn.Linear(16, 12)
+    check_resumes(Case(lambda: [aligned(copy.deepcopy(teacher))], lambda run: None))
+    with pytest.raises(
+        ConfigurationError, match="GradientConflict: patience must be a whole number of at least 1, got 0"
+    ):
+        GradientConflict(patience=0)
 
 
 class Seen(nn.Module):
@@ -183,3 +253,12 @@ def test_the_average_comes_back_without_the_heads(tmp_path):
     assert expected
     assert not [name for name in found if "heads" in name]
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_from_before_an_argument_is_resumed_while_it_is_unset():
+    aligned = partial(HiddenAlignment, 1, None, hidden=8)
+    old = aligned(head=AlignmentHead(widths=[4, 4])).record()
+    del old["arguments"]["head"]["spatial_norm"]
+    compare_techniques([old], [aligned(head=AlignmentHead(widths=[4, 4])).record()], fitting=True)
+    with pytest.raises(ConfigurationError, match="HiddenAlignment has changed: head was"):
+        compare_techniques([old], [aligned(head=AlignmentHead([4, 4], spatial_norm=1.0)).record()], fitting=True)

@@ -36,6 +36,7 @@ def test_only_adapters_train_and_the_report_counts_them() -> None:
     report = reports_of(module)["LoRA"]
     assert report.parameters == expected
     assert report.details["adapter_bytes"] == 4 * expected
+    assert "experts" not in report.summary
     assert report.bytes_saved == 4 * sum(t.numel() for t in before.values())
     assert len(run.optimizers[0].state) == len(trained)
 

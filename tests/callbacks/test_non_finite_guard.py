@@ -39,8 +39,8 @@ class Explodes(pl.LightningModule):
         return DataLoader(torch.ones(6, 1))
 
 
-def fit(module, guard, **arguments):
-    trainer([guard], max_epochs=1, accumulate_grad_batches=1, **arguments).fit(module)
+def fit(module, *callbacks, **arguments):
+    trainer([*callbacks], max_epochs=1, accumulate_grad_batches=1, **arguments).fit(module)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -69,6 +69,63 @@ def test_raising_keeps_the_weights():
     with pytest.raises(DivergedError, match=r"at step 2 gradients are not finite in layer\.weight, layer\.bias"):
         fit(module, NonFiniteGuard())
     assert all(map(torch.equal, module.parameters(), module.history[1][:4]))
+
+
+def test_what_no_square_can_hold_is_left_out_as_well():
+    """Adam's second moment would be infinite, and the weight stand still ever after."""
+    module = Explodes(2, value=1e25)
+    with pytest.warns(UserWarning, match=r"at step 2 gradients are beyond 1e\+16 in layer\.weight, layer\.bias"):
+        fit(module, NonFiniteGuard("skip"))
+    assert all(torch.isfinite(value).all() for value in module.history[-1])
+
+
+class Squared(Explodes):
+    """Gradients depend on the weights."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) ** 2
+
+
+class Spoils(pl.Callback):
+    """Calls a function with the trainer and the module at the start of a batch."""
+
+    def __init__(self, batch, spoil):
+        self.batch, self.spoil = batch, spoil
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == self.batch:
+            self.spoil(trainer, module)
+
+
+def test_what_is_finite_a_gradient_scaler_would_step_with():
+    def spoil(trainer, module):
+        module.layer.weight.register_hook(lambda gradient: torch.full_like(gradient, 1e25))
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    with pytest.raises(DivergedError, match=r"at step 2 gradients are beyond 1e\+16 in layer\.weight; the weights"):
+        fit(Explodes(), NonFiniteGuard(), Spoils(2, spoil), plugins=[plugin])
+
+
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_a_rate_that_is_not_finite_stops_the_run_before_the_step(action):
+    def spoil(trainer, module):
+        trainer.optimizers[0].param_groups[0]["lr"] = float("nan")
+
+    module = Explodes()
+    with pytest.raises(DivergedError, match="at step 2 the learning rate is nan; the weights are those before the st"):
+        fit(module, NonFiniteGuard(action), Spoils(2, spoil))
+    assert all(map(torch.equal, module.parameters(), module.history[1][:4]))
+
+
+@pytest.mark.parametrize(("batch", "step"), [(2, 3), (5, 6)])  # by the next step, or the run's end
+def test_weights_that_are_lost_otherwise_are_named_and_no_step_is_left_out(batch, step):
+    def spoil(trainer, module):
+        trainer.optimizers[0].state[module.layer.bias]["exp_avg"].fill_(float("nan"))
+
+    guard = NonFiniteGuard("skip")
+    with pytest.raises(DivergedError, match=rf"at step {step} weights are not finite in layer\.bias; go on"):
+        fit(Squared(), guard, Spoils(batch, spoil))
+    assert guard.skipped == 0
 
 
 @pytest.mark.filterwarnings("ignore:NonFiniteGuard")

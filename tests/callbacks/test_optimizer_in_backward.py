@@ -136,6 +136,22 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+def test_settings_that_are_found_by_a_parameter_s_place_are_refused() -> None:
+    from bitsandbytes.optim import GlobalOptimManager
+
+    net = nn.Linear(8, 8)
+    known = GlobalOptimManager.get_instance()
+    try:
+        known.override_config(net.weight, "optim_bits", 32)
+        step_in_backward(bnb(net.parameters()))  # which it finds by the parameter itself
+        known.register_parameters(net.parameters())
+        with pytest.raises(ConfigurationError, match=r"settings of single parameters, which AdamW8bit finds by their"):
+            step_in_backward(bnb(net.parameters()))
+        step_in_backward(torch.optim.AdamW(net.parameters()))
+    finally:
+        known.initialize()
+
+
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_and_states_equal_the_plain_optimizers_bit_for_bit(name: str, checkpoints: bool) -> None:

@@ -39,7 +39,11 @@ ROW = Row(
     lambda: PeftAdapter(LOKR),
     _trains_the_adapter_alone,
     # Peft's LoKr cannot read quantised weights, and breaks a compiled graph in each layer.
-    beside={"QuantizeBase": lambda: PeftAdapter(LORA), "Compile": lambda: PeftAdapter(LORA)},
+    beside={
+        "QuantizeBase": lambda: PeftAdapter(LORA),
+        "Compile": lambda: PeftAdapter(LORA),
+        "MixtureOfExperts": lambda: PeftAdapter(LOKR | {"target_modules": ["query", "value"]}),  # linear layers
+    },
 )
 
 # The fields that each method needs on layers this small; that these are all is asked of peft in the first test.

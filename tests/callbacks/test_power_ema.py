@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lit_efficient import EMA, ConfigurationError, LitEfficientError, PowerEMA
 from lit_efficient.commands.ema_sweep import run as sweep
-from lit_efficient.mechanisms.averages.snapshots import synthesize
+from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
 from lit_efficient.mechanisms.averages.weights import gamma_of, power_decay, synthesis_weights, update_
 from tests.callbacks.test_ema import Trace
 from tests.support import Toy, assert_equal, data, trainer, weights
@@ -138,3 +138,20 @@ def test_switched_weights_have_no_profile() -> None:
 def test_arguments_are_checked_when_it_is_built(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PowerEMA(**arguments)
+
+
+def test_the_report_counts_what_is_kept(tmp_path: Path) -> None:
+    technique = PowerEMA([0.05, 0.1, 0.2], dirpath=str(tmp_path))
+    module = Toy("init")
+    module.trainer = trainer([technique])
+    count = sum(p.numel() for p in module.parameters())
+    report = technique.describe(module)
+    assert (report.parameters, report.details) == (count, {"average_bytes": 3 * 4 * count})
+    assert f"at widths 0.05, 0.1, 0.2 ({3 * 4 * count / 2**20:.1f} MiB)" in report.summary
+
+
+def test_one_snapshot_is_the_average_itself(tmp_path: Path) -> None:
+    kept = Snapshot(4, 0.1)
+    write_snapshot(tmp_path, kept, {"w": torch.arange(3.0)}, [kept])
+    (built,) = synthesize(tmp_path, [0.1])
+    torch.testing.assert_close(built["w"], torch.arange(3.0))

@@ -26,7 +26,9 @@ from lit_efficient import (
 )
 from lit_efficient.application import apply, reports_of
 from lit_efficient.callbacks import quantize_base
+from lit_efficient.errors import CheckpointError
 from lit_efficient.export.adapters import export_checkpoint, merge_state
+from lit_efficient.mechanisms.adapters import merge
 from lit_efficient.mechanisms.adapters.quantized import (
     dequantize,
     is_quantized,
@@ -36,6 +38,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
 )
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.models.causal_lm import build
+from lit_efficient.tasks.loading import load_language_model
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 MODEL = "model.safetensors"
@@ -380,3 +383,45 @@ def test_a_task_reads_its_base_so_where_nothing_acts_before(tmp_path: Path, monk
     found = [trained(LanguageModeling), trained(Own), trained(LanguageModeling, StochasticDepth(rate=0.1))]
     assert early == [14, 0, 0]
     assert_equal(found[0], found[1])
+
+
+def test_a_base_is_read_so_for_a_checkpoint_alone_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = LanguageModeling(CausalLMConfig(base("llama", tmp_path / "base")), learning_rate=0.1, warmup_steps=0)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
+    run = trainer([QuantizeBase(), LoRA(rank=2)], max_steps=1, limit_val_batches=0)
+    run.fit(task, *(DataLoader(rows, batch_size=2) for _ in range(2)))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    late: list[Any] = []
+    kept = QuantizeBase._layers
+    monkeypatch.setattr(QuantizeBase, "_layers", lambda *given: late.extend(found := kept(*given)) or found)
+    loaded, _ = load_language_model(str(tmp_path / "a.ckpt"))
+    assert not late, "layers that were in memory as floats"
+    assert_equal(weights(loaded), weights(task))
+
+
+def test_a_merge_holds_no_layer_that_it_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    apply(module, [QuantizeBase(skip=())])
+    codes = [weakref.ref(layer) for layer in module]
+    alive: list[int] = []
+
+    def counted(layer: Any) -> Any:
+        alive.append(sum(ref() is not None for ref in codes))
+        return dequantize(layer)
+
+    monkeypatch.setattr(merge, "dequantize", counted)
+    merge_adapters(module)
+    assert alive == [5, 4, 3, 2, 1]
+
+
+def test_adapters_beside_random_weights_are_refused_before_any_are_drawn(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    fields |= {"num_attention_heads": 2, "vocab_size": 97}
+    task = LanguageModeling(CausalLMConfig(config_fields=fields), warmup_steps=0)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
+    run = trainer([LoRA(rank=1)], max_steps=1, limit_val_batches=0)
+    run.fit(task, *(DataLoader(rows, batch_size=2) for _ in range(2)))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with AllocationMeter() as meter, pytest.raises(CheckpointError, match=r"lacks \d+ frozen tensors.*save_base=True"):
+        export_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", "merged")
+    assert meter.peak < sum(p.nbytes for p in task.parameters()) / 2

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_efficient.callbacks.exact_resume import ExactResume
+from lit_efficient.callbacks.lr_finder import LRFinder
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import load_verified
@@ -60,6 +61,40 @@ def test_before_training_there_is_nothing_to_save(tmp_path):
     assert processes.run(train, tmp_path, "SIGTERM", hook="sanity", log=tmp_path / "log") == 143
     assert "before training began: there is nothing to save" in (tmp_path / "log").read_text()
     assert not (tmp_path / "checkpoints").exists()
+
+
+class Trying(pl.Callback):
+    """Takes part in trials, and is told in the first one that the time is over."""
+
+    def __init__(self):
+        self.begun = bytearray()  # which trials do not put back
+
+    def on_train_batch_start(self, *_):
+        self.begun.append(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_signal_in_trials_before_the_first_step_ends_them(tmp_path, capsys):
+    trying, before = Trying(), signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as exit_:
+        trainer([SignalCheckpoint(dirpath=tmp_path), LRFinder(num_steps=4), trying]).fit(Tiny())
+    assert (exit_.value.code, len(trying.begun)) == (138, 1)
+    assert "Interrupted by SIGUSR1 before training began" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+class Loading(Tiny):
+    def train_dataloader(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().train_dataloader()
+
+
+def test_sigterm_while_data_are_loaded_is_not_swallowed(tmp_path):
+    with pytest.raises(SystemExit) as exit_:
+        trainer([SignalCheckpoint(dirpath=tmp_path)], num_sanity_val_steps=0).fit(Loading())
+    assert exit_.value.code == 143
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_interrupt_exits_at_once(tmp_path):
@@ -228,3 +263,22 @@ def test_the_standalone_package_has_it_all_too(tmp_path):
     assert exit_.value.code == 138
     at = None
     assert equal(dict(whole), dict(run(tmp_path / "interrupted-step=4.ckpt")))
+
+
+def impatient():
+    """Somebody who presses Ctrl-C a third time while the exception of the second one is still being handled."""
+    callback = SignalCheckpoint()
+    callback._process = os.getpid()
+    signal.signal(signal.SIGINT, callback._on_signal)
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except SystemExit as end:
+        print("the second:", end.code, flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+    print("the third went unanswered", flush=True)
+
+
+def test_a_third_interrupt_ends_the_process(tmp_path):
+    assert processes.run(impatient, log=tmp_path / "log") == 130
+    assert (tmp_path / "log").read_text() == "the second: 130\n"

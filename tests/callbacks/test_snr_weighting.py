@@ -74,7 +74,7 @@ def test_what_is_missing_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "max_snr"}, "SNRWeighting: rule must be one of min_snr, .*, truncated, got 'max_snr'"),
+        ({"rule": "max_snr"}, "SNRWeighting: rule must be one of min_snr, .*, cosmap, got 'max_snr'"),
         ({"gamma": -1}, "SNRWeighting: gamma must be above 0 or null, got -1"),
         ({"rule": "truncated", "gamma": 5.0}, "SNRWeighting: rule 'truncated' has no gamma, got 5.0"),
         ({"prediction": "noise"}, "SNRWeighting: prediction must be one of auto, eps, v, x0, flow, edm, got 'noise'"),

@@ -6,7 +6,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.loggers import Logger
+from torch import distributed, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.__main__ import main
 from lit_efficient.files import configs
@@ -14,6 +16,7 @@ from tests.cli.toy_runs import ALLOW, fit
 from tests.support_cli import ToyData, ToyModel
 
 HERE = __name__
+CYCLE = ["--lr_scheduler.max_lr=1", "--lr_scheduler.total_steps=10"]
 ONE_STEP = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0"]
 
 
@@ -177,6 +180,42 @@ def test_data_is_looked_at_when_asked_for(capsys):
     assert capsys.readouterr().err.count("error: rows.jsonl: No such file or directory") == 2
 
 
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["language_model", "-c", "loggers/csv"],  # which wants a folder, and has none without a run
+        ["language_model", "-c", "kahan_summation"],  # which wants weights in the precision of the run
+    ],
+)
+def test_what_a_run_gives_to_its_parts_they_have(arguments, capsys):
+    before = sorted(Path.cwd().rglob("*"))
+    assert main(["check", "-c", *arguments]) == 0, capsys.readouterr().err
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["language_model", "--data.sequence_length=1024"], ["sequence_length", "max_length = 512", "1024"]),
+        (
+            ["latent_diffusion", "--model.backbone.size=16"],
+            ["backbone.size must be 8, as the data's latents are", "16"],
+        ),
+        (
+            ["language_model", "--optimizer=SGD", "--lr_scheduler=OneCycleLR", *CYCLE],
+            ["OneCycleLR: total_steps must be at least the run's steps, 1000", "10"],
+        ),
+    ],
+)
+def test_what_data_and_model_say_of_each_other_is_compared_before_data_is_read(arguments, words, capsys, monkeypatch):
+    monkeypatch.setenv("LIT_EFFICIENT_CACHE", "/dev/null/none")  # where nothing can be kept
+    assert main(["check", "-c", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert [word for word in words if word not in said] == [], said
+
+
 @pytest.mark.turns(9)
 @pytest.mark.parametrize(
     "overlay", [name for name, path in configs.known().items() if path.parent.name == "techniques"]
@@ -187,3 +226,69 @@ def test_an_overlay_is_taken_or_refused_with_its_reason(overlay, capsys):
     assert code == 0 or "error: " in captured.err
     assert ("fine as far as that goes" in captured.out) is (code == 0)
     assert "Traceback" not in captured.err
+
+
+class Stream(IterableDataset):
+    """Rows without a split; or each process's own."""
+
+    def __init__(self, split):
+        self.split = split
+
+    def __iter__(self):
+        rank, parts = (distributed.get_rank(), distributed.get_world_size()) if self.split else (0, 1)
+        return iter(torch.arange(24.0).reshape(8, 3)[rank::parts])
+
+
+class Streamed(ToyData):
+    """Rows of a stream.
+
+    Args:
+        split: Whether each process reads others.
+    """
+
+    def __init__(self, split: bool = False) -> None:
+        super().__init__()
+        self.split = split
+
+    def _loader(self):
+        return DataLoader(Stream(self.split), batch_size=1)
+
+
+class EachLogs(Logger):
+    """Logs from each process."""
+
+    name, version = "each", "0"
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+
+MANY = ["--devices", "4", "--nodes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--with_data", "--data.rows=7"], "the training data (TensorDataset) has 7 rows for 8 processes"),
+        (["--with_data", f"--data={HERE}.Streamed"], "the training data (Stream) is not split: processes 0 and 1 of 8"),
+        (["--with_data", "--trainer.use_distributed_sampler=false"], "leave trainer.use_distributed_sampler at true"),
+        (["--trainer.logger", f"{HERE}.EachLogs"], "EachLogs: its log_metrics is not decorated with rank_zero_only"),
+        (["--trainer.strategy", "ModelParallelStrategy", "-c", "gradual_unfreezing"], "GradualUnfreezing cannot be"),
+        (["--devices", "0"], "--devices must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_what_many_devices_would_refuse_is_refused_without_them(arguments, said, capsys):
+    assert check(*MANY, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_works_on_many_devices_is_said_to(capsys):
+    assert check(*MANY, "--with_data", f"--data={HERE}.Streamed", "--data.split=true") == 0
+    assert check(*MANY, "--with_data", "--data.rows=72", "--trainer.accumulate_grad_batches=2") == 0
+    said = capsys.readouterr().out
+    assert "72 rows, 5 batches an epoch for each of 8 processes" in said
+    assert "the last 1 of 5 batches are a window of their own, of 2 accumulated" in said
+    assert "the 8 processes: this is one" in said

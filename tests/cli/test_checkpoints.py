@@ -1,5 +1,6 @@
 """``--ckpt_path``: checked first, and the config wins over it."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -110,3 +111,16 @@ def test_a_file_of_the_name_last_is_the_file(trained):
     assert main(["validate", *ALLOW, "-c", "base.yaml", "--trainer.enable_checkpointing=true", "--ckpt_path=last"]) == 0
     kept = torch.load("last", weights_only=True)["state_dict"]
     assert all(torch.equal(tensor, kept[name]) for name, tensor in ToyModel.last.state_dict().items())
+
+
+def test_states_that_a_technique_has_shaped_are_refused_without_it(capsys):
+    low = [{"class_path": "GaLore", "init_args": {"rank": 1, "targets": ["net.0"]}}]
+    more = ["--optimizer", "AdamW", "--trainer.enable_checkpointing", "true"]
+    low = ["--trainer.callbacks+", json.dumps(low)]
+    assert fit(*more, *low) == 0
+    path = next(Path("runs").rglob("last.ckpt"))
+    assert fit(*more, *low, "--ckpt_path", str(path), "--trainer.max_epochs", "3") == 0
+    ToyData.touched = 0
+    said = refused(capsys, *more, "--ckpt_path", str(path))
+    assert "GaLore is missing: the checkpoint was written with it" in said
+    assert "use the checkpoint's techniques" in said

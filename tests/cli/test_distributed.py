@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.cli.toy_runs import ALLOW, fit
 from tests.processes import python
@@ -20,6 +21,31 @@ def test_a_module_that_shards_nothing_does_not_train_apart():
     assert done.returncode == 2, (done.stdout + done.stderr)[-4000:]
     assert "error: ModelParallelStrategy shards nothing by itself, and neither does ToyModel" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_a_checkpoint_in_shards_is_gone_on_from_and_carries_hashes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    toys, own = "tests.cli.sharded_toy", {"data_parallel_size": 1, "tensor_parallel_size": 1}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    strategy = {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy", "init_args": own}
+    trainer = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "strategy": strategy, **quiet}
+    config = {
+        "trainer": trainer,
+        "model": {"class_path": f"{toys}.ShardedToy"},
+        "data": {"class_path": f"{toys}.ToyRows"},
+    }
+    Path("sharded.yaml").write_text(yaml.safe_dump(config))
+    words = ["-m", "lit_efficient", "fit", *ALLOW, "-c", "sharded.yaml"]
+    whole = python(*words, "--trainer.max_steps", "8")
+    python(*words)
+    last = Path("runs/sharded/latest/last.ckpt").resolve()
+    names = {line.split("  ")[1] for line in (last / "SHA256SUMS").read_text().splitlines()}
+    assert names == {".metadata", "__0_0.distcp", "meta.pt"}
+    done = python(*words, "--ckpt_path", str(last), "--trainer.max_steps", "8")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    said = [next(line for line in one.stdout.splitlines() if line.startswith("ended with")) for one in (whole, done)]
+    assert said[0] == said[1]
 
 
 @pytest.mark.turns(4, family="ranks")

@@ -3,11 +3,12 @@
 import os
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 
-from lit_efficient.cli.preflight import check_config, check_devices
+from lit_efficient.cli.preflight import check_devices, check_monitors
 from lit_efficient.errors import ConfigurationError
 from tests.cli.toy_runs import fit, refused
-from tests.support_cli import ToyModel
+from tests.support_cli import Recorder, ToyModel
 
 WRONG = {
     "unknown option": (["--trainer.max_epoch", "3"], ["trainer.max_epoch", "did you mean 'trainer.max_epochs'"]),
@@ -21,6 +22,7 @@ WRONG = {
     "wrong type in an optimizer": (["--optimizer", "SGD", "--optimizer.lr", "fast"], ["SGD.lr", "fast", "float"]),
     "null on the command line": (["--model.hidden", "null"], ["ToyModel.hidden", "null", "int"]),
     "choice": (["--trainer.precision", "bf16-mixd"], ["trainer.precision", "did you mean 'bf16-mixed'"]),
+    "an optimizer's value out of range": (["--optimizer=AdamW", "--optimizer.lr=-1"], ["AdamW", "(lr=-1.0)"]),
     "value out of range": (["--model.hidden", "0"], ["hidden must be at least 1, got 0", "support_cli.py"]),
     "unknown class": (
         ["--trainer.callbacks+=StochasticDepht"],
@@ -54,8 +56,8 @@ WRONG = {
     ),
     "folder below a file": (["--trainer.default_root_dir", "base.yaml/x"], ["trainer.default_root_dir", "base.yaml"]),
     "secret": (
-        ["--trainer.callbacks+=tests.support_cli.Recorder", "--trainer.callbacks.api_key=12345"],
-        ["api_key", "environment"],
+        ["--trainer.callbacks+=tests.support_cli.Recorder", "--trainer.callbacks.api_key=***"],
+        ["api_key", "give it once more"],
     ),
     "a name above its folder": (
         ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=../../best"],
@@ -116,6 +118,13 @@ WRONG_YAML = {
         "trainer: &t\n  max_epochs: 1\n  logger: *t\n",
         ["bad.yaml", "line 1", "holds itself"],
     ),
+    "aliases of aliases": (
+        "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
+        ["bad.yaml", "has more than 30,000 values"],
+    ),
+    "a very long text": (f"trainer:\n  precision: {300_000 * 'x'}\n", ["bad.yaml", "letters long: 250,000 at most"]),
+    "brackets without an end": (10_000 * "[", ["bad.yaml", "nested too deeply"]),
     "one stateful callback twice": (
         "trainer:\n  callbacks:\n" + 2 * "  - class_path: EMA\n",
         ["EMA", "twice"],
@@ -123,6 +132,14 @@ WRONG_YAML = {
     "an argument beside those of the class": (
         "trainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    dict_kwargs:\n      monitr: 1\n",
         ["ModelCheckpoint", "monitr"],
+    ),
+    "misspelt in a part of an argument": (
+        "model:\n  class_path: LatentDiffusion\n  init_args:\n    samples:\n      cont: 3\n",
+        ["did you mean 'count'", "bad.yaml, line 5"],
+    ),
+    "wrong type where another class could stand": (
+        "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone: {channels: 4, patch_size: wide}\n",
+        ["DiTConfig.backbone.patch_size", "wide", "bad.yaml, line 4"],
     ),
     "null in the trainer": ("trainer:\n  deterministic: 3.5\n", ["trainer.deterministic", "3.5", "bad.yaml, line 2"]),
 }
@@ -184,6 +201,31 @@ def test_a_file_that_is_no_text_is_refused(content, capsys, tmp_path):
     assert "bad.yaml" in refused(capsys, "-c", "bad.yaml")
 
 
+def test_a_section_s_file_that_is_no_text_is_named(capsys, tmp_path):
+    (tmp_path / "trainer.yaml").write_bytes(b"max_epochs: 1 # \xff")
+    (tmp_path / "outer.yaml").write_text("trainer: trainer.yaml\n")
+    assert "trainer.yaml is no UTF-8 text" in refused(capsys, "-c", "outer.yaml")
+
+
+def test_no_arguments_are_those_of_the_class(tmp_path):
+    (tmp_path / "none.yaml").write_text("optimizer:\n  class_path: SGD\n  init_args:\n")
+    assert fit("-c", "none.yaml") == 0
+
+
+def test_a_monitor_is_refused_where_all_who_log_are_known(capsys):
+    class Known(ToyModel):
+        logs = ("val/loss",)
+
+    ours = [EarlyStopping("val/los")]
+    with pytest.raises(ConfigurationError, match=r"EarlyStopping: nobody logs .*'val/los', did you mean 'val/loss'"):
+        check_monitors(ours, None, Known())
+    with pytest.raises(ConfigurationError, match="lr_scheduler: nobody logs"):
+        check_monitors([], "va/loss", Known())
+    check_monitors([EarlyStopping("val/loss_raw")], "mine", Known())
+    check_monitors([*ours, Recorder()], None, Known())
+    check_monitors(ours, None, ToyModel())
+
+
 def test_debug_and_bugs_show_the_traceback(monkeypatch):
     with pytest.raises(ConfigurationError):
         fit("--trainer.devices", "4096", "--debug")
@@ -203,25 +245,3 @@ def test_devices_are_counted(monkeypatch):
     for devices in (3, "3", "0,2", [2]):
         with pytest.raises(ConfigurationError, match=r"trainer\.devices"):
             check_devices("cpu", devices)
-
-
-def test_words_that_merely_resemble_secrets_are_no_secrets():
-    check_config({"model": {"pad_token": "<pad>", "tokenizer": "bpe", "token_dropout": "x", "password": None}})
-    check_config({"model": {"eos_token": "</s>", "max_token": "9", "key": "val", "url": "https://a.b:80/c@d"}})
-    keys = [
-        "api_key",
-        "wandb_api_key",
-        "password",
-        "hf_token",
-        "aws_secret",
-        "token",
-        "secret_key",
-        "private_key",
-        "pwd",
-    ]
-    for key in (*keys, "github_token", "refresh_token", "aws_secret_access_key", "apiKey", "accessToken"):
-        with pytest.raises(ConfigurationError, match=key):
-            check_config({"trainer": {"logger": [{"init_args": {key: "x"}}]}})
-    for value in ("http://me:hush@host/x", "ghp_" + 36 * "a", "hf_" + 34 * "b", "-----BEGIN RSA PRIVATE KEY-----"):
-        with pytest.raises(ConfigurationError, match=r"model\.source: secrets do not belong"):
-            check_config({"model": {"source": value}})

@@ -1,14 +1,17 @@
 """What the command line ends with: every code of `errors.EXIT_CODES`, and what it says of a run that diverges."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient.__main__ import main
+from lit_efficient.cli.errors import exit_code, explain
 from lit_efficient.errors import EXIT_CODES, CheckpointError, DivergedError, OutOfMemoryError
 from lit_efficient.files.checkpoints import load_verified
 from tests.cli.toy_runs import ALLOW, fit
@@ -83,6 +86,61 @@ def test_errors_and_signals_have_their_codes(kind, code, capsys):
     for number, handler in before.items():
         signal.signal(number, handler)  # Lightning leaves SIGINT ignored
     assert "Traceback" not in capsys.readouterr().err
+
+
+class Interrupted(ToyModel):
+    """Ctrl-C while the parts are built."""
+
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        super().__init__()
+
+
+def test_ctrl_c_before_there_is_a_run_shows_no_traceback(capsys):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert fit("--model=tests.cli.test_exit_codes.Interrupted") == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+class Rows(Dataset[int]):
+    """Its reader dies, or says what is wrong."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        if self.error:
+            raise self.error
+        os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "DataLoader worker (pid"),
+        (CheckpointError("row 7 is damaged"), "row 7 is damaged"),
+        (FileNotFoundError(2, "No such file or directory", "7.txt"), "reading the data: .*'7.txt'"),
+    ],
+)
+def test_of_a_loaders_worker_the_cause_is_said(error, said):
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        list(DataLoader(Rows(error), num_workers=1, multiprocessing_context="fork"))
+    explained = explain(caught.value, []) or ""
+    assert re.match(said.replace("(pid", r"\(pid"), explained)
+    assert len(explained.splitlines()) == 1
+    assert exit_code(caught.value) == 2
+
+
+def test_a_full_disk_of_a_logger_is_said():
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left") as caught:
+        full.write(b"a row")
+    assert explain(caught.value, []) == "a file of the run cannot be written: No space left on device"
 
 
 class Warned(Callback):

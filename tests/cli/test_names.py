@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import yaml
+from lightning.pytorch import callbacks, loggers
+from torch.optim import lr_scheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.__main__ import SUBCOMMANDS
@@ -110,11 +112,11 @@ def test_shipped_overlays_name_what_exists_and_begin_with_a_comment():
         written = yaml.safe_load(file.read_text())
         trainer = written.get("trainer", {})
         appended = trainer.get("callbacks+") or trainer.get("plugins+")
-        parts = appended or [trainer.get("logger") or written["optimizer"]]
+        slots = [trainer.get("logger"), trainer.get("strategy"), written.get("lr_scheduler"), written.get("optimizer")]
+        parts = appended or [part for part in slots if part]
+        assert parts
         for part in parts:
-            assert part["class_path"] in PUBLIC or hasattr(
-                __import__("lightning.pytorch.loggers").pytorch.loggers, part["class_path"]
-            )
+            assert part["class_path"] in {*PUBLIC, *loggers.__all__, *callbacks.__all__, *vars(lr_scheduler)}
 
 
 def test_help_of_a_subcommand_names_the_parts(capsys):

@@ -53,6 +53,22 @@ def test_a_length_that_is_given_stays():
     assert Recorder.last.rates == pytest.approx([1 / 3, 2 / 3, *[1.0] * (STEPS - 2)])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        (["WarmupLinear", "--lr_scheduler.warmup=0.25"], [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        (
+            ["WarmupStableDecay", "--lr_scheduler.warmup=2", "--lr_scheduler.decay=0.5"],
+            [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25],
+        ),
+        (["InverseSquareRoot", "--lr_scheduler.warmup=2"], [0.5, 1, *[(2 / step) ** 0.5 for step in range(2, 8)]]),
+    ],
+)
+def test_our_schedules_by_name_over_the_run_or_shares_of_it(schedule, factors):
+    assert fit("--optimizer=SGD", "--optimizer.lr=0.01", "--lr_scheduler", *schedule) == 0
+    assert Recorder.last.rates == pytest.approx([0.01 * factor for factor in factors])
+
+
 def test_plateau_scheduler_by_its_short_name():
     assert fit("--optimizer", "SGD", "--lr_scheduler", "ReduceLROnPlateau", "--lr_scheduler.monitor", "val/loss") == 0
     config = Recorder.last.trainer.lr_scheduler_configs[0]

@@ -109,6 +109,7 @@ SCHEDULES = {
     "cosine": ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.eta_min=0.001"],
     "steps": ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"],
     "one cycle": ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=0.3"],
+    "stable": ["--lr_scheduler=WarmupStableDecay", "--lr_scheduler.decay=3"],
 }
 
 
@@ -245,6 +246,13 @@ def test_arguments_that_the_checkpoint_cannot_go_on_with_are_refused(first, chan
     assert words in capsys.readouterr().err
 
 
+def test_a_place_in_the_data_that_no_loader_goes_on_from_is_refused(capsys):
+    assert fit(SAVE, "--trainer.callbacks+=ExactResume", "--trainer.max_steps=3") == 0
+    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint need to be provided"):
+        assert fit(SAVE, CKPT, "--trainer.max_steps=6") == 2
+    assert "resume with the ExactResume, or the loader with a state" in capsys.readouterr().err
+
+
 def test_a_momentum_that_begins_on_resume_is_set():
     sgd = ["--optimizer=SGD", "--optimizer.lr=0.1"]
     assert fit(SAVE, *sgd) == 0
@@ -282,6 +290,18 @@ def test_callbacks_that_load_their_arguments_get_those_of_the_config():
     assert fit(SAVE, CKPT, stop(2), "--trainer.max_epochs=3") == 0
     stopping = [c for c in Recorder.last.trainer.callbacks if type(c).__name__ == "EarlyStopping"]
     assert [callback.patience for callback in stopping] == [2]
+
+
+def test_callbacks_that_make_something_else_of_an_argument_are_as_they_would_be_in_a_new_run():
+    def stop(delta: float) -> str:
+        return (
+            f"--trainer.callbacks+={{class_path: EarlyStopping, init_args: {{monitor: val/loss, min_delta: {delta}}}}}"
+        )
+
+    assert fit(SAVE, stop(0.0)) == 0
+    assert fit(SAVE, CKPT, stop(0.5), "--trainer.max_epochs=3") == 0
+    stopping = [c for c in Recorder.last.trainer.callbacks if type(c).__name__ == "EarlyStopping"]
+    assert [callback.min_delta for callback in stopping] == [-0.5]  # lower is better
 
 
 def test_a_seed_that_exact_resume_does_not_heed_is_said_not_to_win(said):

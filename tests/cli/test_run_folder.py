@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from lightning.pytorch import Callback
 
 from lit_efficient.cli.run_folder import candidates, checkpoints
 from lit_efficient.files.checkpoints import load_verified
-from lit_efficient.files.runs import new_folder
+from lit_efficient.files.runs import hold, new_folder
+from tests import processes
 from tests.cli.toy_runs import fit, refused
 from tests.support import assert_equal
 from tests.support_cli import Recorder, ToyData
@@ -111,6 +113,25 @@ def test_an_older_checkpoint_or_another_config_begins_a_run_that_names_its_paren
         assert (RUNS / "latest").resolve() == begun.resolve()
     assert len(runs()) == 3
     assert digests(first) == before
+
+
+def test_a_folder_in_use_is_not_gone_on_in(capsys, caplog):
+    caplog.set_level("INFO")
+    arguments = [SAVE, "--ckpt_path=last", "--trainer.max_epochs=3"]
+    assert fit(SAVE) == 0
+    (first,) = runs()
+    before, held = digests(first), hold(first)
+    assert hold(first) is None
+    assert fit(*arguments) == 0
+    assert f"{first} is in use by another process: this run gets a folder of its own" in caplog.text
+    assert digests(first) == before
+    second = runs()[-1]
+    assert last(second)["global_step"] == 12
+    assert (second / json.loads((second / "run.json").read_text())["parent"]).resolve().parent == first.resolve()
+    os.close(held)
+    assert fit(SAVE, "--ckpt_path", str(first / "last.ckpt"), "--trainer.max_epochs=3") == 0
+    assert last(first)["global_step"] == 12
+    assert len(runs()) == 2
 
 
 def test_a_run_whose_folder_was_moved_keeps_its_best_checkpoint():
@@ -214,3 +235,76 @@ def test_the_step_that_a_signal_interrupts_has_its_row(capsys):
     table = list(csv.DictReader((RUNS / "latest/metrics.csv").read_text().splitlines()))
     assert [row["step"] for row in table if row["loss"]] == ["0", "1", "2"]
     assert (RUNS / "latest" / "interrupted-step=3.ckpt").is_file()
+
+
+def _killed(call: str, name: str, arguments: list[str]) -> None:
+    """A fit that is killed, as if from outside, before it removes or renames a file of a name."""
+    own = getattr(os, call)
+
+    def die(path, *rest, **options):
+        if Path(path).name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(path, *rest, **options)
+
+    setattr(os, call, die)
+    sys.exit(fit(*arguments))
+
+
+KILLS = {
+    "its saver's best before": [("unlink", "step=3.ckpt")],
+    "where a link led to": [("remove", "last.ckpt")],
+    "its table": [("unlink", "step=3.ckpt"), ("replace", "metrics.kept")],
+    "its last step": [("replace", "end.ckpt")],
+}
+
+
+@pytest.mark.turns(2, family="killed")
+@pytest.mark.parametrize("before", KILLS)
+def test_a_run_that_is_killed_between_two_files_ends_with_those_of_one_that_was_not(before):
+    each = {"every_n_train_steps": 1, "filename": "{step}", "save_last": "link"}
+    saver = f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {json.dumps(each)}}}"
+    given = arguments = [SAVE, *ROWS, "--trainer.callbacks+=ExactResume", saver]
+    assert fit(*given) == 0
+    names, whole = digests(runs()[0]).keys(), last()
+    for call, name in KILLS[before]:
+        log = Path("log").resolve()
+        assert processes.run(_killed, call, name, arguments, log=log) == -signal.SIGKILL, log.read_text()
+        arguments = [*given, "--ckpt_path=last"]
+    folder = runs()[-1]
+    left = set(os.listdir(folder))
+    if mine := {"step=3.ckpt"} & left:  # a copy is nobody's but the user's
+        shutil.copy(folder / "step=3.ckpt", folder / "mine.ckpt")
+    assert digests(folder).keys() != names
+    assert fit(*arguments) == 0
+    assert len(runs()) == 2
+    assert digests(folder).keys() - {"environment_1.json", "mine.ckpt"} == names
+    assert (folder / "mine.ckpt").exists() == bool(mine)
+    for key in ("state_dict", "optimizer_states", "loops"):
+        assert_equal(last()[key], whole[key])
+
+
+class Killed(Callback):
+    """The end of a process, in the fourth step."""
+
+    armed = True
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if trainer.global_step == 3 and self.armed:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("every", [1, 2])  # the checkpoint is of the third step, with its validation, or of the second
+def test_a_run_that_was_killed_has_no_row_twice(every, monkeypatch):
+    saves = f"{{class_path: ModelCheckpoint, init_args: {{every_n_train_steps: {every}, filename: kept}}}}"
+    arguments = [SAVE, *ROWS, "--trainer.val_check_interval=3", f"--trainer.callbacks+={saves}"]
+    arguments += ["--trainer.callbacks+=ExactResume", "--trainer.callbacks+=tests.cli.test_run_folder.Killed"]
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(*arguments)
+    monkeypatch.setattr(Killed, "armed", False)
+    arguments += ["--ckpt_path=last"]
+    assert fit(*arguments) == 0
+    assert len(runs()) == 1
+    table = list(csv.DictReader((RUNS / "latest/metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in table if row["loss"]] == [*"01234567"]
+    assert [row["step"] for row in table if row["lr"]] == [*"01234567"]
+    assert [row["step"] for row in table if row["val/loss"]] == ["2", "6"]

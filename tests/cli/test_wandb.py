@@ -12,9 +12,12 @@ from tests.support_cli import Recorder
 
 
 @pytest.mark.turns(4, family="whole programs")
-def test_a_wandb_run_without_a_key_is_recorded_offline(monkeypatch, capsys):
+def test_a_wandb_run_without_a_key_is_recorded_offline(monkeypatch, capsys, tmp_path_factory):
     import wandb
 
+    with monkeypatch.context() as elsewhere:  # a service that an earlier run of this process left there
+        elsewhere.chdir(tmp_path_factory.mktemp("elsewhere"))
+        wandb.setup().ensure_service()
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(Path.cwd()))

@@ -1,13 +1,17 @@
 """Techniques are taken out of a config by name, in an overlay or on the command line; options are spelt with - or _."""
 
 import ast
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from lit_efficient import DevicePrefetcher
 from lit_efficient.__main__ import main
 from tests.cli.toy_runs import ALLOW, fit, refused
+from tests.cuda.fake_cuda import fake_cuda
 from tests.support_cli import Parts, Recorder
 
 HERE = Path(__file__).parents[2]
@@ -78,6 +82,29 @@ def test_what_is_not_there_is_an_error_that_lists_what_is(capsys: pytest.Capture
 def test_the_saved_config_is_without_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit("--without", "Recorder", "--print-config") == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"] == []
+
+
+def test_a_fit_on_a_gpu_reads_ahead_unless_it_is_told_not_to() -> None:
+    """And on a CPU nothing is added; what is left out of a config stays left out of the one that is saved."""
+    import_module("bitsandbytes")  # before there seems to be a GPU: its import asks torch's build
+
+    def prefetchers(*arguments: str, device: str = "gpu") -> list[Any]:
+        with fake_cuda():
+            more = ["--trainer.accelerator", device, *arguments]
+            parts = Parts(args=["fit", *ALLOW, "-c", "base.yaml", *more])
+        saved = yaml.safe_load(parts.parser.dump(parts.config, skip_none=False))["fit"]
+        Path(f"saved{len(arguments)}.yaml").write_text(yaml.safe_dump(saved))
+        return [one for one in parts.trainer.callbacks if isinstance(one, DevicePrefetcher)]
+
+    assert [one.ahead for one in prefetchers()] == [True]
+    assert prefetchers(device="cpu") == []
+    own = overlay("own.yaml", **{"callbacks+": [{"class_path": "DevicePrefetcher", "init_args": {"ahead": False}}]})
+    assert [one.ahead for one in prefetchers(*own)] == [False]
+    assert prefetchers(*own, "--without", "DevicePrefetcher") == []
+    assert prefetchers(*overlay("out.yaml", **{"callbacks-": ["DevicePrefetcher"]})) == []
+    Path("saved2.yaml").rename(saved := "saved.yaml")
+    assert prefetchers("-c", saved) == []
+    assert [one.ahead for one in prefetchers("-c", saved, *own)] == [False]
 
 
 def test_options_are_spelt_either_way(capsys: pytest.CaptureFixture[str]) -> None:

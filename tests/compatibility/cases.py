@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from lit_efficient import (
+    APOLLO,
     EMA,
     IA3,
     AutoencoderConfig,
@@ -27,6 +28,7 @@ from lit_efficient import (
     DiTConfig,
     Divergence,
     ExactResume,
+    GaLore,
     GradualUnfreezing,
     GroupedAdafactor,
     LanguageModeling,
@@ -219,6 +221,28 @@ CASES: dict[str, Case] = {
     "schedule_free": _optimizer(ScheduleFreeAdamW, ScheduleFree),
     "low_bit": _optimizer(AdamW, lambda: LowBitOptimizer(bits=4, min_size=0)),
 }
+
+
+def _language_model(*callbacks: Callable[[], L.Callback]) -> Case:
+    model = lambda: LanguageModeling(SMALL_GPT, learning_rate=0.02, warmup_steps=1)  # noqa: E731
+    return Case(model, lambda: [ExactResume(0), *(make() for make in callbacks)], Words, logits)
+
+
+_adapters = lambda: LoRA(rank=2, targets=["query", "value"], save_base=True)  # noqa: E731
+# Of releases after the first one, which has files of CASES alone.
+NEWER: dict[str, Case] = {
+    "qlora_int8": _language_model(lambda: QuantizeBase("int8"), _adapters, lambda: EMA(decay=0.7)),
+    "qlora_nf4": _language_model(lambda: QuantizeBase("nf4"), _adapters, lambda: LowBitOptimizer(min_size=0)),
+    "rounded": Case(
+        partial(Stranger, optimizer=Lion),
+        lambda: [ExactResume(0), QuantizeBase("int4", group_size=4), LoRA(rank=2, variant="rounded", save_base=True)],
+    ),
+    "galore": _optimizer(AdamW, lambda: GaLore(rank=2, update_every=2)),
+    "apollo": _optimizer(AdamW, lambda: APOLLO(rank=2, update_every=2)),
+}
+ALL = CASES | NEWER
+# Where the files of each release lie: of the commit before the house was rebuilt, and of the first with a scoreboard.
+RELEASES = {"1b73bea": FILES, "2026-11": FILES.with_name("files_2026_11")}
 
 
 class Notes(L.Callback):

@@ -23,7 +23,7 @@ from lit_efficient.__main__ import main
 from lit_efficient.mechanisms.restore import (
     take_weights,
 )  # the only name here that is not public: if it moves, this line follows
-from tests.compatibility.cases import CASES, END, SAVED_AT, Notes, run
+from tests.compatibility.cases import ALL, END, SAVED_AT, Notes, run
 from tests.compatibility.toys import WORDS, latents
 
 # Formats in which the command `export` writes a checkpoint, with further arguments of it.
@@ -67,7 +67,7 @@ def numbers(tensor: Tensor) -> list[float]:
 
 def resumed(name: str, folder: Path) -> tuple[dict[str, Any], Notes]:
     """How a run goes on, and notes of its beginning."""
-    module, notes = run(CASES[name], folder, ckpt_path=Path(f"{name}.ckpt"))
+    module, notes = run(ALL[name], folder, ckpt_path=Path(f"{name}.ckpt"))
     seen = {"losses": [_short(loss) for loss in notes.losses], "weights": figures(module.state_dict())}
     for technique in module.trainer.callbacks:
         if hasattr(technique, "averaged"):
@@ -85,22 +85,22 @@ def restored(name: str) -> dict[str, Any]:
         if seen and seen["auto"]["weights"] == "raw":
             break
         checkpoint = torch.load(f"{name}.ckpt", map_location="cpu", weights_only=True)
-        module = CASES[name].module()
+        module = ALL[name].module()
         if "hyper_parameters" in checkpoint:  # a task is built from its checkpoint alone
             module = type(module)(**checkpoint["hyper_parameters"])
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         held = take_weights(module, checkpoint, weights)
         with torch.no_grad():
-            seen[weights] = {"weights": held, "outputs": numbers(CASES[name].probe(module))}
+            seen[weights] = {"weights": held, "outputs": numbers(ALL[name].probe(module))}
     return seen
 
 
 def loaded(name: str) -> list[float]:
     """What a task computes that Lightning has loaded from a checkpoint alone."""
-    module = type(CASES[name].module()).load_from_checkpoint(f"{name}.ckpt", weights_only=True).eval()
+    module = type(ALL[name].module()).load_from_checkpoint(f"{name}.ckpt", weights_only=True).eval()
     with torch.no_grad():
-        return numbers(CASES[name].probe(module))
+        return numbers(ALL[name].probe(module))
 
 
 def latent_means(folder: Path) -> list[float]:
@@ -114,7 +114,7 @@ def latent_means(folder: Path) -> list[float]:
 
 def sampled() -> list[float]:
     """The mean brightness of the rows of images that a checkpoint of latent diffusion makes alone."""
-    module = type(CASES["latent_diffusion"].module()).load_from_checkpoint("latent_diffusion.ckpt", weights_only=True)
+    module = type(ALL["latent_diffusion"].module()).load_from_checkpoint("latent_diffusion.ckpt", weights_only=True)
     return numbers(module.eval().sample_images(3, seed=1).float().mean(-1).flatten())
 
 

@@ -18,7 +18,7 @@ from lit_efficient.declaration import Declaration, check_conflicts, techniques_o
 from tests.support_cli import Parts
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = ("diffusion", "llm")  # test_diffusion.py and test_llm.py build those
+ELSEWHERE = ("diffusion", "llm", "scale")  # test_diffusion.py, test_llm.py and test_scale.py build those
 CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ELSEWHERE)
 TASK = ["--model", "lit_efficient.Autoencoding", "--data", "lit_efficient.DigitImages"]  # below an overlay
 

@@ -29,6 +29,7 @@ class Row:
         network: What the toy is made of; another one than the usual takes its place in all sets with the technique.
         beside: How to build it beside another technique that excludes the setting of ``make``.
         convolution: Whether the network needs a convolution, whatever else it is made of.
+        instance_norm: Whether the network needs a convolution before an instance norm, whatever else it is made of.
         bfloat16: Whether the network needs a weight in bfloat16, whatever else it is made of.
     """
 
@@ -43,3 +44,4 @@ class Row:
     beside: dict[str, Callable[[], Technique]] = field(default_factory=dict)
     convolution: bool = False
     bfloat16: bool = False
+    instance_norm: bool = False

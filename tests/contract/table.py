@@ -45,7 +45,7 @@ from lit_efficient.declaration import Declaration, check_conflicts
 from lit_efficient.testing import Case, Run
 from tests.contract import effects
 from tests.contract.row import Row
-from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, TokenNet, convolved, lowered
+from tests.support import WIDTH, AttentionNet, Net, PaddedNet, TokenAttentionNet, TokenNet, convolved, lowered, normed
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -68,19 +68,30 @@ def _lr_finder(apply: bool = True) -> LRFinder:
     return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=6, early_stop_threshold=None, apply=apply)
 
 
+class Teacher(nn.Sequential):
+    """Takes shorter rows, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From [B, at most WIDTH]."""
+        return super().forward(nn.functional.pad(x, (0, WIDTH - x.shape[-1])))
+
+
 def _teacher(width: int = 12) -> nn.Module:
     """A frozen network of the toy's input, the same each time."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh())
+        return Teacher(nn.Linear(WIDTH, width), nn.Tanh())
 
 
 def _teacher_of_tokens() -> nn.Module:
     """One that gives a vector for each of the numbers, which are tokens of `AttentionNet`."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        return nn.Sequential(nn.Sequential(nn.Unflatten(-1, (WIDTH, 1)), nn.Linear(1, 12)), nn.Tanh())
+        return nn.Sequential(nn.Sequential(nn.Unflatten(-1, (-1, 1)), nn.Linear(1, 12)), nn.Tanh())
 
+
+# Which make the toy's network one of tokens.
+_TOKENS = ("MixtureOfDepths", "MixtureOfExperts", "NEFTune", "PrefixTuning", "TokenRouting", "WidthTransfer")
 
 CASES: dict[str, Row] = {
     "ActivationCheckpointing": Row(
@@ -117,6 +128,7 @@ CASES: dict[str, Row] = {
         lambda: FeatureMatching("net", _teacher(), {r"blocks\.1": ""}, stop_at=3),
         effects.matches_features_until_it_stops,
         lambda: FeatureMatching("net", _teacher(WIDTH), {r"blocks\.1": ""}, weight=0.0, projection="none"),
+        beside={"BatchRamp": lambda: FeatureMatching("net", _teacher(), {r"blocks\.1": ""}, stop_at=4)},  # more steps
     ),
     "GradualUnfreezing": Row(
         lambda: GradualUnfreezing(every_n_steps=1),
@@ -127,24 +139,33 @@ CASES: dict[str, Row] = {
         lambda: HiddenAlignment(2, _teacher(), hidden=8, source="0"),
         effects.aligns_hidden_tokens,
         lambda: HiddenAlignment(2, _teacher(WIDTH), weight=0.0, projection="none", source="0"),
-        beside={"PrefixTuning": lambda: HiddenAlignment(2, _teacher_of_tokens(), hidden=8, source="0")},
+        beside=dict.fromkeys(_TOKENS, lambda: HiddenAlignment(2, _teacher_of_tokens(), hidden=8, source="0")),
     ),
-    "IA3": Row(lambda: IA3(targets=["up"], feedforward=["down"]), effects.trains_factors_alone),
+    "IA3": Row(
+        lambda: IA3(targets=["up"], feedforward=["down"]),
+        effects.trains_factors_alone,
+        beside={"MixtureOfExperts": lambda: IA3(targets=["value"], feedforward=["attention.out"])},  # linear layers
+    ),
     "LatentAlignment": Row(
         lambda: LatentAlignment(_teacher(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"),
         effects.aligns_latents,
-        beside={
-            "PrefixTuning": lambda: LatentAlignment(
-                _teacher_of_tokens(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"
-            )
-        },
+        beside=dict.fromkeys(
+            _TOKENS,
+            lambda: LatentAlignment(_teacher_of_tokens(), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"),
+        ),
     ),
     "LoRA": Row(
         lambda: LoRA(rank=2, variant="dora", lr_ratio=4.0),
         effects.trains_adapters_alone,
         beside={"ScheduleFree": lambda: LoRA(rank=2, variant="dora")},
     ),
-    "LowBitOptimizer": Row(lambda: LowBitOptimizer(min_size=0), effects.states_have_one_byte),
+    "LowBitOptimizer": Row(
+        lambda: LowBitOptimizer(min_size=0),
+        effects.states_have_one_byte,
+        beside=dict.fromkeys(  # whose network has an embedding
+            ("MixtureOfDepths", "MixtureOfExperts"), lambda: LowBitOptimizer(min_size=0, keep_32bit=())
+        ),
+    ),
     "LRFinder": Row(_lr_finder, effects.rate_is_the_suggested_one, lambda: _lr_finder(apply=False)),
     # half the batch, accumulated: the same gradient up to rounding
     "MaxBatchSize": Row(lambda: MaxBatchSize(max_size=2), effects.batches_are_smaller, MaxBatchSize),
@@ -200,8 +221,12 @@ def make_all(*names: str) -> list[Technique]:
 def network_of(*names: str) -> type[nn.Module]:
     """The network that all the named techniques can act on."""
     needed = {CASES[name].network for name in names} - {Net}
-    network = TokenAttentionNet if len(needed) > 1 else next(iter(needed), Net)
+    needed = needed - {PaddedNet} or needed  # the others take shorter rows, too
+    network: Any = next(iter(needed), Net)
+    if len(needed) > 1:
+        network = next((part.with_attention for part in needed if hasattr(part, "with_attention")), TokenAttentionNet)
     network = convolved(network) if any(CASES[name].convolution for name in names) else network
+    network = normed(network) if any(CASES[name].instance_norm for name in names) else network
     return lowered(network) if any(CASES[name].bfloat16 for name in names) else network
 
 
@@ -240,7 +265,9 @@ def _together() -> tuple[str, ...]:
     """As many techniques as go together, in the order of their names; what is no callback comes last."""
     chosen: list[str] = []
     for name in sorted(NAMES, key=lambda name: not isinstance(CASES[name].make(), Technique)):
-        if name != "Compile" and allowed(*chosen, name):
+        network = CASES[name].network
+        own = network is AttentionNet or hasattr(network, "with_attention")  # in whose place others would have another
+        if name != "Compile" and not own and allowed(*chosen, name):
             chosen.append(name)
     return tuple(chosen)
 

@@ -28,6 +28,7 @@ from lit_efficient import (
 from lit_efficient.application import apply, compare_techniques, find_optimizers, install, ledger, replay
 from lit_efficient.declaration import check_conflicts
 from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.protocol import check_loss
 from lit_efficient.technique import Technique
 from tests.support import SCHEDULERS, Net, Toy, ToyOnBatch, assert_equal, data, trainer, weights
 
@@ -144,6 +145,40 @@ def test_a_loss_with_more_in_it_than_the_protocol_says_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r'"loss" is .*"extra_loss" is'):
         fit(Extra(), [SNRWeighting()])
+
+
+@pytest.mark.parametrize(("share", "apart"), [(0.8e-3, 0.0), (0.0, 0.8e-6), (1.2e-3, 0.0), (0.0, 1.2e-6)])
+def test_how_far_a_loss_may_be_from_the_mean(share: float, apart: float) -> None:
+    mean = 1.0 if share else 0.0
+    output = {"sample_loss": torch.full((4,), mean), "loss": torch.tensor(mean + share + apart)}
+    if share < 1e-3 and apart < 1e-6:
+        check_loss(output, nn.Identity())
+    else:
+        with pytest.raises(ConfigurationError, match='"loss" is'):
+            check_loss(output, nn.Identity())
+
+
+def test_copies_of_mixed_precision_are_counted_in_the_first_step_alone() -> None:
+    class Watching(Toy):
+        hooks: list[int]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.hooks.append(len(self.net.head._forward_hooks))
+            return super().training_step(batch, batch_idx)
+
+    module = Watching()
+    module.hooks = []
+    fit(module, [EMA()], precision="bf16-mixed")
+    assert len(module.hooks) > 1
+    assert module.hooks[0] == 1 + module.hooks[1]
+    assert len({*module.hooks[1:]}) == 1
+
+
+def test_a_technique_without_a_phase_is_recorded() -> None:
+    class Plain(Technique):
+        pass
+
+    assert Plain().record() == {"name": "Plain", "phase": 0, "arguments": {}, "alters": []}
 
 
 def test_extra_loss_is_left_unweighted_and_later_hooks_see_no_extras() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import lit_efficient
+from lit_efficient import ConfigurationError
 from lit_efficient.application import ledger
 from lit_efficient.catalog import Card, read_cards
 from lit_efficient.commands.card import card_text
@@ -21,9 +23,13 @@ from tests.support import AttentionNet
 CARDS = read_cards()
 NEEDED: dict[str, Any] = {  # arguments without a default
     "block": 2, "teacher": _teacher(), "student": "net", "layers": {r"blocks\.1": ""}, "num_outputs": 16,
-    "init_tokens": [1, 5], "every_n_epochs": 1, "config": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"},
+    "init_tokens": [1, 5], "every_n_epochs": 1, "milestones": [1], "max_norm": 1.0, "bound": 1.0,
+    "weight_decay": [0.04, 0.4], "optimizer": torch.optim.SGD([torch.zeros(1)]), "total_steps": 10,
+    "end": 65, "steps": 2, "base_width": 8,
+    "config": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"},
 }  # fmt: skip
 
+NEEDS_PACKAGE = {"ZeroStrategy": "deepspeed"}  # which the tests' environment may lack: then the card's line says so
 OF_REAL_SIZE = {"Float8Precision", "GaLore", "APOLLO"}  # whose defaults refuse layers as small as the toy's
 
 
@@ -111,12 +117,19 @@ def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch:
     lines, reads = (lines, last) if "restore(" in last else ([*lines, last], "")
     one = _case(card.name) if card.name in CASES else None
     names: dict[str, Any] = {**NEEDED, "module": one.toy("init") if one else nn.Linear(8, 8)}
+    if (package := NEEDS_PACKAGE.get(card.name)) and find_spec(package) is None:
+        with pytest.raises(ConfigurationError, match=rf"pip install 'lit-efficient\[{package}\]'"):
+            exec("\n".join(lines), names)
+        return
     exec("\n".join(lines), names)
     made = [entry.record["name"] for entry in ledger(names["module"])]
     if (trainer := names.get("trainer")) is not None:
-        made += [type(part).__name__ for part in (*trainer.callbacks, trainer.strategy.checkpoint_io)]
+        parts = (*trainer.callbacks, trainer.strategy, trainer.strategy.checkpoint_io)
+        made += [type(part).__name__ for part in parts]
     if (optimizer := names.get("optimizer")) is not None:
         made.append(type(optimizer).__name__)
+    if (scheduler := names.get("lr_scheduler")) is not None:
+        made.append(type(scheduler).__name__)
     assert made.count(card.name) == 1
     if one is None:
         assert not reads

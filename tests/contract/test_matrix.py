@@ -36,7 +36,7 @@ class _Stepped(Toy):
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
-        return getattr(lit_efficient, self.optimizer)(trained, lr=1e-3)
+        return getattr(lit_efficient, self.optimizer)(trained, lr=1e-3, weight_decay=0.01)
 
 
 @pytest.mark.turns(8)
@@ -51,7 +51,7 @@ def test_a_technique_and_an_optimizer_run_unless_the_matrix_says_otherwise(
     module = _Stepped("configure_model", network=network_of(name))
     module.optimizer = optimizer
     torch.manual_seed(0)
-    run = trainer(make_all(*names), max_steps=2, default_root_dir=tmp_path)
+    run = trainer(make_all(*names), max_steps=2, default_root_dir=tmp_path, **CASES[name].trainer)
     refused = shown.startswith("conflicts:") or (shown and _set_so(make_all(name)[0], shown))
     if refused:
         with pytest.raises(ConflictError, match=r"cannot be combined with"):

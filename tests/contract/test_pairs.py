@@ -23,6 +23,8 @@ PAIRS = [pair for pair in itertools.combinations(NAMES, 2) if allowed(*pair)]
 SHARE = 10
 SIZE = 6  # of a group
 SLOW = "Compile"  # seconds for each of many techniques; COMPILED in table.py is its group
+# In whose networks the others of a group have other layers than their effects expect.
+OWN = {"MixtureOfDepths", "MixtureOfExperts", "NEFTune", "TokenRouting"}
 # What nearly all define, to say what they are or to clean up; the order of two of these cannot matter.
 COMMON = {"arguments", "check", "describe", "on_exception", "on_fit_start", "record", "setup", "__init__", "teardown"}
 
@@ -55,8 +57,8 @@ def groups() -> list[tuple[str, ...]]:
     groups, left = [], {pair for pair in PAIRS if meet(*pair) and SLOW not in pair}
     while left:
         group = [*min(left)]
-        while len(group) < SIZE:
-            new = {n: len(left.intersection(_pairs([*group, n]))) for n in NAMES if n not in (SLOW, *group)}
+        while len(group) < SIZE and not OWN.intersection(group):
+            new = {n: len(left.intersection(_pairs([*group, n]))) for n in NAMES if n not in (SLOW, *OWN, *group)}
             best = sorted((n for n in new if new[n] > len(left.intersection(_pairs(group)))), key=lambda n: -new[n])
             name = next((n for n in best if allowed(*group, n)), None)
             if name is None:

@@ -12,9 +12,19 @@ import transformers
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, LoRA, ReplaceHead, Report, Technique
+from lit_efficient import (
+    ActivationCheckpointing,
+    Compile,
+    ConfigurationError,
+    LoRA,
+    Phase,
+    ReplaceHead,
+    Report,
+    Technique,
+)
 from lit_efficient.declaration import overrides
 from lit_efficient.mechanisms.adapters.disabled import disabled
+from lit_efficient.models.silent_layers import Watched
 from tests.contract.table import CASES, network_of
 from tests.mechanisms.adapters.decoders import Language
 from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights
@@ -240,10 +250,12 @@ class Spare(Tasks):
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_a_layer_that_no_batch_uses_is_named_once(steps: int) -> None:
+    module = Frugal(Spare)
     with pytest.warns(UserWarning, match=r"LoRA: \d adapters had no gradient up to step .*net\.spare") as caught:
-        trainer([LoRA()], max_steps=steps).fit(Frugal(Spare), data(), data())
+        trainer([LoRA()], max_steps=steps).fit(module, data(), data())
     said = [str(w.message) for w in caught if "had no gradient" in str(w.message)]
     assert len(said) == 1
+    assert not any(isinstance(part, Watched) for part in module.modules())  # it is as it was before the wait
     assert ("net.first" in said[0] or "net.other" in said[0]) == (steps == 1)
 
 
@@ -354,3 +366,23 @@ def test_an_optimizer_of_which_all_is_frozen_is_refused(technique: Technique) ->
         trainer([technique], max_steps=1).fit(Adversaries(), torch.utils.data.DataLoader(torch.randn(8, WIDTH), 4))
     both = LoRA(targets=[r"net\.head"], modules_to_save=["judge"])
     trainer([both], max_steps=2).fit(Adversaries(), torch.utils.data.DataLoader(torch.randn(8, WIDTH), 4))
+
+
+class HalfUsed(Technique):
+    """Puts two numbers on a layer, of which a batch may use one alone."""
+
+    phase = Phase.ADAPT
+
+    def transform(self, module: nn.Module) -> Report:
+        module.net.head.scale = nn.Parameter(torch.ones(()))
+        module.net.head.shift = nn.Parameter(torch.zeros(()))
+        module.net.head.register_forward_hook(lambda layer, args, output: output * layer.scale)
+        return Report("two numbers")
+
+    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
+        return [module.net.head.scale, module.net.head.shift]
+
+
+def test_an_adapter_learns_if_any_of_it_does(recwarn: pytest.WarningsRecorder) -> None:
+    trainer([HalfUsed()], max_steps=3).fit(ByGradient(Net), data(), data())
+    assert not [w for w in recwarn if "had no gradient" in str(w.message)]

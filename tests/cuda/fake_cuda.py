@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cuda", 0)
 _GENERATOR = torch.Generator  # the real one
+_COMPLETE = "register_post_accumulate_grad_hook"
 _ASKED = {torch.Tensor.device.__get__: DEVICE, torch.Tensor.is_cuda.__get__: True, torch.Tensor.is_cpu.__get__: False}
 # What takes tensors of both sides; the result lies where the first one does.
 _MIXES = {"copy_", "_foreach_copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_", "set_"}
@@ -288,6 +289,7 @@ def fake_cuda(float64: bool = True) -> Iterator[None]:
         partial(mock.patch.object, torch, "Generator", _Generator),
         partial(mock.patch.object, saved_tensors_hooks, "__init__", _hooked(saved_tensors_hooks.__init__)),
         partial(mock.patch.object, torch.Tensor, "register_hook", _hooked(torch.Tensor.register_hook)),
+        partial(mock.patch.object, torch.Tensor, _COMPLETE, _hooked(getattr(torch.Tensor, _COMPLETE))),
         partial(mock.patch.object, torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         partial(mock.patch.object, torch, "is_autocast_enabled", _of_cpu(torch.is_autocast_enabled)),
         partial(mock.patch.object, torch, "get_autocast_dtype", _of_cpu(torch.get_autocast_dtype)),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lit_efficient.__main__ import main
 from tests.configs.following import CONFIGS, small
@@ -31,11 +32,20 @@ SIZES: dict[str, dict[str, Any]] = {
         },
     },
 }
-# What these overlays name cannot be had here (a teacher from the hub), or has no place in these tasks: they have
-# ExactResume already, and nothing is large enough for 8 bits.
+# What these overlays name cannot be had here (a teacher from the hub, float8), or has no place in these tasks: they
+# have ExactResume already, on a GPU FastMatmul, too; nothing is large enough for 8 bits, nothing frozen for BlockSwap,
+# and no GPU is there whose memory DataLoaderTuner could pin.
 ELSEWHERE = {"feature_matching", "hidden_alignment", "latent_alignment", "replace_head", "compile", "exact_resume"}
-ELSEWHERE |= {"low_bit_optimizer"}
-LANGUAGE = {"chunked_cross_entropy", "ia3", "lora", "prefix_tuning", "qalora", "qlora", "quantize_base"}
+ELSEWHERE |= {"low_bit_optimizer", "fast_matmul", "float8_precision", "block_swap", "data_loader_tuner"}
+LANGUAGE = {"chunked_cross_entropy", "ia3", "lora", "prefix_tuning", "qalora", "qlora", "quantize_base", "tiling"}
+LANGUAGE |= {"keep_float32", "memory_efficient_layers", "sequence_length_ramp", "token_weighted_accumulation"}
+TASKS = dict.fromkeys(LANGUAGE, "language_model") | {"resolution_ramp": "autoencoder"}
+# For networks as small as these.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "activation_offload": {"min_bytes": 256},
+    "apollo": {"rank": 2},
+    "galore": {"rank": 2},
+}
 OVERLAYS = sorted({path.stem for path in (CONFIGS / "techniques").glob("*.yaml")} - ELSEWHERE)
 
 
@@ -58,7 +68,12 @@ def fit(task: str, *overlays: str, float64: bool = True) -> dict[str, Any]:
     if task == "language_model":
         sizes = {**sizes, "data": {**sizes["data"], "files": {"paths": ["."]}}}
     configs = [small(CONFIGS / "tasks" / f"{task}.yaml", **sizes)]
-    configs += [str(CONFIGS / "techniques" / f"{overlay}.yaml") for overlay in overlays]
+    for overlay in overlays:
+        written = yaml.safe_load((CONFIGS / "techniques" / f"{overlay}.yaml").read_text("utf-8"))
+        for entry in written["trainer"].get("callbacks+", []):
+            entry.setdefault("init_args", {}).update(ARGUMENTS.get(overlay, {}))
+        Path(f"{overlay}.yaml").write_text(yaml.safe_dump(written))
+        configs.append(f"{overlay}.yaml")
     arguments = [word for config in configs for word in ("-c", config)]
     arguments += ["--trainer.accelerator=gpu", "--trainer.devices=1", "--trainer.deterministic=true"]
     with fake_cuda(float64):
@@ -84,5 +99,4 @@ def test_a_task_where_the_device_has_no_float64(task: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay(overlay: str) -> None:
-    task = "language_model" if overlay in LANGUAGE | {"token_weighted_accumulation"} else "latent_diffusion"
-    assert fit(task, overlay)["global_step"] == 2
+    assert fit(TASKS.get(overlay, "latent_diffusion"), overlay)["global_step"] == 2

@@ -17,6 +17,8 @@ from tests.contract.table import NAMES, allowed, case
 
 # One refuses a scaler, whose factor it would have to know in the backward pass; the other is a precision itself.
 WITHOUT = {"OptimizerInBackward", "Float8Precision"}
+WITHOUT |= {"AdaptiveGradientClipping", "GradientClipping"}  # beside gradient_clip_val
+WITHOUT |= {"SequenceLengthRamp"}  # of rows that it shortens no teacher has as many tokens
 
 
 def groups() -> list[tuple[str, ...]]:
@@ -66,6 +68,7 @@ def fit(names: tuple[str, ...], overflow: int | None, plugins: list[Any]) -> tup
     return watch.seen, run
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # after a step that the scaler has skipped
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("names", groups(), ids=lambda names: f"{names[0]} and {len(names) - 1}")
 def test_scaled_clipped_and_skipped_steps(names: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from lit_efficient import GPTConfig, LanguageModeling, PythonCorpus
 from lit_efficient.data.language_data import LanguageData
+from lit_efficient.data.text import chat_cache, in_processes
 from lit_efficient.data.text.arguments import LanguageChat, LanguageRows, LanguageStream
 from lit_efficient.data.text.rows import STDLIB_PACKAGES, open_sources
 from lit_efficient.data.text.text_files import standard_library
@@ -407,3 +408,28 @@ def test_the_packages_of_the_standard_library_are_other_files_than_the_instructi
     assert rows[f"{STDLIB_PACKAGES}:json/decoder.py"] == {"text": Path(json.decoder.__file__).read_text("utf-8")}
     tops = {path.read_text("utf-8", "replace") for path in standard_library().glob("*.py")}
     assert not tops & {row["text"] for row in rows.values()}
+
+
+@pytest.mark.turns(4)
+def test_processes_write_the_cache_that_one_writes_byte_for_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Malformed rows are told in their order, whether reading finds them or tokenising, which is behind it."""
+    lines = write_rows(tmp_path / "data.jsonl", 90).read_text().splitlines()
+    bad = json.dumps({"messages": [{"role": "user", "content": "<|im_end|>"}, chat(0)["messages"][1]]})
+    for place, line in ((3, "{"), (20, bad), (41, "{"), (42, bad), (88, "{")):
+        lines[place] = line
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(chat_cache, "_CHUNK", 8)
+    found = []
+    for processes in (1, 2):
+        monkeypatch.setattr(in_processes, "usable_processors", lambda count=processes: count)
+        monkeypatch.setattr(in_processes, "_FIRST", 1)
+        cache = str(tmp_path / f"cache{processes}")
+        with pytest.warns(UserWarning, match="5 of 90 rows"):
+            data = ready(language_data(tmp_path, cache_dir=cache, rows=LanguageRows(max_malformed=0.5)))
+        found.append({file.name: file.read_bytes() for file in Path(cache).rglob("*") if file.is_file()})
+        assert data.report["malformed"]["train"]["malformed"] == 5
+        places = [int(place.rpartition(":")[2]) for place, _ in data.report["malformed"]["train"]["shown"]]
+    assert found[0] == found[1]
+    assert places == [4, 21, 42, 43, 89]

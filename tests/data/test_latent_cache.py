@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,11 +25,16 @@ from lit_efficient import (
 )
 from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.latents.latent_store import LatentStore
-from lit_efficient.data.latents.latent_writer import plan_shards
+from lit_efficient.data.latents.latent_writer import Ranks, plan_shards
 from lit_efficient.files.tensors import load_tensors, save_tensors
-from lit_efficient.models.text_encoder import TextEncoderConfig
+from lit_efficient.models import latent_codec, text_encoder
+from lit_efficient.models.diffusers_model import build as build_diffusers
+from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.text_encoder import CaptionReading, TextEncoder, TextEncoderConfig
+from lit_efficient.models.text_network import TextNetwork
 from tests.data.images.image_kit import write
 from tests.data.images.toy_images import ToyImages
+from tests.support import assert_equal
 
 OURS = AutoencoderConfig(1, 4, 8)
 TINY = DiffusersModelConfig(
@@ -212,6 +218,46 @@ def test_captions_are_embedded_once_each_and_come_with_their_images(tmp_path):
         assert len(hidden.unique(dim=0)) == len(set(batch["captions"]))
     with pytest.raises(ConfigurationError, match="needs images with captions"):
         made(tmp_path / "other", ToyImages(), text_encoder=WORDS)
+
+
+def test_what_a_cache_replaces_is_not_loaded_again(tmp_path, monkeypatch):
+    """Nor hashed: large encoders in files are known by their files."""
+    monkeypatch.setenv("LIT_EFFICIENT_CACHE", str(tmp_path / "facts"))
+    for module in (latent_codec, text_encoder):
+        monkeypatch.setattr(module, "EMBEDDED_BYTES", 100)
+    build_diffusers(TINY).save_pretrained(tmp_path / "tiny")
+    drawn = TextEncoder.load(WORDS)
+    drawn.network.save_pretrained(tmp_path / "words")
+    words = TextEncoderConfig(str(tmp_path / "words"), captions=CaptionReading(tokenizer="bytes"), max_length=40)
+    given = {"autoencoder": DiffusersModelConfig(str(tmp_path / "tiny")), "text_encoder": words}
+    images = ToyImages(captions=True, channels=3)
+    first = made(tmp_path / "cache", images, **given)
+    nothing, codec, text = first.text_encoder.encode([""]), first.codec.state_dict(), first.text_encoder.state_dict()
+    loaded = []
+    for owner, name in ((latent_codec, "build_autoencoder"), (TextNetwork, "load")):
+        kept = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, kept=kept: loaded.append(args) or kept(*args))
+    again = opened(LatentData(images, folder=str(tmp_path / "cache"), **given))
+    batch = next(iter(again.train_dataloader()))
+    assert torch.equal(batch["text"], first.text_encoder.encode(batch["captions"]).hidden)
+    assert all(
+        map(torch.equal, again.text_encoder.encode(["", ""]), (part.expand(2, *part.shape[1:]) for part in nothing))
+    )
+    assert (again.text_encoder.width, again.text_encoder.pooled_width, again.latent_shape) == (8, 8, first.latent_shape)
+    assert again.text_encoder.hides_padding == first.text_encoder.hides_padding
+    assert again.text_encoder.state_dict() == text
+    assert_equal(again.codec.state_dict(), codec)
+    assert LatentCodec.from_state_dict(codec).fingerprint() == first.codec.fingerprint()
+    assert not loaded
+    latents = torch.randn(1, 2, 4, 4)
+    assert torch.equal(again.codec.decode(latents), first.codec.decode(latents))
+    caption = ["a new one"]
+    assert torch.equal(again.text_encoder.encode(caption).hidden, drawn.encode(caption).hidden)
+    assert len(loaded) == 2
+    torch.manual_seed(1)
+    build_diffusers(TINY).save_pretrained(tmp_path / "tiny")  # others, in the same place
+    with pytest.raises(ConfigurationError, match="autoencoder: the cache has"):
+        opened(LatentData(images, folder=str(tmp_path / "cache"), **given))
 
 
 CHANGES = {
@@ -419,10 +465,72 @@ def test_what_was_half_built_is_verified_and_belongs_to_its_settings(tmp_path):
         other.write_cache(shard_rows=6)
     with pytest.raises(ConfigurationError, match="shard_rows: the cache has '6', this run asks for '7'"):
         data.write_cache(shard_rows=7)
+    journal = first.parent.parent / "journal.jsonl"
+    written = journal.read_text()
+    journal.write_text(written.replace('"count": ', '"count": 1', 1))  # of what the channels' statistics are made of
+    with pytest.raises(ConfigurationError, match=r"journal\.jsonl of a half-built latent cache is damaged"):
+        data.write_cache(shard_rows=6)
+    journal.write_text(written)
     data.write_cache(shard_rows=6)
     whole = LatentData(ToyImages(), OURS, folder=str(tmp_path / "whole"))
     whole.write_cache(shard_rows=6)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_two_processes_share_the_shards_and_write_the_cache_of_one(tmp_path):
+    """Threads in their place, of which one breaks off in the middle; then one process alone goes on."""
+
+    def source(folder: str) -> LatentData:
+        data = LatentData(ToyImages(captions=True, variants=2), OURS, text_encoder=WORDS, folder=str(tmp_path / folder))
+        data.images.setup("fit")
+        data.identity()
+        return data
+
+    source("alone").write_cache(shard_rows=5, batch_size=4)
+
+    def shared(folder: str, dies: bool = False) -> None:
+        barrier, data = threading.Barrier(2), [source(folder), source(folder)]
+
+        def work(rank: int) -> None:
+            if rank and dies:
+                data[1].images.dataset = Breaking(data[1].images.dataset)
+            try:
+                data[rank].write_cache(shard_rows=5, batch_size=4, ranks=Ranks(rank, 2, barrier.wait))
+            except (KeyError, threading.BrokenBarrierError):
+                barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    shared("both")
+    assert contents(tmp_path / "both") == contents(tmp_path / "alone")
+    shared("both")  # it is there
+    shared("broken", dies=True)
+    begun = tmp_path / ".broken.building"
+    assert {file.name for file in begun.iterdir()} >= {"journal.jsonl", "1.journal.jsonl", "shards"}
+    done = {file: file.stat().st_mtime_ns for file in begun.glob("shards/*")}
+    assert len(done) > 3
+    source("broken").write_cache(shard_rows=5, batch_size=4)
+    assert contents(tmp_path / "broken") == contents(tmp_path / "alone")
+    assert all((tmp_path / "broken" / "shards" / file.name).stat().st_mtime_ns == time for file, time in done.items())
+
+
+class Breaking:
+    """Images of which one cannot be read."""
+
+    def __init__(self, dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key):
+        if key[0] > 10:
+            raise KeyError(key)
+        return self.dataset[key]
 
 
 def test_overwriting_replaces_a_cache_and_nothing_else(tmp_path):

@@ -21,6 +21,7 @@ from lit_efficient import (
     QuantizeBase,
     Samples,
     StochasticDepth,
+    TokenRouting,
     merge_adapters,
 )
 from lit_efficient.commands.export import run as export
@@ -272,6 +273,17 @@ def test_what_no_pipeline_can_hold_is_refused_with_the_reason(
     if change is not None:
         change(module)
     refuse(written(module, tmp_path / "run.ckpt"), capsys, message)
+
+
+def test_a_layer_that_is_part_of_the_network_is_not_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fuses = TokenRouting(0.5, 0, 0, mode="sprint")
+    refuse(
+        trained(tmp_path / "run.ckpt", made(**V, backbone=replace(DIT, depth=2)), fuses),
+        capsys,
+        r"blocks\.1\.token_fusion \(TokenFusion\) is part",
+    )
 
 
 @pytest.mark.turns(2)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lit_efficient import SignalCheckpoint
-from lit_efficient.files.atomic_file import replacing
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.atomic_file import check_new_folder, remove_whole, replace_link, replacing, write_folder
+from lit_efficient.files.sums import NAME, check_sums
+from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.trials.memory import available_cpu_memory
 
 
@@ -64,3 +69,132 @@ def test_signals_that_are_missing_there_are_left_out(monkeypatch: pytest.MonkeyP
     there = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT")}
     monkeypatch.setattr(signal.Signals, "_member_map_", there)
     assert SignalCheckpoint()._numbers == list(there.values())
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
+    """A write says errno alone; here by the largest size that a file may have, as on a disk that is full."""
+    target, limits = tmp_path / "x", resource.getrlimit(resource.RLIMIT_FSIZE)
+    target.write_text("old")
+
+    def write() -> None:
+        with replacing(target) as file:
+            file.write(b"x" * 10_000)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(target)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "old")]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_link_or_folder(tmp_path: Path) -> None:
+    stale = tmp_path / f".x.{socket.gethostname()}-{os.getpid()}-01234567.partial"  # of this number, and not in use
+
+    def leave(link: bool) -> None:
+        if link:
+            stale.symlink_to("run", target_is_directory=True)
+        else:
+            (stale / "half").mkdir(parents=True)
+
+    (tmp_path / "run").mkdir()
+    for link in (True, False):
+        leave(link)
+        replace_link(tmp_path / "latest", "run")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]
+        leave(link)
+        remove_whole(tmp_path / "absent")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]
+    assert (tmp_path / "latest").resolve() == tmp_path / "run"
+
+
+def test_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
+    said = dict.fromkeys("abc", 'one\n"é"')
+    for number in range(12):
+        save_tensors(tmp_path / f"{number}", {"w": torch.arange(3.0)}, **said)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place_and_its_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.suffix, (tmp_path / "x").exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with replacing(tmp_path / "x") as file:
+        file.write(b"one")
+    assert synced == [(".partial", False), ("", True)]
+
+
+def test_what_processes_that_are_gone_have_left_is_removed(tmp_path: Path) -> None:
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    makers = {"gone": gone, "lives": os.getppid(), "own": os.getpid()}
+    for name, pid in makers.items():
+        (tmp_path / f".{name}.{socket.gethostname()}-{pid}-00000000.partial").mkdir()
+    (tmp_path / ".somebody.else's.partial").touch()
+    (tmp_path / f".new.another-host-{gone}-00000000.partial").touch()
+    old = tmp_path / f".old.another-host-{gone}-00000000.partial"
+    old.touch()
+    os.utime(old, (1e9, 1e9))
+    with replacing(tmp_path / "x"):
+        pass
+    assert {path.name.split(".")[1] for path in tmp_path.glob(".*")} == {"lives", "somebody", "new"}
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+
+    def write(folder: Path) -> None:
+        assert folder.parent == tmp_path
+        assert not target.exists()
+        (folder / "a").write_text("one")
+
+    assert write_folder(target, write) == target
+    assert {path.name for path in target.iterdir()} == {"a", NAME}
+    check_sums(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def fail(folder: Path) -> None:
+        (folder / "a").write_text("half")
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        write_folder(tmp_path / "other", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "empty").mkdir()
+    write_folder(tmp_path / "empty", write_nothing, sums=False)
+    assert not any((tmp_path / "empty").iterdir())
+
+
+def write_nothing(folder: Path) -> None:
+    assert folder.is_dir()
+
+
+def test_only_what_is_new_or_empty_is_written_into(tmp_path: Path) -> None:
+    check_new_folder(tmp_path / "new", "who")
+    check_new_folder(tmp_path, "who")
+    (tmp_path / "file").touch()
+    for taken in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ConfigurationError, match="who: output must be a new or empty folder"):
+            check_new_folder(taken, "who")
+
+
+def test_files_links_and_folders_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    remove_whole(tmp_path / "link")
+    assert (tmp_path / "folder" / "file").exists()
+    for name in ("folder/file", "folder", "gone"):
+        remove_whole(tmp_path / name)
+        assert not (tmp_path / name).exists()

@@ -5,6 +5,7 @@ import random
 import signal
 import socket
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_efficient import CausalLMConfig
+from lit_efficient.cli.run_log import RunLog
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
+from lit_efficient.data.text.token_cache import load_tokenizer
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.atomic_file import write_folder
-from lit_efficient.files.cache import read_json, write_json
+from lit_efficient.files.cache import altered_file, read_json, write_json
 from lit_efficient.files.checkpoints import load_verified, read, save_atomically
+from lit_efficient.files.events import EVENTS, open_events, write_event
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
@@ -26,7 +30,7 @@ from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, wr
 from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.causal_lm import build as build_causal_lm
 from lit_efficient.models.teachers import find_teacher
-from lit_efficient.tasks.loading import load_language_model
+from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
 from tests import processes
 
 TINY = GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=8)
@@ -312,5 +316,80 @@ def test_a_folder_that_was_exported_is_compared_with_its_sums_by_whoever_loads_i
     part.unlink()
     with pytest.raises(CheckpointError, match=f"{part.name} is missing"):
         check_sums(folder)
+    check_sums(folder, weights=False)
     check_sums(folder, "tokenizer")
     check_sums("org/name")
+
+
+def test_a_file_of_a_folder_that_was_exported_is_compared_with_its_sums_alone_too(tmp_path):
+    def fill(new):
+        GPT2LMHeadModel(TINY).save_pretrained(new / "network")
+        (new / "network" / "tokenizer.json").write_text("{}")
+
+    folder = write_folder(tmp_path / "out", lambda new: ((new / "network").mkdir(), fill(new)))
+    weights, tokenizer = folder / "network" / "model.safetensors", folder / "network" / "tokenizer.json"
+    read(weights)  # which its writer gave no hash
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:])
+    readers = (
+        lambda: read(weights),
+        lambda: build_causal_lm(CausalLMConfig(name_or_path=str(weights.parent))),  # whose hashes lie above it
+    )
+    for reader in readers:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, or not what was written"):
+            reader()
+    check_sums(tokenizer)
+    check_sums(folder, weights=False)  # for who reads no weights
+    tokenizer.write_text("[]")
+    for reader in (load_chat_tokenizer, load_tokenizer, hugging_face_tokenizer):
+        given = CausalLMConfig(str(weights.parent)) if reader is hugging_face_tokenizer else str(tokenizer)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing, or not what was written"):
+            reader(given)
+
+
+def test_a_checkpoint_that_would_grow_in_memory_is_refused(tmp_path):
+    inner = [0]
+    for _ in range(60):
+        inner = [inner, inner]
+    loop = []
+    loop.append(loop)
+    wide = torch.zeros(1).expand(1 << 40)
+    for evil in ({"hyper_parameters": inner}, {"hyper_parameters": loop}, {"state_dict": {"w": wide}}):
+        torch.save({"state_dict": {}, **evil}, tmp_path / "a.ckpt")
+        with pytest.raises(CheckpointError, match="would grow without end in memory"):
+            load_verified(tmp_path / "a.ckpt")
+    save_atomically({"state_dict": {"w": torch.zeros(1, 3).expand(4, 3)}}, tmp_path / "a.ckpt")
+    assert load_verified(tmp_path / "a.ckpt")["state_dict"]["w"].shape == (4, 3)
+
+
+def test_a_checkpoint_that_was_compressed_is_refused(tmp_path):
+    save_atomically(content(), tmp_path / "a.ckpt")
+    with zipfile.ZipFile(tmp_path / "a.ckpt", "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/9", bytes(1 << 20))
+    with pytest.raises(CheckpointError, match="torch compresses nothing"):
+        load_verified(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname"])
+def test_lists_of_files_name_none_outside(name, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n")
+    with pytest.raises(CheckpointError, match="which is not in its folder"):
+        check_sums(folder)
+    assert "not in the folder" in str(altered_file(folder, {name: (1, "")}, thorough=True))
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    for name in ("log.txt", EVENTS):
+        (tmp_path / name).symlink_to(tmp_path / "victim")
+    log = RunLog("")
+    log.stop()
+    log._stopped = False
+    log.open(tmp_path / "log.txt", 0)
+    log.write("theirs")
+    open_events(tmp_path)
+    write_event(tmp_path, "start", 0)
+    assert (tmp_path / "victim").read_text() == "mine"

@@ -12,7 +12,7 @@ from torch import nn
 import lit_efficient
 from lit_efficient import LoRA
 from lit_efficient.application import apply, compare_techniques, replay
-from lit_efficient.files.moved import MOVED_KEYS, MOVED_PATHS, moved_key, translate
+from lit_efficient.files.moved import MOVED_KEYS, MOVED_PATHS, moved_key, takes_moved_keys, translate
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,3 +71,15 @@ def test_a_checkpoint_with_an_old_key_of_a_technique_is_replayed(monkeypatch: py
     fresh.load_state_dict(trained.state_dict())
     assert torch.equal(fresh(torch.ones(1, 4)), trained(torch.ones(1, 4)))
     compare_techniques([old], [record], fitting=True)
+
+
+def test_a_constructor_takes_the_keys_of_the_release_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        @takes_moved_keys
+        def __init__(self, name: str, *, rate: int, shape: dict[str, int] | None = None) -> None:
+            self.given = name, rate, shape
+
+    Thing.__init__.__wrapped__.__qualname__ = "Thing.__init__"  # as it is of a class at the top of a module
+    monkeypatch.setitem(MOVED_KEYS, "Thing", {"width": "shape.width", "speed": "rate"})
+    assert Thing("a", speed=1, width=2).given == ("a", 1, {"width": 2})
+    assert Thing("a", rate=1).given == ("a", 1, None)

@@ -1,8 +1,11 @@
+import json
 from importlib.metadata import version
 
+import pytest
 from packaging.version import Version
 from torch import nn
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals import hugging_face
 from tests.internals.leaning import leans_on
 
@@ -16,6 +19,30 @@ def test_diffusers_models_name_their_repeated_blocks():
     nn.Module.__init__(model)
     assert hugging_face.repeated_blocks(model) == ("BasicTransformerBlock",)
     assert hugging_face.repeated_blocks(nn.Linear(1, 1)) == ()
+
+
+@leans_on("transformers", "_name_or_path", "hugging_face")
+def test_a_model_says_what_it_was_read_from(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    assert hugging_face.source_of(model) == hugging_face.source_of(nn.Linear(1, 1)) == ""
+    model.save_pretrained(tmp_path)
+    assert hugging_face.source_of(GPT2LMHeadModel.from_pretrained(tmp_path)) == str(tmp_path)
+
+
+@leans_on("datasets", "_data_files", "hugging_face")
+def test_a_saved_data_set_lists_its_files(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"a": [1]}).save_to_disk(tmp_path / "saved")
+    (listed,) = json.loads((tmp_path / "saved" / "state.json").read_text())["_data_files"]
+    assert (tmp_path / "saved" / listed["filename"]).is_file()
+    assert hugging_face.load_saved(tmp_path / "saved")[0] == {"a": 1}
+    state = tmp_path / "saved" / "state.json"
+    state.write_text(state.read_text().replace(listed["filename"], "../other.arrow"))
+    with pytest.raises(ConfigurationError, match="which is not in its folder"):
+        hugging_face.load_saved(tmp_path / "saved")
 
 
 @leans_on("transformers", "config._attn_implementation", "hugging_face")

@@ -137,3 +137,11 @@ def test_a_wrapped_sampler_can_be_looked_into():
         assert lightning_data.sampler_inside(wrapper) is inside
     assert lightning_data.sampler_inside(SequentialSampler([1])) is None
     assert lightning_data.sampler_inside(DistributedSampler([1], num_replicas=1, rank=0)) is None
+
+
+@both
+@leans_on("lightning", "trainer._data_connector._prepare_dataloader", "lightning_data")
+def test_a_training_loader_gets_a_part_for_each_process(namespace):
+    loader = lightning_data.prepared(trainer(namespace, strategy="ddp", devices=2), rows())
+    assert isinstance(loader.sampler, DistributedSampler)
+    assert loader.sampler.num_replicas == 2

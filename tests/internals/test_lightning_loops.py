@@ -127,3 +127,55 @@ def test_each_wait_for_a_batch_is_seen(namespace):
 
     fit(namespace, {"setup": watch, "on_train_batch_start": lambda *_: seen.append("batch")}, max_steps=2)
     assert seen[:10] == ["asks", "2asks", "got", "2got", "batch"] * 2
+
+
+@both
+@leans_on("lightning", "module._on_before_batch_transfer", "lightning_loops")
+def test_each_batch_of_training_passes_through_a_method_on_the_host(namespace):
+    seen = []
+
+    def watch(trainer, pl_module):
+        inner = getattr(pl_module, lightning_loops.BEFORE_TRANSFER)
+
+        def passes(batch, *args, **kwargs):
+            seen.append(trainer.training)
+            return inner(batch, *args, **kwargs)
+
+        setattr(pl_module, lightning_loops.BEFORE_TRANSFER, passes)
+
+    fit(namespace, {"on_train_start": watch})
+    assert seen == [True] * 4 + [False]
+
+
+@both
+@leans_on(
+    "lightning", "fit_loop._combined_loader, fit_loop._data_fetcher.length and val_check_batch", "lightning_loops"
+)
+def test_an_epochs_length_can_be_asked_for_again(namespace):
+    class Shrinks:
+        length = 4
+
+        def __len__(self):
+            return self.length
+
+        def __iter__(self):
+            yield from list(rows())[: self.length]
+
+    loader, batches, checked = Shrinks(), [], []
+
+    def shrink(trainer, pl_module):
+        loader.length = 2
+        lightning_loops.recount(trainer)
+
+    hooks = {
+        "on_train_epoch_start": shrink,
+        "on_train_batch_end": lambda trainer, *_: batches.append(
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        ),
+        "on_validation_start": lambda *_: checked.append(len(batches)),
+    }
+    run = trainer(namespace, hooks)
+    run.fit(module(namespace), loader, rows())
+    assert batches == [False, True]
+    assert checked == [2]
+    assert run.num_training_batches == 2

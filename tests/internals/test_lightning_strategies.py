@@ -3,7 +3,7 @@ import importlib
 import pytest
 import torch
 
-from lit_efficient.internals.lightning_strategies import Traits, run_alone, traits_of
+from lit_efficient.internals.lightning_strategies import Traits, forget_first_backward, run_alone, traits_of
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import NAMESPACES, trainer
 
@@ -72,3 +72,13 @@ def test_a_trainer_of_several_processes_can_be_one_of_one(namespace):
     assert type(run.strategy).__module__.startswith(f"{namespace}.")
     assert type(run.strategy).__name__ == "SingleDeviceStrategy"
     assert run.strategy.precision_plugin is precision
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@leans_on("lightning", "DDPStrategy._pl_static_graph_delay_done", "lightning_strategies")
+def test_ddp_notes_that_its_static_graph_was_flushed(namespace):
+    strategy = trainer(namespace, strategy="ddp", devices=2).strategy
+    assert strategy._pl_static_graph_delay_done is False
+    strategy._pl_static_graph_delay_done = True
+    forget_first_backward(strategy)
+    assert strategy._pl_static_graph_delay_done is False

@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -48,6 +50,20 @@ def test_the_row_of_a_step_can_be_logged_before_its_last_hook_returns(namespace)
 
     fit(namespace, {"on_train_batch_end": log}, log_every_n_steps=1, max_steps=2)
     assert [row["x"] for row in seen] == [1.0, 2.0]
+
+
+@both
+@leans_on("lightning", "logger._kwargs", "lightning_trainer")
+def test_what_tensorboard_has_of_later_steps_is_passed_over(namespace, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for begins, value in ((0, 1.0), (2, 5.0)):
+        logger = importlib.import_module(f"{namespace}.loggers").TensorBoardLogger(tmp_path, "", "")
+        lightning_trainer.purge_from(logger, begins)
+        for step in range(begins, 4):
+            logger.log_metrics({"x": value}, step)
+        logger.finalize("success")
+    found = events.EventAccumulator(str(tmp_path)).Reload().Scalars("x")
+    assert [(event.step, event.value) for event in found] == [(0, 1.0), (1, 1.0), (2, 5.0), (3, 5.0)]
 
 
 @both

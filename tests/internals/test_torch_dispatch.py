@@ -4,7 +4,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lit_efficient.internals.torch_dispatch import HigherOrderOperator, operator_of, recomputes
+from lit_efficient.internals.torch_dispatch import (
+    HigherOrderOperator,
+    changes_arguments,
+    operator_of,
+    recomputes,
+    truncated_draws,
+)
 from tests.internals.leaning import leans_on
 
 
@@ -110,3 +116,33 @@ def test_operators_of_a_higher_order_are_told():
 def test_an_operator_has_a_packet_and_a_name():
     assert operator_of(torch.ops.aten.mm.default) == (torch.ops.aten.mm, "aten::mm")
     assert operator_of(torch.ops.higher_order.cond) == (torch.ops.higher_order.cond, "cond")
+
+
+@leans_on("torch", "torch.autograd.Variable._execution_engine.queue_callback", "torch_dispatch")
+def test_a_function_is_called_when_the_backward_pass_is_over():
+    from lit_efficient.internals.torch_dispatch import after_backward
+
+    done = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: after_backward(lambda: done.append(x.grad is not None)))
+    x.exp().sum().backward()
+    assert done == [True]
+
+
+@leans_on("torch", "OpOverload._schema.is_mutable", "torch_dispatch")
+def test_operators_that_write_into_their_arguments_are_known():
+    assert changes_arguments(torch.ops.aten.normal_.default)
+    assert not changes_arguments(torch.ops.aten.add.Tensor)
+    assert changes_arguments(torch.nn.init.normal_)  # a function may
+
+
+@leans_on("torch", "torch.nn.init._no_grad_trunc_normal_", "torch_dispatch")
+def test_truncated_draws_are_done_otherwise():
+    asked = []
+    with truncated_draws(
+        lambda draw: lambda tensor, *args, **kwargs: asked.append(args) or draw(tensor, *args, **kwargs)
+    ):
+        torch.nn.init.trunc_normal_(torch.empty(2, 2), std=0.5)
+    assert [args[1] for args in asked] == [0.5]
+    torch.nn.init.trunc_normal_(torch.empty(2, 2))
+    assert len(asked) == 1

@@ -36,6 +36,30 @@ def test_a_batch_is_read_as_a_loader_reads_it():
     assert torch_loaders.fetcher(DataLoader(ROWS, collate_fn=len)).fetch([4, 1, 2]) == 3
 
 
+class Unreadable:
+    """A batch that breaks off in the process that takes it, as one does whose worker is killed meanwhile."""
+
+    def __init__(self, rows):
+        pass
+
+    def __reduce__(self):
+        return broken, ()
+
+
+def broken():
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+@leans_on("torch", "_MultiProcessingDataLoaderIter._try_get_data", "torch_loaders")
+def test_a_batch_that_breaks_off_is_known_from_other_errors():
+    with pytest.raises(ConnectionResetError) as caught:
+        next(iter(DataLoader(ROWS, num_workers=1, collate_fn=Unreadable)))
+    assert torch_loaders.broke_off(caught.value)
+    with pytest.raises(ConnectionResetError) as caught:
+        broken()
+    assert not torch_loaders.broke_off(caught.value)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @leans_on("torch", "DataLoader._index_sampler", "torch_loaders")
 def test_a_loader_fetches_what_its_plan_says(workers):

@@ -84,3 +84,15 @@ def test_a_scheduler_complains_unless_the_optimizer_has_stepped():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second_step(mark=True)
+
+
+@leans_on("torch", "_optimizer_step_pre_hooks and _optimizer_step_post_hooks", "torch_optimizers")
+def test_a_step_without_hooks_leaves_them_registered():
+    sgd, seen = optimizer(), []
+    sgd.register_step_pre_hook(lambda *_: seen.append("before"))
+    sgd.register_step_post_hook(lambda *_: seen.append("after"))
+    with torch_optimizers.without_step_hooks(sgd):
+        sgd.step()
+    assert not seen
+    sgd.step()
+    assert seen == ["before", "after"]

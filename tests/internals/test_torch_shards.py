@@ -4,7 +4,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from lit_efficient.internals import torch_shards
 from tests.internals.leaning import leans_on
@@ -40,3 +43,15 @@ def test_getattr_gives_members_of_enumerations_and_nothing_else(tmp_path):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(Member(kind, name)))
         with pytest.raises((pickle.UnpicklingError, KeyError)):
             torch_shards.shards_metadata(tmp_path)
+
+
+@leans_on("torch", "distributed.tensor._utils.compute_local_shape_and_global_offset, _StridedShard", "torch_shards")
+def test_the_slice_of_a_process_is_known():
+    """Of one process; tests.ranks.slices has two."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        for placed, wanted in ((Shard(0), (slice(0, 5), slice(0, 3))), (Partial(), None)):
+            assert torch_shards.own_slices(DTensor.from_local(torch.ones(5, 3), mesh, [placed])) == wanted
+    finally:
+        dist.destroy_process_group()

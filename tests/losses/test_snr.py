@@ -19,6 +19,8 @@ OF_X0 = {
     "p2": lambda snr: snr / (1 + snr),
     "debiased": lambda snr: snr.sqrt(),
     "truncated": lambda snr: snr.clamp(min=1),
+    "sigma_sqrt": lambda snr: (1 + snr.sqrt()) ** 4,
+    "cosmap": lambda snr: 2 / math.pi * (1 + snr.sqrt()) ** 4 / (1 + snr),
 }
 
 
@@ -75,6 +77,15 @@ def test_p2_and_debiased_are_simple_powers_for_eps() -> None:
     torch.testing.assert_close(snr_weight(snr.log(), "debiased"), snr**-0.5, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("rule", ["sigma_sqrt", "cosmap"])
+def test_the_weights_of_sd3_are_diffusers(rule: str) -> None:
+    from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+    sigmas = torch.linspace(0.001, 0.999, 500, dtype=torch.float64)
+    weights = snr_weight(2 * ((1 - sigmas) / sigmas).log(), rule, prediction="flow")
+    torch.testing.assert_close(weights, compute_loss_weighting_for_sd3(rule, sigmas).double(), rtol=1e-6, atol=0)
+
+
 def test_equals_the_recipe_of_diffusers() -> None:
     """``compute_snr``, and around it what diffusers' training scripts document for eps and v."""
     from diffusers import DDPMScheduler
@@ -106,8 +117,8 @@ def test_numbers_at_the_ends_and_in_low_precision(rule: str, prediction: str) ->
         weight = snr_weight(ends.to(dtype), rule, prediction=prediction)
         assert weight.dtype == torch.float32
         assert not weight.isnan().any()
-        assert torch.isfinite(weight[:4]).all()
-        unbounded = prediction == "x0" and rule in ("debiased", "truncated")
+        assert torch.isfinite(weight[: 3 if rule == "sigma_sqrt" else 4]).all()
+        unbounded = rule == "sigma_sqrt" or (prediction == "x0" and rule in ("debiased", "truncated", "cosmap"))
         assert bool(torch.isinf(weight[4]) | (weight[4] > 1e30)) == unbounded
 
 
@@ -127,7 +138,7 @@ def test_zero_snr_has_the_weight_one_or_is_refused(rule: str, prediction: str) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "max_snr"}, "rule must be one of min_snr, soft_min_snr, p2, debiased, truncated, got 'max_snr'"),
+        ({"rule": "max_snr"}, "rule must be one of min_snr, soft_min_snr, p2, .*, cosmap, got 'max_snr'"),
         ({"gamma": 0.0}, "gamma must be above 0 or null, got 0.0"),
         ({"gamma": math.nan}, "gamma must be above 0 or null, got nan"),
         ({"rule": "debiased", "gamma": 5.0}, "rule 'debiased' has no gamma, got 5.0; leave it unset"),

@@ -14,7 +14,7 @@ from lit_efficient.cli.checkpoint import read, read_last
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import save_atomically
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
-from lit_efficient.mechanisms.shards import check_shards
+from lit_efficient.mechanisms.shards import check_shards, sum_shards
 from tests.plugins.test_safe_checkpoint_io import Bomb
 
 GROUPS = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["w"]}]
@@ -79,6 +79,36 @@ def test_no_flipped_bit_changes_what_is_loaded(folder: Path) -> None:
                 assert all(torch.equal(found[name], tensor) for name, tensor in content()["state_dict"].items())
         path.write_bytes(raw)
     assert seen > 60
+
+
+def test_no_flipped_bit_goes_unseen_where_the_hashes_were_written(folder: Path) -> None:
+    class Writes:
+        is_global_zero = True
+
+        def save_checkpoint(self, checkpoint: dict, filepath: Path) -> None:
+            checkpoint["saved"] = filepath
+
+        def broadcast(self, value: Path) -> Path:
+            return value
+
+        def barrier(self) -> None:
+            assert not (folder / "SHA256SUMS").exists()  # all have written
+
+    strategy, saved = Writes(), {}
+    for _ in range(2):
+        sum_shards(strategy)
+    strategy.save_checkpoint(saved, folder)
+    assert saved == {"saved": folder}
+    check_shards(folder)
+    generator, path = random.Random(0), folder / ".metadata"
+    raw = path.read_bytes()
+    for _ in range(60):
+        bit = generator.randrange(8 * len(raw))
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"\.metadata is missing, or not what was written"):
+            check_shards(folder)
 
 
 def test_no_pickle_in_it_is_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

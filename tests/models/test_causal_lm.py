@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from lit_efficient import CausalLMConfig, ConfigurationError, QuantizeBase
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import build, resolve
 
 SMALL: dict[str, Any] = {
@@ -179,3 +181,16 @@ def test_ids_of_the_data_that_a_family_does_not_have_are_left_out() -> None:
     config = resolve(CausalLMConfig(config_fields=fields), {"vocab_size": 50, "eos_token_id": 3, "pad_token_id": 3})
     assert (config.vocab_size, config.eos_token_id) == (50, 3)
     assert getattr(config, "pad_token_id", None) is None
+
+
+def test_a_model_that_is_built_wider_than_its_files_says_so(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    spec = CausalLMConfig(config_fields={**fields, "num_attention_heads": 1, "vocab_size": 9})
+    assert causal_lm.widened(spec) is None
+    build(spec).bfloat16().save_pretrained(tmp_path)
+    named = CausalLMConfig(str(tmp_path))
+    assert causal_lm.widened(named) == f"{tmp_path} holds bfloat16, and the model is built in float32: " + (
+        "dtype: auto takes it as it is"
+    )
+    assert causal_lm.widened(replace(named, dtype="auto")) is None
+    assert build(replace(named, dtype="auto")).dtype == torch.bfloat16

@@ -67,6 +67,10 @@ def test_the_format_of_the_numbers(folder: str) -> None:
         ({"config_fields": {"_class_name": "DDIMScheduler"}}, "must be a model of diffusers"),
         ({"config_fields": {**VAE, "latent_chanels": 4}}, "near ones: latent_channels"),
         ({"config_fields": {**VAE, "norm_num_groups": 3}}, "do not make a AutoencoderKL"),
+        (
+            {"config_fields": {**VAE, "block_out_channels": None}},
+            "do not make a AutoencoderKL: .* \\(block_out_channels: null",
+        ),
         ({"name_or_path": "/nowhere/at/all"}, "there is no folder"),
     ],
 )

@@ -321,10 +321,10 @@ def test_the_outlier_ratio_is_that_of_the_singular_values_and_one_for_random_ent
     assert outlier_ratio(torch.ones(8, 4)) == outlier_ratio(torch.zeros(8, 4)) == 0
 
 
-def pretrained(kind: Any, count: int = 40) -> nn.Module:
+def pretrained(kind: Any, count: int = 40, width: int = 32) -> nn.Module:
     """A small GPT that has learned which token follows which."""
     torch.manual_seed(0)
-    module = GPT(GPTConfig(64, dim=32, depth=2, num_heads=2, max_length=16))
+    module = GPT(GPTConfig(64, dim=width, depth=2, num_heads=2, max_length=16))
     optimizer = kind(muon_groups(module) if kind is MuonAdamW else module.parameters(), lr=3e-3)
     following = torch.randperm(64)
     for _ in range(count):
@@ -337,8 +337,9 @@ def pretrained(kind: Any, count: int = 40) -> nn.Module:
     return module
 
 
-def test_muon_warns_where_adam_has_trained_and_neither_on_fresh_weights_nor_on_its_own() -> None:
-    module = pretrained(torch.optim.AdamW)
+@pytest.mark.parametrize("width", [32, 64])
+def test_muon_warns_where_adam_has_trained_and_neither_on_fresh_weights_nor_on_its_own(width: int) -> None:
+    module = pretrained(torch.optim.AdamW, width=width)
     optimizer = MuonAdamW(muon_groups(module), lr=1e-3)
     with pytest.warns(UserWarning, match=r"trained before, and not by Muon: .* 2502\.16982"):
         optimizer.step()
@@ -352,7 +353,7 @@ def test_muon_warns_where_adam_has_trained_and_neither_on_fresh_weights_nor_on_i
     resumed = MuonAdamW(muon_groups(module), lr=1e-3)
     resumed.load_state_dict(state)
     resumed.step()
-    for other in (pretrained(torch.optim.AdamW, 0), pretrained(MuonAdamW)):
+    for other in (pretrained(torch.optim.AdamW, 0, width), pretrained(MuonAdamW, width=width)):
         for p in other.parameters():
             p.grad = torch.randn_like(p)
         MuonAdamW(muon_groups(other), lr=1e-3).step()

@@ -2,6 +2,7 @@ import argparse
 import os
 import pickle
 import resource
+import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from sklearn.preprocessing import LabelEncoder
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, DivergedError
-from lit_efficient.files.checkpoints import load_verified, save_atomically
+from lit_efficient.files.checkpoints import load_verified, save_atomically, state_of
 from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 from tests import processes
 from tests.callbacks.resume_kit import Tiny, trainer
@@ -196,9 +197,12 @@ def test_weights_that_are_not_finite_replace_none_that_are(tmp_path):
     bad = [torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0, torch.inf]), torch.tensor(torch.nan)]
     bad += [torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn), torch.tensor([0, -torch.inf, 1]).bfloat16()]
     for tensor in bad:
-        with pytest.raises(DivergedError, match=r"a\.ckpt is not written: its weights are not finite in w$"):
+        with pytest.raises(DivergedError, match=r"a\.ckpt is not written: it is not finite in w$"):
             io.save_checkpoint({"state_dict": {**sound, "w": tensor}}, path)
         assert torch.equal(load_verified(path)["state_dict"]["w"], torch.ones(3))
+    states = [{"state": {0: {"step": torch.tensor(3.0), "moment": torch.full((3,), torch.inf)}}}]
+    with pytest.raises(DivergedError, match=r"it is not finite in optimizer 0, 0, moment$"):
+        io.save_checkpoint({"state_dict": sound, "optimizer_states": states}, path)
     assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
     SafeCheckpointIO(finite=False).save_checkpoint({"state_dict": {"w": bad[0]}}, path)
     assert load_verified(path)["state_dict"]["w"].isnan().any()
@@ -244,3 +248,54 @@ def test_a_run_of_lightning_resumes_through_it(tmp_path):
     with pytest.raises(ConfigurationError, match="weights_only"):
         trainer([], plugins=[SafeCheckpointIO()]).fit(Tiny(), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
     assert isinstance(first, pl.Trainer)
+
+
+def test_a_file_that_was_found_whole_is_not_checked_again_but_another_one_is(tmp_path):
+    path, plugin = tmp_path / "a.ckpt", SafeCheckpointIO()
+    save_atomically(content(), path)
+    before, whole = path.stat(), path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[whole.index(torch.arange(50).numpy().tobytes())] ^= 1
+    path.write_bytes(damaged)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for checked in (None, (0, 0, 0, 0)):
+        plugin.checked = checked
+        with pytest.raises(CheckpointError, match="is damaged"):
+            plugin.load_checkpoint(path)
+    plugin.checked = state_of(path)
+    assert plugin.load_checkpoint(path)["state_dict"]["w"][0] == 1
+
+
+def test_checkpoints_of_the_same_content_are_one_file_with_two_names(tmp_path):
+    plugin, held = SafeCheckpointIO(), content()
+    first, second, third = (tmp_path / f"{name}.ckpt" for name in "abc")
+    plugin.save_checkpoint(held, first)
+    plugin.save_checkpoint(held, second)
+    assert second.samefile(first)
+    held["state_dict"]["w"].data[0] = 1  # by a way that torch does not count
+    plugin.save_checkpoint(held, second)
+    assert not second.samefile(first)
+    assert [int(load_verified(path)["state_dict"]["w"][0]) for path in (first, second)] == [0, 1]
+    second.write_bytes(b"")  # by somebody else
+    plugin.save_checkpoint(held, third)
+    assert load_verified(third)["state_dict"]["w"][0] == 1
+    assert leftovers(tmp_path) == []
+
+
+def test_a_best_and_a_last_checkpoint_of_one_step_are_written_once(tmp_path):
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, "best", monitor="val/loss", mode="max", save_last=True)
+    saving.last_model_path = str(tmp_path / "last.ckpt")  # as the command line has it: it is part of a checkpoint
+    trainer([saving], max_epochs=1, plugins=[SafeCheckpointIO()], enable_checkpointing=True).fit(Tiny())
+    assert (tmp_path / "best.ckpt").samefile(tmp_path / "last.ckpt")
+
+
+def test_what_is_resumed_stays_on_disk_until_it_is_used(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save_atomically(content(), path)
+    tensor = SafeCheckpointIO().load_checkpoint(path)["state_dict"]["w"]
+    if sys.platform == "linux":
+        mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+                  if line.endswith(str(path))]  # fmt: skip
+        assert any(int(begin, 16) <= tensor.data_ptr() < int(end, 16) for begin, end in mapped)
+    tensor += 1  # in this process alone
+    assert load_verified(path)["state_dict"]["w"][0] == 0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lit_efficient import NonFiniteGuard, OptimizerInBackward
-from lit_efficient.mechanisms.averages.weights import local
+from lit_efficient.surgery import local
 from tests.ranks.toys import Sharded, Small, sharding
 from tests.support import assert_equal, data, trainer
 

@@ -31,6 +31,8 @@ RULES = "1"  # part of every identity: raise it when the same bytes become other
 _MODES = {"rgb": "RGB", "grey": "L"}
 _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 lie on their side
 _END_OF_JPEG = b"\xff\xd9"
+# The others that Pillow knows may start programs (PostScript), or are read by nobody else with care.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
 
 
 class UnreadableImage(Exception):
@@ -130,17 +132,17 @@ def to_tensor(image: Image, flip: bool = False) -> Tensor:
 def _opened(content: bytes, load: bool) -> Image:
     from PIL import Image as Images
 
-    image: Image = _trying(Images.open, io.BytesIO(content))
+    image: Image = _trying(Images.open, io.BytesIO(content), formats=_FORMATS)
     if load:
         _trying(image.load)
     return image
 
 
-def _trying(call: Any, *args: Any) -> Any:
+def _trying(call: Any, *args: Any, **kwargs: Any) -> Any:
     from PIL import Image as Images
 
     try:
-        return call(*args)
+        return call(*args, **kwargs)
     # What the decoders of Pillow raise on damaged bytes.
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Images.DecompressionBombError) as error:
         reason = str(error).split("<_io")[0].strip().rstrip(":") or type(error).__name__

@@ -17,6 +17,7 @@ from lit_efficient.data.images.image_columns import (
 )
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.tables import map_table
+from lit_efficient.internals.hugging_face import load_saved
 
 
 class SavedTable:
@@ -40,7 +41,7 @@ class SavedTable:
         elif files:
             self._rows = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
         else:
-            self._rows = datasets.load_from_disk(str(path))
+            self._rows = load_saved(path)
         if isinstance(self._rows, dict):
             if split not in self._rows:
                 raise ConfigurationError(f"ImageData: {path} has no split {split!r}; it has {', '.join(self._rows)}.")

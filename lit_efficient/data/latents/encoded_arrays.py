@@ -1,5 +1,6 @@
 """Arrays whose first axis is the row, in safetensors, .npy and .npz files, read in place."""
 
+import math
 import re
 import zipfile
 from collections.abc import Callable, Sequence
@@ -108,13 +109,16 @@ def _header(path: Path, start: int) -> tuple[tuple[int, ...], bool, np.dtype, in
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, order, dtype = read(file)
-        except ValueError as error:
+        except Exception as error:  # of Python's own parser, too
             raise ConfigurationError(f"EncodedData: {path} holds no array ({error}).") from error
         if dtype.hasobject:
             raise pickled(path.name)
         if not shape:
             raise ConfigurationError(f"EncodedData: {path} holds a single number, not rows.")
-        return shape, order, dtype, file.tell()
+        begin, end = file.tell(), path.stat().st_size
+        if min(shape) < 0 or math.prod(shape) * dtype.itemsize > end - begin:
+            raise ConfigurationError(f"EncodedData: {path} ends before its array of {shape} does.")
+        return shape, order, dtype, begin
 
 
 class _Part(NamedTuple):

@@ -37,7 +37,7 @@ class MosaicShards:
         try:
             self._shards: list[dict[str, Any]] = json.loads((folder / "index.json").read_text("utf-8"))["shards"]
             self._names = list(self._shards[0]["column_names"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 f"EncodedData: {folder / 'index.json'} is no index of MDS shards ({error!r})."
             ) from error
@@ -81,7 +81,10 @@ class MosaicShards:
         found = {}
         for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes):
             if name in fields:
-                found[name] = decode(encoding, sample[position : position + size])
+                try:
+                    found[name] = decode(encoding, sample[position : position + size])
+                except (ValueError, LookupError, TypeError, MemoryError) as error:
+                    raise ConfigurationError(f"EncodedData: {name} of row {row} cannot be read: {error}.") from error
             position += size
         return found
 

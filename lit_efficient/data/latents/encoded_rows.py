@@ -36,4 +36,7 @@ def locate(row: int, ends: Sequence[int]) -> tuple[int, int]:
 
 def np_bytes(data: bytes) -> Value:
     """An array that was saved into bytes; other bytes as they are."""
-    return np.load(io.BytesIO(data), allow_pickle=False) if data.startswith(b"\x93NUMPY") else data
+    try:
+        return np.load(io.BytesIO(data), allow_pickle=False) if data.startswith(b"\x93NUMPY") else data
+    except (ValueError, MemoryError) as error:  # objects; a header that claims more than there is
+        raise ConfigurationError(f"EncodedData: an array cannot be read: {error}.") from error

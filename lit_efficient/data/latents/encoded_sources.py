@@ -132,7 +132,7 @@ class ListedFiles:
         self._root, index = root, root / "dataset.json"
         try:
             self._listed = [(str(name), label) for name, label in json.loads(index.read_text("utf-8"))["labels"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(f"EncodedData: {index} lists no files with labels ({error!r}).") from error
         for name, _ in self._listed:
             if not name.endswith(".npy") or name.startswith("/") or ".." in name.split("/"):
@@ -155,7 +155,7 @@ class ListedFiles:
         found: dict[str, Value] = {"labels": label}
         if "latents" in fields:
             try:
-                found["latents"] = np.load(self._root / name, allow_pickle=False)
+                found["latents"] = np.array(np.load(self._root / name, mmap_mode="r", allow_pickle=False))
             except (OSError, ValueError) as error:
                 raise ConfigurationError(f"EncodedData: {self._root / name} cannot be read: {error}.") from error
         return {field: found[field] for field in fields}

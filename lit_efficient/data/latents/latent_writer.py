@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ from lit_efficient.data.latents.latent_store import (
 from lit_efficient.data.latents.teacher_features import stored_features
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.atomic_file import remove_whole, replacing
-from lit_efficient.files.cache import write_json
+from lit_efficient.files.cache import with_hash, without_hash, write_json
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
@@ -98,8 +98,11 @@ def build_latents(
     overwrite: bool = False,
     about: Mapping[str, str] | None = None,
     progress: Any = None,
+    ranks: "Ranks | None" = None,
 ) -> dict[str, Any]:
     """Write a latent cache, or go on with one, or do nothing if it is there; return its manifest.
+
+    Several processes share the shards and the texts; the first one puts them together, and the others wait for it.
 
     Args:
         folder: Where it shall lie.
@@ -113,6 +116,7 @@ def build_latents(
         overwrite: Replace a cache that is there, of whatever identity, and a half-built one of another.
         about: Names for people to read, that are kept and not compared.
         progress: A bar with ``update(count)``; made by ``progress(total, done)``. None shows none.
+        ranks: Which of several processes this is; None: there is one. All must be given the same.
 
     Raises:
         ConfigurationError: If the folder holds something else, or encoding gives numbers that are not finite.
@@ -121,12 +125,26 @@ def build_latents(
 
     folder, place = folder.absolute(), device_of(device)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    ranks = ranks or Ranks()
+    if ranks.rank:  # the first one has looked at what is there
+        ranks.wait()
+        if (folder / MANIFEST).is_file() and not overwrite:
+            return read_manifest(folder)
+        partial = folder.with_name(f".{folder.name}.building")
+        header = {"identity": dict(identity), "shard_rows": shard_rows}
+        journal = _Journal(partial, header, False, ranks.rank)
+        plan = plan_shards(images, shard_rows)
+        _Build(partial, plan, images, encoders, journal, batch_size, place, ranks).write(num_workers, progress)
+        ranks.wait()
+        return read_manifest(folder)
     with FileLock(folder.with_name(folder.name + ".lock")):
         if (folder / MANIFEST).is_file() and not overwrite:
             hint = "Give another folder, put the settings back, or replace the cache with --overwrite."
             refuse_other(folder, read_manifest(folder)["identity"], identity, hint)
             (folder / _JOURNAL).unlink(missing_ok=True)  # of a run that was killed at its very end
-            return LatentStore(folder, thorough=True).manifest
+            found = LatentStore(folder, thorough=True).manifest
+            ranks.wait()
+            return found
         if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _CONTENT):
             raise ConfigurationError(
                 f"{folder} is no latent cache and not empty; nothing in it is touched. Give another."
@@ -136,22 +154,38 @@ def build_latents(
             raise ConfigurationError("LatentData: text_encoder needs images with captions; these have none.")
         partial = folder.with_name(f".{folder.name}.building")
         journal = _Journal(partial, {"identity": dict(identity), "shard_rows": shard_rows}, overwrite)
-        build = _Build(partial, plan, images, encoders, journal, batch_size, place)
-        manifest = build.run(num_workers, progress, dict(about or {}))
-        if folder.exists():
-            remove_whole(folder)
+        ranks.wait()
+        build = _Build(partial, plan, images, encoders, journal, batch_size, place, ranks)
+        build.write(num_workers, progress)
+        manifest = build.finish(dict(about or {}))
+        remove_whole(folder)  # and what a run left that was killed here
         os.replace(partial, folder)
         (folder / _JOURNAL).unlink()
+        ranks.wait()
         return manifest
+
+
+@dataclass
+class Ranks:
+    """Which of several processes this is."""
+
+    rank: int = 0
+    count: int = 1
+    wait: Callable[[], object] = lambda: None  # until all of them wait
 
 
 class _Journal:
     """What of a half-built cache is finished, a line a file; work from another header is refused, or removed."""
 
-    def __init__(self, folder: Path, header: dict[str, Any], overwrite: bool) -> None:
+    def __init__(self, folder: Path, header: dict[str, Any], overwrite: bool, rank: int = 0) -> None:
         self.folder = folder
         self.header = header
         self.path = folder / _JOURNAL
+        if rank:  # what the first process has found whole; what this one adds stands in a file of its own
+            self.entries = {line["file"]: line for line in list(self._lines())[1:]}
+            self.path = folder / f"{rank}.{_JOURNAL}"
+            self.path.write_bytes(b"")
+            return
         lines = list(self._lines())
         if lines and lines[0] != header and overwrite:
             remove_whole(folder)
@@ -161,13 +195,33 @@ class _Journal:
             found = {**lines[0].get("identity", {}), "shard_rows": str(lines[0].get("shard_rows"))}
             refuse_other(folder, found, {**header["identity"], "shard_rows": str(header["shard_rows"])}, hint)
         self.entries = {line["file"]: line for line in lines[1:] if self._is_whole(line)}
+        others = list(folder.glob(f"*.{_JOURNAL}"))
+        for path in others:
+            self.entries |= {line["file"]: line for line in self._lines(path) if self._is_whole(line)}
         with replacing(self.path) as file:  # without a torn last line, and without what must be made again
             file.writelines(_line(entry) for entry in [header, *self.entries.values()])
+        for path in others:
+            path.unlink()
+
+    def gather(self) -> None:
+        """Take over what the other processes have noted."""
+        for path in sorted(self.folder.glob(f"*.{_JOURNAL}")):
+            self.entries |= {line["file"]: line for line in self._lines(path)}
+            if self.path.name == _JOURNAL:
+                with self.path.open("ab") as file:
+                    file.write(path.read_bytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def drop_others(self) -> None:
+        """Remove the other processes' journals, of which all stands in this one."""
+        for path in self.folder.glob(f"*.{_JOURNAL}"):
+            path.unlink()
 
     def add(self, entry: dict[str, Any]) -> None:
         """Note a file that is finished."""
         path = self.folder / entry["file"]
-        self.entries[entry["file"]] = entry = {**entry, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        self.entries[entry["file"]] = entry = {**entry, "bytes": path.stat().st_size, "digest": sha256_of(path)}
         with self.path.open("ab") as file:
             file.write(_line(entry))
             file.flush()
@@ -175,19 +229,20 @@ class _Journal:
 
     def _is_whole(self, entry: dict[str, Any]) -> bool:
         path = self.folder / entry["file"]
-        return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_of(path) == entry["sha256"]
+        return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_of(path) == entry["digest"]
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        if not self.path.is_file():
+    def _lines(self, path: Path | None = None) -> Iterator[dict[str, Any]]:
+        path = path or self.path
+        if not path.is_file():
             return
-        for line in self.path.read_bytes().splitlines(keepends=True):
+        for line in path.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 return  # torn
             try:
-                yield json.loads(line)
+                yield without_hash(json.loads(line))
             except ValueError as error:
                 raise ConfigurationError(
-                    f"{self.path} of a half-built latent cache is damaged: delete the folder {self.folder}."
+                    f"{path} of a half-built latent cache is damaged: delete the folder {self.folder}."
                 ) from error
 
 
@@ -202,21 +257,35 @@ class _Build:
     journal: _Journal
     batch_size: int
     device: torch.device
+    ranks: Ranks
 
-    def run(self, num_workers: int, progress: Any, about: dict[str, str]) -> dict[str, Any]:
-        missing = [n for n in range(len(self.plan)) if _shard_name(n) not in self.journal.entries]
-        rows = sum(map(len, self.plan))
+    def write(self, num_workers: int, progress: Any) -> None:
+        """Write this process's part of the shards, and of the texts, which are known when all shards are there."""
+        own = range(len(self.plan))[self.ranks.rank :: self.ranks.count]
+        missing = [n for n in own if _shard_name(n) not in self.journal.entries]
+        rows = sum(len(self.plan[n]) for n in own)
         bar = progress and progress(rows, rows - sum(len(self.plan[n]) for n in missing))
         for number, batches in self._encoded(missing, num_workers, bar):
             self._write_shard(number, batches)
-        texts: list[str] = []  # all captions, each once, in order
-        if self.encoders.text is not None:
-            texts = sorted({caption for n in range(len(self.plan)) for caption in self._captions(_shard_name(n))})
-        for number, captions in enumerate(_chunks(texts, TEXT_ROWS)):
+        self.ranks.wait()
+        for number, captions in list(enumerate(_chunks(self._texts(), TEXT_ROWS)))[self.ranks.rank :: self.ranks.count]:
             if f"text/{number:05d}.safetensors" not in self.journal.entries:
                 self._write_texts(number, captions)
+        self.ranks.wait()
+
+    def finish(self, about: dict[str, str]) -> dict[str, Any]:
+        """Write the index and the manifest over what all processes have written."""
+        self.journal.gather()
+        self.journal.drop_others()
+        texts = self._texts()
         self._write(INDEX, self._index(texts))
         return self._write_manifest(len(texts), about)
+
+    def _texts(self) -> list[str]:
+        """All captions, each once, in order."""
+        if self.encoders.text is None:
+            return []
+        return sorted({caption for n in range(len(self.plan)) for caption in self._captions(_shard_name(n))})
 
     def _encoded(
         self, missing: list[int], num_workers: int, bar: Any
@@ -289,7 +358,7 @@ class _Build:
     def _write_manifest(self, texts: int, about: dict[str, str]) -> dict[str, Any]:
         kept = [self.journal.entries[_shard_name(number)]["moments"] for number in range(len(self.plan))]
         mean, std = Moments.join([Moments(**part) for part in kept if part is not None]).mean_and_std()
-        files = {name: [entry["bytes"], entry["sha256"]] for name, entry in sorted(self.journal.entries.items())}
+        files = {name: [entry["bytes"], entry["digest"]] for name, entry in sorted(self.journal.entries.items())}
         rows = sum(map(len, self.plan))
         manifest = {
             "identity": self.journal.header["identity"],
@@ -387,7 +456,7 @@ def _even_parts(items: Sequence[Any], size: int) -> Iterator[Any]:
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:
-    return (json.dumps(entry) + "\n").encode()
+    return (json.dumps(with_hash(entry)) + "\n").encode()
 
 
 def _shard_name(number: int) -> str:

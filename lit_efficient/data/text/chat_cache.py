@@ -9,7 +9,7 @@ it, of a pair its prompt. The two documents of a pair lie in files of their own,
 """
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -18,11 +18,12 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_efficient.data.text.chat_formats import MalformedRow
+from lit_efficient.data.text.chat_formats import Document, MalformedRow
 from lit_efficient.data.text.chat_tokenizer import fingerprint, train_chat_tokenizer
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, OnUntrainedEnd
 from lit_efficient.data.text.document_store import FORMAT, DocumentWriter
-from lit_efficient.data.text.reading import Example, Reader, in_chunks
+from lit_efficient.data.text.in_processes import in_processes
+from lit_efficient.data.text.reading import SHOWN, Example, Reader, in_chunks
 from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.text_files import unit_hash
 from lit_efficient.data.text.turn_spans import TrainOn
@@ -145,6 +146,7 @@ def _build(recipe: Recipe, target: Path) -> None:
     counts = {split: Rows() for split in SPLITS}
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
     lacking: Counter[str] = Counter()
+    checked = False
     with ExitStack() as stack:
         writers = {
             split: [stack.enter_context(DocumentWriter(target, f"{split}{part}")) for part in recipe.parts]
@@ -153,16 +155,16 @@ def _build(recipe: Recipe, target: Path) -> None:
         for name, sources in recipe.sources.items():
             reader = recipe.reader(sources)
             about["formats"] += reader.formats
-            for chunk in in_chunks(rows(name, reader), _CHUNK):
-                documents = [document for _, _, row in chunk for document in row.documents]
-                if about["end_warning"] is None and any(document.messages for document in documents):
-                    about["end_warning"] = encoder.check_end_of_turn()
-                encoded = iter(encoder.encode(documents))
-                for (split, place, _), found in zip(chunk, zip(*[encoded] * len(recipe.parts))):
+            chunks = _Chunks(rows(name, reader), reader)
+            for documents, encoded in in_processes(encoder.encode, chunks):
+                if not checked and any(document.messages for document in documents):
+                    checked, about["end_warning"] = True, encoder.check_end_of_turn()
+                chunk = chunks.next()
+                for (split, place, _), found in zip(chunk, zip(*[iter(encoded)] * len(recipe.parts))):
                     counts[split].rows += 1
                     bad = next((one for one in found if isinstance(one, MalformedRow)), None)
                     if bad is not None:
-                        reader.refuse(place, str(bad))
+                        chunks.refuse(place, str(bad))
                         continue
                     for one, writer in zip(found, writers[split]):
                         assert isinstance(one, Encoded)
@@ -170,10 +172,11 @@ def _build(recipe: Recipe, target: Path) -> None:
                         counts[split].turns += one.turns
                         counts[split].ended += one.ended
                         writer.add(one)
-            about["malformed"][name] = {"rows": reader.rows, "malformed": reader.malformed, "shown": reader.shown}
+            malformed = reader.malformed + chunks.refused
+            about["malformed"][name] = {"rows": reader.rows, "malformed": malformed, "shown": chunks.shown()}
             splits = [name] if "val" in recipe.sources else SPLITS
             counts[name].rows += reader.rows - sum(counts[split].rows for split in splits)  # malformed when read
-            counts[name].malformed = reader.malformed
+            counts[name].malformed = malformed
     tokenizer.save_pretrained(str(target / "tokenizer"))
     # Of a stream only the validation rows are read here, and they may hold no turn.
     chats = any(count.turns for count in counts.values()) or "train" not in recipe.sources or len(recipe.parts) > 1
@@ -181,6 +184,43 @@ def _build(recipe: Recipe, target: Path) -> None:
     about["counts"] = {split: asdict(count) for split, count in counts.items()}
     about["end_of_turn"] = encoder.end_of_turn if chats and tokenizer.chat_template is not None else None
     seal(target, FORMAT, about)
+
+
+class _Chunks:
+    """Rows in chunks, of which the documents are read ahead, and an account of malformed ones in the order of the rows.
+
+    Args:
+        rows: what :class:`Reader` gives, with the split.
+        reader: which knows what it could not read.
+    """
+
+    def __init__(self, rows: Iterator[tuple[str, str, Example]], reader: Reader) -> None:
+        self._rows, self._reader = rows, reader
+        self._read: deque[tuple[list[tuple[str, str, Example]], int]] = deque()  # and how many were shown by then
+        self._shown: list[tuple[str, str]] = []
+        self._taken = 0
+        self.refused = 0
+
+    def __iter__(self) -> Iterator[list[Document]]:
+        for chunk in in_chunks(self._rows, _CHUNK):
+            self._read.append((chunk, len(self._reader.shown)))
+            yield [document for _, _, row in chunk for document in row.documents]
+
+    def next(self) -> list[tuple[str, str, Example]]:
+        """The rows of the chunk whose turn it is."""
+        chunk, shown = self._read.popleft()
+        self._shown += self._reader.shown[self._taken : shown]
+        self._taken = shown
+        return chunk
+
+    def refuse(self, place: str, reason: str) -> None:
+        """Count a row of this chunk that turned out to be malformed when it was tokenised."""
+        self.refused += 1
+        self._shown.append((place, reason))
+
+    def shown(self) -> list[tuple[str, str]]:
+        """The first malformed rows, after the last chunk."""
+        return [*self._shown, *self._reader.shown[self._taken :]][:SHOWN]
 
 
 def _changes(root: Path, made_from: dict[str, Any]) -> str | None:

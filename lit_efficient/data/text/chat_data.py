@@ -107,8 +107,12 @@ class ChatDataModule(LightningDataModule):
         pad = self.chat_tokenizer.pad_token_id
         return int(self.chat_tokenizer.eos_token_id if pad is None else pad)
 
-    def prepare_data(self) -> None:
+    def check_model(self) -> None:
+        """Refuse rows that the run's model cannot read."""
         check_length(self, "max_length", self.max_length)
+
+    def prepare_data(self) -> None:
+        self.check_model()
         self._folder = self._prepare(thorough=True)
         _, report = self._open(self._folder)
         for sentence in report["formats"]:

@@ -13,6 +13,7 @@ from typing import Any
 from lit_efficient.data.text.token_cache import END_OF_TEXT, train_tokenizer
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import missing_folder
+from lit_efficient.files.sums import check_sums
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 SMALLEST_VOCABULARY = 256 + 3  # bytes, and the three special tokens
@@ -40,6 +41,7 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
         ConfigurationError: If there is none, or if it is slow (Python-only ones cannot say where a token came from).
     """
     path = Path(name).expanduser()
+    check_sums(path, weights=False)
     reader = _of_checkpoint if path.suffix == ".ckpt" else _bare
     tokenizer = reader(path) if path.is_file() else _pretrained(name)
     if not getattr(tokenizer, "is_fast", False):

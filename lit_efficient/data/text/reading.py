@@ -9,7 +9,7 @@ from lit_efficient.data.text.pair_formats import Pair, StringsAs, read_pair, rec
 from lit_efficient.data.text.rows import Source
 from lit_efficient.errors import ConfigurationError
 
-_SHOWN = 20  # malformed rows that are kept to be shown
+SHOWN = 20  # malformed rows that are kept to be shown
 _PEEKED = 100  # rows by which a format is recognised
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Reader:
     def refuse(self, place: str, reason: str) -> None:
         """Count a row that turned out to be malformed later."""
         self.malformed += 1
-        if len(self.shown) < _SHOWN:
+        if len(self.shown) < SHOWN:
             self.shown.append((place, reason))
 
     def _read(self, row: Mapping[str, Any], kind: Any) -> Example:

@@ -23,9 +23,11 @@ from typing import IO, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.files.sums import sha256_of
-from lit_efficient.internals.hugging_face import fingerprint
+from lit_efficient.internals.hugging_face import fingerprint, load_saved
 
+_LARGE = 2**26  # bytes; what is larger is hashed once for its size and time
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
 ROW_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson", ".json", ".csv", ".tsv", ".tab", ".parquet")
@@ -143,7 +145,37 @@ def _suffix(path: Path) -> str:
 
 
 def _open(path: Path) -> IO[bytes]:
-    return _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")
+    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")
+    packed = path.suffix.lower() in _COMPRESSED
+    return io.BufferedReader(_Unpacked(opened, path.stat().st_size)) if packed else opened
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file holds, to a limit: text packs to a tenth, a gigabyte of zeros to a megabyte or less."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self._left = file, max(1 << 28, 200 * size)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, origin: int = 0) -> int:
+        return self._file.seek(offset, origin)
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self._left -= len(data)
+        if self._left < 0:
+            raise OSError("it unpacks to 200 times its size and more")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _file(path: Path, name: str) -> Source:
@@ -156,7 +188,8 @@ def _file(path: Path, name: str) -> Source:
             f"{path} is no data that is read: {READ} are. A text that is to be learned ends in .txt."
         )
     try:
-        digest = sha256_of(path)
+        large = path.stat().st_size > _LARGE
+        digest = hash_files(path, [path])[0] if large else sha256_of(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
     hint = " The first row of a table names its columns: if this one's is data, put names above it." * (
@@ -253,9 +286,7 @@ def _parquet(path: Path, name: str) -> Iterator[Row]:
 
 
 def _saved(path: Path, split: str) -> Source:
-    import datasets
-
-    found = datasets.load_from_disk(str(path))
+    found = load_saved(path)
     if isinstance(found, dict):
         if split not in found:
             raise refusal(str(path), "split", f"one of {', '.join(found)}", split)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
@@ -26,6 +25,7 @@ from lit_efficient.data.text.reading import Example, Reader, check_malformed
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.ranks import place_among_ranks
 
 _ENOUGH_ROWS = 100  # from here on a share of malformed rows is telling
 
@@ -124,12 +124,6 @@ class StreamedRows(IterableDataset[PackedRow]):
         items = [(documents[of].ids[start:stop], labels_of(documents[of], start, stop), 0) for of, start, stop in left]
         rows = [[items[i] for i in numbers] for numbers in bins]
         return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
-
-
-def place_among_ranks() -> tuple[int, int]:
-    """This process's rank and the number of processes."""
-    grouped = distributed.is_available() and distributed.is_initialized()
-    return (distributed.get_rank(), distributed.get_world_size()) if grouped else (0, 1)
 
 
 class StreamLoader:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.cache import read_json, write_json
 from lit_efficient.files.sums import sha256_of
-from lit_efficient.files.tensors import map_tensors, save_tensors
+from lit_efficient.files.tensors import load_tensors, map_tensors, save_tensors
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
 MANIFEST = "manifest.json"
@@ -100,9 +101,11 @@ def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer) -> Non
     number = 0
     while shard := list(islice(batches, SHARD_BATCHES)):
         path = folder / f"shard-{number:06d}.safetensors"
-        if not path.exists():  # what exists is whole: it was moved there in one step
-            save_tensors(path, _answered(shard, answer))
         number += 1
+        with suppress(CheckpointError):  # of a run that was interrupted: its shards were moved there in one step
+            load_tensors(path)
+            continue
+        save_tensors(path, _answered(shard, answer))
     names = [f"shard-{index:06d}.safetensors" for index in range(number)]
     write_json(folder / MANIFEST, {"files": {name: sha256_of(folder / name) for name in names}})
 

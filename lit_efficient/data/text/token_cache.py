@@ -14,6 +14,7 @@ import numpy as np
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import map_numbers, read_manifest, seal
+from lit_efficient.files.sums import check_sums
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,6 +54,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """
     from tokenizers import Tokenizer
 
+    check_sums(path)
     try:
         content = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
 from lit_efficient.data.text.left_out import call_words, spoken, stands
+from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.turn_marks import Placed, place
 from lit_efficient.errors import ConfigurationError
 
@@ -135,30 +136,32 @@ class TurnSpans:
 
     def rendered(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool = False) -> str:
         """The text that the template makes of messages."""
-        return str(
-            self.tokenizer.apply_chat_template(
+        with limited(self.tokenizer.get_chat_template(tools=list(tools) or None)):
+            text = self.tokenizer.apply_chat_template(
                 list(messages), list(tools) or None, tokenize=False, add_generation_prompt=prompt
             )
-        )
+        return str(text)
 
     def _rendered_with_marks(self, document: Document) -> tuple[str, list[Span]]:
         if not self.marked or self.train_on == "all":
             return self.rendered(document.messages, document.tools), []
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered: Any = render_jinja_template(  # declared to return a text
-            conversations=[list(document.messages)],
-            tools=list(document.tools) or None,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
+        with limited(self.template):
+            rendered: Any = render_jinja_template(  # declared to return a text
+                conversations=[list(document.messages)],
+                tools=list(document.tools) or None,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
         (text,), (marks,) = rendered
         return text, sorted((start, stop) for start, stop in marks if stop > start)
 
     def _placed(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool = False) -> Placed | None:
         template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
-        return place(template, messages, tools, self.tokenizer.special_tokens_map, prompt=prompt)
+        with limited(template):
+            return place(template, messages, tools, self.tokenizer.special_tokens_map, prompt=prompt)
 
     def _turns_by_twin(self, document: Document, text: str, turns: list[int]) -> list[Turn] | None:
         """The turns as the template's twin shows them; None if it does not."""

@@ -25,7 +25,7 @@ FOLLOWS = "_lit_efficient_follows"  # on a network: the function that starts its
 _SAMPLES = 1024
 ADDED: tuple[str, ...] = (  # last parts of adapters' names
     *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
-    *("prefix_keys", "prefix_values", "prefix_embedding"),
+    *("prefix_keys", "prefix_values", "prefix_embedding", "prompt_embeddings"),
     *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias"),
 )
 _STACKED = ("lora_A_", "lora_B_")  # how they begin beside the stacked weights of experts

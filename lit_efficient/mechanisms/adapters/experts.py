@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.mechanisms.adapters.disabled import Switchable
+from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.models.expert_layers import GroupedLayer
 from lit_efficient.surgery import mix_in, mix_out
 
 
@@ -51,14 +53,22 @@ class LowRankExperts(ReadsAdapted):
         """The module's own output with the adapted weights."""
         if self.adapter_off:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(self, GroupedLayer):
+            return self._beside(*args)
         with self.reading({name: self.adapted(name) for name in self.lora_names}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def adapted(self, name: str) -> Tensor:
         """A weight with its adapters added."""
-        weight = getattr(self, name)
+        weight = self.dense_weight() if is_quantized(self) else getattr(self, name)
         delta = self.lora_scale * (getattr(self, f"lora_B_{name}") @ getattr(self, f"lora_A_{name}"))
         return weight + (delta.mT if self.lora_transposed else delta).to(weight.dtype)
+
+    def _beside(self: Any, x: Tensor) -> Tensor:
+        """Of our own layers of experts: the adapters' products instead of a sum as large as the weight."""
+        y: Tensor = super().forward(x)  # type: ignore[misc]
+        inner = self.grouped_product(x.to(self.lora_A_weight.dtype), self.lora_A_weight)
+        return y + (self.lora_scale * self.grouped_product(inner, self.lora_B_weight)).to(y.dtype)
 
 
 def seed_of(draw: str) -> int:
@@ -72,7 +82,8 @@ def add_experts(module: Any, name: str, parameters: Sequence[str], *, rank: int,
     generator = torch.Generator().manual_seed(seed_of(f"{seed}/{name}"))
     for key in parameters:
         weight = getattr(module, key)
-        experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
+        shape = getattr(module, "expert_shape", weight.shape)
+        experts, outputs, inputs = (shape[0], shape[2], shape[1]) if transposed else shape
         dtype = torch.promote_types(weight.dtype, torch.float32)
         drawn = torch.rand(experts, rank, inputs, generator=generator, device="cpu", dtype=torch.float32)
         a = (drawn * 2 - 1) / inputs**0.5

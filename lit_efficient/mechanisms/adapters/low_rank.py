@@ -27,6 +27,7 @@ from lit_efficient.internals.torch_layers import padded
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
+from lit_efficient.models.expert_layers import GroupedLayer
 from lit_efficient.surgery import mix_in
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
@@ -214,7 +215,7 @@ def kind_of(module: nn.Module) -> str | None:
 
     ``nn.MultiheadAttention.out_proj`` cannot: its weight is read, its ``forward`` never called.
     """
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear | GroupedLayer):
         return None
     if isinstance(module, nn.Linear):
         return "linear"

@@ -7,6 +7,8 @@
 Costs: nothing at inference any more; the adapter can no longer be taken off
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,9 +48,11 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
     """
     for network in networks(module):
         merge_peft(network)
-    for name, part in list(module.named_modules()):
+    for name, part in _parts(module):
         if isinstance(part, LowRank):
             _merge_low_rank(module, name, part)
+        elif isinstance(part, LowRankExperts) and is_quantized(part):
+            _replace(module, name, plain_layer(part, part.adapted("weight")))
         elif isinstance(part, LowRankExperts):
             fold_experts(part)
         elif isinstance(part, IA3Scaled):
@@ -64,7 +68,7 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
 @torch.no_grad()
 def dequantize_layers(module: nn.Module) -> nn.Module:
     """Put a float layer in the place of each quantised one that has no adapter, in place, and return the module."""
-    for name, part in list(module.named_modules()):
+    for name, part in _parts(module):
         if is_quantized(part) and not isinstance(part, LowRank | IA3Scaled):
             _replace(module, name, plain_layer(part, dequantize(part)))
     _forget(module)
@@ -88,6 +92,13 @@ def without_adapters(module: nn.Module) -> dict[str, Tensor]:
         if is_quantized(part):
             state[f"{name}.weight"] = plain_layer(part, dequantize(part)).get_parameter("weight").detach()
     return {moved.get(name, name): tensor for name, tensor in state.items()}
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are there when their turn comes: nothing holds one that was replaced."""
+    for name in [name for name, _ in module.named_modules()]:
+        with contextlib.suppress(AttributeError):  # it went with what was around it
+            yield name, module.get_submodule(name)
 
 
 def _forget(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, whole_factors
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_format import _root_of, described
 from lit_efficient.mechanisms.adapters.prefix import CHILD, prefix_of
+from lit_efficient.mechanisms.adapters.prompt import PROMPT
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 
 
@@ -82,7 +83,10 @@ def vectors_to_peft(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
     if "ia3" in kept:
         return _ia3_to_peft(state, kept["ia3"])
     arguments = arguments_behind(checkpoint, "prefix")
-    return None if arguments is None else _prefix_to_peft(state, kept["prefix"], arguments)
+    if arguments is None:
+        return None
+    to_peft = _prompt_to_peft if kept["prefix"].get("prompt") else _prefix_to_peft
+    return to_peft(state, kept["prefix"], arguments)
 
 
 def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -107,14 +111,38 @@ def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple
     }
 
 
-def _prefix_to_peft(
+def _prompt_to_peft(
     state: Mapping[str, Tensor], where: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not where["transformers"] or arguments["modules_to_save"]:
-        what = "modules_to_save beside a prefix" if arguments["modules_to_save"] else "a prefix of lit_efficient.GPT"
+    _check_place(where, arguments)
+    embedded = state[f"{where['decoder']}.{PROMPT}.prompt_embeddings".lstrip(".")]
+    return {"prompt_embeddings": embedded.contiguous()}, {
+        "peft_type": "PROMPT_TUNING",
+        "task_type": "CAUSAL_LM",
+        "num_virtual_tokens": embedded.shape[0],
+        "num_layers": where["layers"],
+        "num_attention_heads": where["heads"],
+        "token_dim": embedded.shape[1],
+        "num_transformer_submodules": 1,
+        "prompt_tuning_init": "RANDOM",
+        "inference_mode": True,
+    }
+
+
+def _check_place(where: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    if not where["transformers"] or arguments.get("modules_to_save"):
+        what = (
+            "modules_to_save beside a prefix" if arguments.get("modules_to_save") else "a prefix of lit_efficient.GPT"
+        )
         raise ConfigurationError(
             f"export: peft has no place for {what}, only for the prefix of a causal language model of transformers"
         )
+
+
+def _prefix_to_peft(
+    state: Mapping[str, Tensor], where: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    _check_place(where, arguments)
     prefix = f"{where['decoder']}.{CHILD}.".lstrip(".")
     keys, values = prefix_of({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
     layers, heads, length, width = keys.shape

@@ -11,7 +11,8 @@ Sources: Li & Liang (2021), https://arxiv.org/abs/2101.00190; P-tuning v2 https:
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.mechanisms.adapters.base import FollowsBase
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, prefixed_call
-from lit_efficient.models.gpt import GPT, KVCache
+from lit_efficient.models.gpt import GPT, KVCache, rotary_table
 from lit_efficient.models.modes import evaluating
 from lit_efficient.surgery import mix_in
 
@@ -89,8 +90,13 @@ class PrefixedDecoder(FollowsBase, Switchable):
     """What both kinds of decoders share; mixed in front of the decoder's own class."""
 
     prefix_tuning: PrefixVectors
+    adds_keys: ClassVar[bool] = True  # attention has more of them than tokens
     prefix_tokens: tuple[int, ...]  # what the prefix started from; empty: random numbers
     prefix_length: int
+
+    def vectors(self, held: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, heads, n, head_dim]; where a cache has ``held`` them already, their n is all."""
+        return self.prefix_tuning()
 
     def follow_base(self) -> None:
         """Start again from the same tokens, in other weights."""
@@ -115,7 +121,9 @@ class PrefixedTransformer(PrefixedDecoder):
         if self.adapter_off:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         kwargs |= dict(zip(self.prefix_positional, args, strict=False))
-        return prefixed_call(self, super().forward, kwargs, *self.prefix_tuning())  # type: ignore[misc]
+        cache = kwargs.get("past_key_values")
+        keys, values = self.vectors(cache is not None and cache.get_seq_length() > 0)
+        return prefixed_call(self, super().forward, kwargs, keys, values)  # type: ignore[misc]
 
 
 class PrefixedGPT(PrefixedDecoder):
@@ -133,8 +141,8 @@ class PrefixedGPT(PrefixedDecoder):
                 "PrefixTuning: this GPT cannot have a prefix before each document of a packed row; do not pack "
                 "(data.init_args.pack=false), or take a model of transformers"
             )
-        keys, values = self.prefix_tuning()
         seen = cache[0].length if cache else 0
+        keys, values = self.vectors(seen > 0)
         room = self.config.max_length - self.prefix_length
         length = input_ids.shape[1] + max(0, seen - self.prefix_length)
         if length > room:
@@ -155,7 +163,7 @@ class PrefixedGPT(PrefixedDecoder):
         return features
 
 
-def find_decoder(root: nn.Module) -> tuple[str, nn.Module]:
+def find_decoder(root: nn.Module, who: str) -> tuple[str, nn.Module]:
     """Name and module of the only decoder in ``root``: of transformers, without its head, or this package's GPT.
 
     Raises:
@@ -172,7 +180,7 @@ def find_decoder(root: nn.Module) -> tuple[str, nn.Module]:
     if len(inner) != 1:
         what = f"{len(inner)} ({', '.join(map(repr, inner))})" if inner else "none"
         raise ConfigurationError(
-            "PrefixTuning: needs exactly one decoder with a key-value cache, a causal language model of transformers "
+            f"{who}: needs exactly one decoder with a key-value cache, a causal language model of transformers "
             f"or lit_efficient.GPT, and found {what} in {type(root).__name__}; its parts are: "
             f"{', '.join(f'{name}: {type(part).__name__}' for name, part in root.named_children()) or 'none'}"
         )
@@ -194,11 +202,27 @@ def computed(decoder: Any, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([list(tokens)], device=embeddings(decoder).weight.device)
     with torch.no_grad(), evaluating(decoder):
         if not isinstance(decoder, GPT):
-            plain: Any = super(PrefixedTransformer, decoder) if isinstance(decoder, PrefixedTransformer) else decoder
-            return computed_by_transformer(decoder, plain.forward, ids)
-        caches = [_Recorder(len(tokens)) for _ in decoder.blocks]
-        GPT.features(decoder, ids, caches)  # type: ignore[arg-type]
-        return torch.cat([cache.key for cache in caches]), torch.cat([cache.value for cache in caches])
+            return computed_by_transformer(decoder, _plain(decoder).forward, input_ids=ids)
+        return computed_from(decoder, decoder.embedding(ids)[0])
+
+
+def computed_from(decoder: Any, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [layers, heads, n, head_dim] for embeddings [n, dim], its prefix left out; differentiable."""
+    embedded = embedded.to(embeddings(decoder).weight.dtype)[None]
+    if not isinstance(decoder, GPT):
+        return computed_by_transformer(decoder, _plain(decoder).forward, inputs_embeds=embedded)
+    config, length = decoder.config, embedded.shape[1]
+    if length > config.max_length:
+        raise refusal("PrefixTuning", "num_virtual_tokens", f"at most max_length = {config.max_length}", length)
+    caches = [_Recorder(length) for _ in decoder.blocks]
+    rotary = rotary_table(0, length, config.head_dim, config.constants.rope_theta, embedded.device)
+    for block, cache in zip(decoder.blocks, caches, strict=True):
+        embedded = block(embedded, rotary, cache)
+    return torch.cat([cache.key for cache in caches]), torch.cat([cache.value for cache in caches])
+
+
+def _plain(decoder: Any) -> Any:
+    return super(PrefixedTransformer, decoder) if isinstance(decoder, PrefixedTransformer) else decoder
 
 
 class _Recorder(KVCache):
@@ -206,8 +230,9 @@ class _Recorder(KVCache):
     value: Tensor
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self.key, self.value = super().append(key, value)
-        return self.key, self.value
+        self.key, self.value = key, value
+        self.length = key.shape[2]
+        return key, value
 
 
 def add_prefix(
@@ -227,25 +252,24 @@ def add_prefix(
         ConfigurationError: If the decoder cannot have such a prefix.
     """
     table = embeddings(decoder).weight
-    if table.device.type == "meta":
-        raise ConfigurationError("PrefixTuning: weights are on the meta device: give the base its weights first")
-    if tokens and not 0 <= min(tokens) <= max(tokens) < len(table):
-        allowed = f"at least 0 and below the vocabulary's {len(table)}"
-        raise refusal("PrefixTuning", "init_tokens", allowed, (min(tokens), max(tokens)))
     keys, values = computed(decoder, tokens or _spread(length, len(table)))
     embedding = table[list(tokens)] if tokens else _drawn((length, table.shape[1]), seed, 2)
     if not tokens:
         keys, values = ((_drawn(t.shape, seed, i) * t.float().std().cpu()).to(t) for i, t in enumerate((keys, values)))
     vectors = PrefixVectors(keys, values, embedding.to(keys) if projection else None, projection, seed)
     setattr(decoder, CHILD, vectors)
-    attributes: dict[str, Any] = {"prefix_tokens": tuple(tokens), "prefix_length": length}
+    mix_in_prefix(decoder, PrefixedGPT, PrefixedTransformer, prefix_tokens=tuple(tokens), prefix_length=length)
+    return vectors
+
+
+def mix_in_prefix(decoder: Any, gpt: type, transformer: type, **attributes: Any) -> None:
+    """Make a decoder one with a prefix: our GPT, or one of transformers, whose ``forward`` may be called by place."""
     if isinstance(decoder, GPT):
-        mix_in(decoder, PrefixedGPT, **attributes)
-        return vectors
+        mix_in(decoder, gpt, **attributes)
+        return
     parameters = inspect.signature(decoder.forward).parameters.values()
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    mix_in(decoder, PrefixedTransformer, prefix_positional=names, **attributes)
-    return vectors
+    mix_in(decoder, transformer, prefix_positional=names, **attributes)
 
 
 def _spread(length: int, vocabulary: int) -> list[int]:
@@ -256,3 +280,25 @@ def _spread(length: int, vocabulary: int) -> list[int]:
 def _drawn(shape: Sequence[int], seed: int, stream: int) -> Tensor:
     generator = torch.Generator().manual_seed(4 * seed + stream)
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+def read_tokens(text: str, path: str, who: str) -> list[int]:
+    """The token numbers of a text, without special tokens.
+
+    Args:
+        text: What to encode.
+        path: A ``tokenizer.json``, or a folder that has one.
+        who: Name of the technique that asks, for the error.
+
+    Raises:
+        ConfigurationError: If there is no such file, or the text has no tokens.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise refusal(who, "tokenizer", "a tokenizer.json or a folder that has one", path)
+    from tokenizers import Tokenizer
+
+    tokens: list[int] = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    if not tokens:
+        raise ConfigurationError(f"{who}: init_text={text!r} has no tokens in {path!r}")
+    return tokens

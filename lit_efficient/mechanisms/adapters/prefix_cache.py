@@ -88,8 +88,8 @@ def _window_of(decoder: Any) -> int | None:
     return min(windows) if windows else None
 
 
-def computed_by_transformer(decoder: Any, forward: Callable[..., Any], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [layers, heads, n, head_dim] that a decoder's own ``forward`` computes for ``ids`` [1, n].
+def computed_by_transformer(decoder: Any, forward: Callable[..., Any], **inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [layers, heads, n, head_dim] that a decoder's own ``forward`` computes for one row of ``inputs``.
 
     Raises:
         ConfigurationError: If it checkpoints, its window is not longer than n, or its layers' keys differ in shape.
@@ -98,11 +98,12 @@ def computed_by_transformer(decoder: Any, forward: Callable[..., Any], ids: Tens
 
     refuse_checkpointing(decoder)
     layers, window = _layers_of(decoder), _window_of(decoder)
-    if window is not None and ids.shape[1] >= window:
+    length = next(iter(inputs.values())).shape[1]
+    if window is not None and length >= window:
         allowed = f"below {window}, the sliding window of {type(decoder).__name__}"
-        raise refusal("PrefixTuning", "num_virtual_tokens", allowed, ids.shape[1])
+        raise refusal("PrefixTuning", "num_virtual_tokens", allowed, length)
     cache: Any = DynamicCache(config=decoder.config)
-    forward(input_ids=ids, past_key_values=cache, use_cache=True)
+    forward(**inputs, past_key_values=cache, use_cache=True)
     filled = [layer for layer in cache.layers if layer.is_initialized]
     if len(filled) != len(layers) or len({layer.keys.shape for layer in filled}) > 1:
         raise ConfigurationError(

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.bitsandbytes_cpu import read_any_rows
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear, dequantize_groups
+from lit_efficient.models.expert_layers import ExpertLinear, GroupedLayer, Groups, grouped_linear
+from lit_efficient.surgery import mix_in
 
 FORMATS = ("nf4", "fp4", "int8", "int4")
 _BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
@@ -52,6 +55,8 @@ def quantize_linear(
         group_size: Inputs that share a scale and a zero point in int4.
         device: Where to round; the twin is where the layer was.
     """
+    if isinstance(layer, ExpertLinear):
+        return _quantized_experts(layer, format, double_quant=double_quant, group_size=group_size, device=device)
     transposed = is_conv1d(layer)
     home = layer.weight.device
     weight = layer.weight.detach().to(home if device is None else device)
@@ -65,6 +70,54 @@ def quantize_linear(
         twin = bitsandbytes_linear(weight, layer.bias, format, double_quant=double_quant)
     twin.quant_transposed = transposed
     return twin.train(layer.training) if weight.device == home else twin.train(layer.training).to(home)
+
+
+class QuantizedExperts(GroupedLayer):
+    """Mix-in of a quantised layer that holds the outputs of all experts one under the other, [E * out, in]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows of the sorted tokens, [M, in] -> [M, out]; the weights are floats while it runs alone."""
+        groups = self.known_groups()
+        y: Tensor = _QuantizedProduct.apply(x, self, groups)
+        return y if self.bias is None else y + self.bias.to(y.dtype)[groups.experts]
+
+    def dense_weight(self) -> Tensor:
+        """The weight as floats, in the shape that it had."""
+        rows = dequantize(self).unflatten(0, (self.expert_shape[0], -1))
+        return rows.mT if self.is_transposed else rows
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take floats of any shape."""
+        super().before_load(state_dict, prefix)
+        given = state_dict.get(f"{prefix}weight")
+        if given is not None and given.ndim == 3:
+            state_dict[f"{prefix}weight"] = (given.mT if self.is_transposed else given).flatten(0, 1)
+        super(GroupedLayer, self).before_load(state_dict, prefix)  # of the quantised layer
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    """The grouped product with weights that are dequantised again for the backward pass, not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedExperts, groups: Groups) -> Tensor:
+        ctx.layer, ctx.groups = layer, groups
+        return grouped_linear(x, layer.dense_weight().to(x.dtype), None, groups, layer.is_transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        layer = ctx.layer
+        weight = layer.dense_weight().to(grad.dtype)
+        return grouped_linear(grad.contiguous(), weight, None, ctx.groups, not layer.is_transposed), None, None
+
+
+def _quantized_experts(layer: ExpertLinear, format: str, **how: Any) -> Any:
+    rows = (layer.weight.mT if layer.is_transposed else layer.weight).detach().flatten(0, 1)
+    flat = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(layer.training)
+    flat.weight = nn.Parameter(rows, requires_grad=False)
+    twin = quantize_linear(flat, format, **how)
+    twin.bias = layer.bias
+    mix_in(twin, QuantizedExperts, expert_shape=layer.expert_shape, is_transposed=layer.is_transposed)
+    return twin
 
 
 def elements(parameter: Tensor) -> int:
@@ -99,6 +152,7 @@ def dequantize(module: Any) -> Tensor:
 def _dequantize_4bit(codes: Tensor, state: Any) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
+    read_any_rows()
     return dequantize_4bit(codes, state)
 
 
@@ -109,6 +163,12 @@ def _dequantize_8bit(codes: Tensor, scale: Tensor) -> Tensor:
 def plain_layer(module: Any, weight: Tensor) -> nn.Module:
     """The float layer that a quantised one was made from, with the given weight [out, in] and the same bias."""
     layer: Any
+    if isinstance(module, QuantizedExperts):
+        if weight.ndim == 2:
+            weight = weight.unflatten(0, (module.expert_shape[0], -1))
+            weight = weight.mT if module.is_transposed else weight
+        frozen = nn.Parameter(weight.contiguous(), requires_grad=False)
+        return ExpertLinear(frozen, module.bias, module.is_transposed).train(module.training)  # type: ignore[attr-defined]
     if is_conv1d(module):
         from transformers.pytorch_utils import Conv1D
 
@@ -142,14 +202,15 @@ def quantize_entry(state: dict[str, Tensor], name: str, how: Mapping[str, Any]) 
     int4 is left as codes, scales and zero points, the other formats as floats.
     """
     key = f"{name}.weight"
-    weight = state[key].T if how["transposed"] else state[key]
+    shape = state[key].shape
+    weight = state[key].T if how["transposed"] else state[key].flatten(0, -2)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     twin = quantize_linear(layer, how["format"], double_quant=how["double_quant"], group_size=how["group_size"] or 32)
     if isinstance(twin, Int4Linear):
         state |= {f"{name}.{k}": tensor for k, tensor in twin.state_dict().items()}
     else:
-        state[key] = _oriented(dequantize(twin), transposed=how["transposed"])
+        state[key] = _oriented(dequantize(twin), transposed=how["transposed"]).view(shape)
 
 
 def dequantize_entry(state: dict[str, Tensor], name: str, *, transposed: bool = False) -> None:

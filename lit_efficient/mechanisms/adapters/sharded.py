@@ -5,7 +5,8 @@ a sharded checkpoint for all that the module has. Here it asks for what is there
 must be.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,22 @@ def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: 
         return load(path, *arguments, **named)
     present = checkpoint_keys(path)
     check_adapters(module, present, path)
+    with asking_for(module, present):
+        return load(path, *arguments, **named)
+
+
+@contextmanager
+def asking_for(module: Any, present: Collection[str]) -> Iterator[None]:
+    """Have ``module`` ask a checkpoint for these of its keys alone."""
 
     def leave_out(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
         for key in state.keys() - present:
             del state[key]
 
     strict, module.strict_loading = module.strict_loading, False
-    hook = module.register_state_dict_post_hook(leave_out)  # a sharded checkpoint is asked for what this leaves
+    hook = module.register_state_dict_post_hook(leave_out)
     try:
-        return load(path, *arguments, **named)
+        yield
     finally:
         hook.remove()
         module.strict_loading = strict

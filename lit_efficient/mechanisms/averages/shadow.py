@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
 from lit_efficient.internals.torch_foreach import foreach_copy_
-from lit_efficient.mechanisms.averages.weights import local, placed_like, whole
-from lit_efficient.surgery import is_sharded, reshard
+from lit_efficient.mechanisms.averages.weights import placed_like, whole
+from lit_efficient.surgery import is_sharded, local, reshard
 from lit_efficient.technique import Technique
 
 

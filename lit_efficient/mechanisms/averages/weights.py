@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import held
 from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
-from lit_efficient.surgery import is_sharded
+from lit_efficient.surgery import is_sharded, local
 
 _CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there
 
@@ -150,11 +150,6 @@ def averageable(module: nn.Module, trainable_only: bool = True) -> dict[str, nn.
 def precise(dtype: torch.dtype) -> torch.dtype:
     """The format of an average: float32, or what is wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def local(tensor: Any) -> Tensor:
-    """The shard of a DTensor that this process holds (the same memory), or the tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Any) -> Tensor:

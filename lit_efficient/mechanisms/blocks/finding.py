@@ -127,6 +127,11 @@ class _Search:
                     self.candidates |= {id(child) for child in held if _may_add(child) and has_matrices(child)}
 
 
+def trained_blocks(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Without frozen ones, a teacher's say; all, where all are frozen."""
+    return [(name, block) for name, block in found if any(p.requires_grad for p in block.parameters())] or found
+
+
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 

@@ -178,11 +178,13 @@ class _Hooks(saved_tensors_hooks):
         self._call = _Call()
         self._inner: tuple[Any, Any] | None = None
 
+    @torch.compiler.disable  # it is called beside what is compiled, and sizes would become symbols
     def _pack(self, tensor: Tensor) -> Any:
         if not self._takes(tensor):
             return None, tensor.detach() if self._inner is None else self._inner[0](tensor)
         return self._offload.saved(tensor, self._call), place_of(tensor)
 
+    @torch.compiler.disable
     def _unpack(self, packed: Any) -> Any:
         saved, rest = packed
         if saved is None:

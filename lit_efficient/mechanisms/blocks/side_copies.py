@@ -36,6 +36,11 @@ class SideCopies:
         if self.stream is not None and done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
+    def finish(self) -> None:
+        """Let the CPU wait for all copies."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
     def host(self, size: int) -> Tensor:
         """So many bytes of CPU memory, which the device reads and writes by itself."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)

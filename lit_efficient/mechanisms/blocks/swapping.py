@@ -1,4 +1,8 @@
-"""Blocks whose frozen weights live in CPU memory and are streamed to the device ahead of their use, two at a time."""
+"""Blocks whose weights live in CPU memory and are streamed to the device ahead of their use, two at a time.
+
+Of weights that train the gradients leave the device one by one, as they are complete. When the backward pass is over,
+weights and gradients are in CPU memory, where an optimizer made of them steps.
+"""
 
 import functools
 import weakref
@@ -9,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
+from lit_efficient.internals.torch_dispatch import after_backward, is_traceable_wrapper_subclass, storage_id
 from lit_efficient.internals.torch_tensors import version as version_of
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place_of
@@ -18,23 +22,30 @@ from lit_efficient.surgery import memory_of
 _ALIGNED = 256  # bytes
 
 
-def frozen_names(block: nn.Module, elsewhere: set[int]) -> list[str]:
+def swapped_names(block: nn.Module, elsewhere: set[int], trained: bool = False) -> list[str]:
     """Names of the block's parameters that can leave the device: frozen, dense, and used by nobody else.
 
     Args:
         block: A part of a network.
         elsewhere: Identities of the parameters that modules outside of the block hold.
+        trained: Whether those that train can leave it, too.
     """
-    return [name for name, p in block.named_parameters() if id(p) not in elsewhere and _can_leave(p)]
+    return [name for name, p in block.named_parameters() if id(p) not in elsewhere and _can_leave(p, trained)]
 
 
-def swapped_tensors(block: nn.Module, names: Iterable[str]) -> list[Tensor]:
-    """Those of the named parameters that are frozen, and the constants that hang on codes or stand beside them."""
+def swapped_tensors(block: nn.Module, names: Iterable[str], trained: bool = False) -> list[Tensor]:
+    """Those of the named parameters that are frozen, and the constants that hang on codes or stand beside them.
+
+    Args:
+        block: A part of a network.
+        names: Of its parameters.
+        trained: Whether those that train are wanted, too.
+    """
     found: dict[int, Tensor] = {}
     held = dict(block.named_parameters())
     for name in names:
         parameter = held.get(name)
-        if parameter is None or not _can_leave(parameter):
+        if parameter is None or not _can_leave(parameter, trained):
             continue
         found[id(parameter)] = parameter
         if not parameter.is_floating_point():
@@ -45,8 +56,12 @@ def swapped_tensors(block: nn.Module, names: Iterable[str]) -> list[Tensor]:
     return list(found.values())
 
 
-def _can_leave(tensor: Tensor) -> bool:
-    if tensor.requires_grad or is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+def _can_leave(tensor: Tensor, trained: bool = False) -> bool:
+    if (
+        (tensor.requires_grad and not trained)
+        or is_traceable_wrapper_subclass(tensor)
+        or tensor.layout is not torch.strided
+    ):
         return False
     return tensor.device.type != "meta" and 0 < tensor.numel() == _extent(tensor)
 
@@ -69,20 +84,25 @@ class Swap:
     """The blocks of one network, by their numbers in the order in which they run; two of them are on a device.
 
     While a block computes, forward or backward, the one that is next comes. It takes the memory of the one before.
+
+    Args:
+        trained: Whether what trains is swapped, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trained: bool = False) -> None:
+        self.trained = trained
         self._blocks: dict[int, _Block] = {}
         self._copies: dict[torch.device, SideCopies] = {}
+        self._last: tuple[int, Any] = (-1, None)  # block of the backward pass, and when the gradients before it are out
 
     def __reduce__(self) -> Any:
-        return Swap, ()  # a copied network swaps on its own
+        return Swap, (self.trained,)  # a copied network swaps on its own
 
     def add(self, number: int, module: nn.Module, names: tuple[str, ...]) -> "_Block":
         """The block of a number; known ones stay."""
         known = self._blocks.get(number)
         if known is None or known.module() is not module:
-            known = self._blocks[number] = _Block(module, names)
+            known = self._blocks[number] = _Block(module, names, self.trained)
         return known
 
     def enter(self, number: int, device: torch.device, backward: bool = False) -> None:
@@ -118,8 +138,29 @@ class Swap:
             if tensor.requires_grad and id(tensor) not in inputs:
                 tensor.register_hook(functools.partial(self._back, number, device))
 
+    def ran(self, number: int) -> None:
+        """Take what trains to CPU memory after the last block, when no backward pass will: others may write to it.
+
+        An average that takes the weights' place does, through ``data``, which nobody sees.
+        """
+        if self.trained and number == max(self._blocks):
+            self.come_to_rest()
+
     def _back(self, number: int, device: torch.device, gradient: Tensor) -> None:
         self.enter(number, device, backward=True)
+        if not self.trained:
+            return
+        self._blocks[number].set_aside()
+        if number != self._last[0]:
+            before, self._last = self._last[1], (number, self._copies[device].done())
+            if before is not None:  # or gradients would wait on the device for the bus
+                before.synchronize()
+        after_backward(self._ends)
+
+    def _ends(self) -> None:
+        self.come_to_rest()
+        for copies in self._copies.values():
+            copies.finish()
 
     def come_to_rest(self, stale: bool = False) -> None:
         """Take all blocks to CPU memory, so that their weights may be read and written; ``stale``: or replaced."""
@@ -135,19 +176,23 @@ class _Block:
     of the weights is valid again whenever the block is there.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        self.module, self.names = weakref.ref(module), names
+    def __init__(self, module: nn.Module, names: tuple[str, ...], trained: bool) -> None:
+        self.module, self.names, self.trained = weakref.ref(module), names, trained
         self.stale, self.there = True, False
         self.tensors: list[Tensor] = []
         self.places: list[Place] = []
         self.homes: list[Tensor] = []
         self.pointers: list[int] = []  # to the tensors' memory on the device
         self.versions: list[int] = []
+        self.trains: list[bool] = []
+        self.gradients: dict[Tensor, Tensor] = {}  # in CPU memory, of what is on the device
+        self.hooks: list[Any] = []
         self.host: Tensor | None = None
         self.memory: torch.UntypedStorage | None = (
             None  # on the device; no tensor, which could be read while it is empty
         )
         self.device: torch.device | None = None
+        self.copies: SideCopies | None = None
         self.done: Any = None
 
     def memory_id(self) -> int | None:
@@ -163,6 +208,7 @@ class _Block:
         if self.stale or self._changed([home.data_ptr() for home in self.homes]):
             self._take(copies)
         assert self.host is not None
+        self.copies = copies
         copies.begin()
         with torch.inference_mode(False), torch.no_grad(), copies.beside():
             if self.memory is None or self.device != copies.device:
@@ -193,11 +239,41 @@ class _Block:
                     home.copy_(tensor.data)
             tensor.data = home
         self.memory.resize_(0)
+        while self.gradients:
+            tensor, gradient = self.gradients.popitem()
+            tensor.grad = gradient
+
+    def set_aside(self) -> None:
+        """Before the block's backward pass: autograd adds to no gradient in another memory."""
+        for tensor in self.tensors:
+            if tensor.grad is not None:
+                self.gradients[tensor], tensor.grad = tensor.grad, None
+
+    @torch.no_grad()
+    def _send(self, tensor: Tensor) -> None:
+        """Copy a gradient that is complete to CPU memory, onto what is there."""
+        gradient, before = tensor.grad, self.gradients.get(tensor)
+        if gradient is None or not self.there:
+            return
+        if gradient.requires_grad:
+            raise ConfigurationError(
+                "BlockSwap: a gradient of a gradient is wanted (create_graph=True), whose weights leave the device: "
+                "leave out trained=True"
+            )
+        assert self.copies is not None
+        self.copies.begin()
+        with self.copies.beside():
+            if before is not None:  # added on the device, as autograd adds
+                gradient = before.to(gradient.device, non_blocking=True) + gradient
+            self.gradients[tensor] = gradient.to("cpu", non_blocking=True)
+            if self.copies.stream is not None:
+                tensor.grad.record_stream(self.copies.stream)  # type: ignore[union-attr]
+        tensor.grad = None
 
     def _changed(self, pointers: list[int]) -> bool:
-        """Whether tensors have been given other data since, or have begun to train."""
-        pairs = zip(self.tensors, pointers, strict=True)
-        return any(tensor.requires_grad or tensor.data_ptr() != pointer for tensor, pointer in pairs)
+        """Whether tensors have been given other data since, or have begun or ceased to train."""
+        every = zip(self.tensors, self.trains, pointers, strict=True)
+        return any(tensor.requires_grad != trains or tensor.data_ptr() != at for tensor, trains, at in every)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -205,10 +281,15 @@ class _Block:
         """Move all that is swapped into one pinned memory, each tensor with a storage of its own, as files want it."""
         module = self.module()
         assert module is not None
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter.device != copies.device:  # it was swapped before it trained
+        self.tensors = swapped_tensors(module, self.names, self.trained)
+        swapped = {id(tensor) for tensor in self.tensors}
+        for parameter in module.parameters():  # one was perhaps swapped before it trained
+            if parameter.requires_grad and parameter.device != copies.device and id(parameter) not in swapped:
                 parameter.data = parameter.data.to(copies.device)
-        self.tensors = swapped_tensors(module, self.names)
+        for hook in self.hooks:
+            hook.remove()
+        self.trains = [tensor.requires_grad for tensor in self.tensors]
+        self.hooks = [t.register_post_accumulate_grad_hook(self._send) for t in self.tensors if t.requires_grad]
         starts: dict[Any, int] = {}
         size, self.places = 0, []
         for tensor in self.tensors:

@@ -13,7 +13,7 @@ the same order.
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.mechanisms.order.resumable_sampler import epoch_order, mix_seed, shard
+from lit_efficient.mechanisms.order.indexed_permutation import IndexedPermutation
+from lit_efficient.mechanisms.order.resumable_sampler import INDEXED_FROM, epoch_order, mix_seed, shard
 
 Key = tuple[int, int]
 """Index of an image in its data set, and number of its variant."""
@@ -65,7 +66,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
     ``DistributedSampler``; ``ExactResume`` goes on in the middle of an epoch with the same batches.
 
     Args:
-        index: Indices of the images, each once.
+        index: Indices of the images, each once. A ``range``, with images that are all equal, is never made a list.
         batch_size: Keys a batch, for each rank.
         bucket_of: Shape (height, width) of an image by its index: those of a batch are equal. ``None``: all are equal.
         variants: How many variants each image has; an epoch shows one of them, see :func:`variant_of`.
@@ -106,15 +107,22 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         if not len(index):
             raise refusal("KeyedBatchSampler", "index", "a sequence of at least one image", list(index))
         super().__init__(index, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
-        self.index = list(index)
+        self.index: Sequence[int] = index if isinstance(index, range) else list(index)
         self.batch_size = batch_size
         self.variants = variants
         self.round = 0  # a loader that is begun again within an epoch gets another order
-        self._buckets: list[Hashable] = [bucket_of(i) if bucket_of else None for i in self.index]
+        self.first = 0  # batches that the next pass leaves out
+        self.indexed = True  # false to go on in the order of a run that drew all of it
+        self._buckets: list[Hashable] | None = [bucket_of(i) for i in self.index] if bucket_of else None
         self._count()
 
+    @property
+    def computes_order(self) -> bool:
+        """Whether the order is computed where it is read."""
+        return self.shuffle and self.indexed and self._buckets is None and len(self.index) > INDEXED_FROM
+
     def _count(self) -> None:
-        counts, whole, drop_last = Counter(self._buckets), self.batch_size * self.num_replicas, self.drop_last
+        counts, whole, drop_last = self._counts(), self.batch_size * self.num_replicas, self.drop_last
         if drop_last and (never := {bucket: count for bucket, count in counts.items() if count < whole}):
             listed = ", ".join(f"{bucket}: {count}" for bucket, count in sorted(never.items(), key=str)[:5])
             raise ConfigurationError(
@@ -123,14 +131,32 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
             )
         self._length = sum(count // whole if drop_last else math.ceil(count / whole) for count in counts.values())
 
+    def _counts(self) -> Mapping[Hashable, int]:
+        return {None: len(self.index)} if self._buckets is None else Counter(self._buckets)
+
     def __iter__(self) -> Iterator[list[Key]]:
-        epoch, key = self.epoch, (self.seed, self.epoch, self.round)  # a later set_epoch is for later passes
-        order = epoch_order(self.index, self.shuffle, *key)
-        batches = fill_batches(order, self._buckets, self.batch_size * self.num_replicas, self.drop_last)
-        # Incomplete batches, and those of rare shapes, would otherwise gather at the end of every epoch.
-        for number in epoch_order(batches, self.shuffle, mix_seed(*key), epoch):
-            part = shard(batches[number], self.rank, self.num_replicas, drop_last=False)
+        epoch, first, self.first = self.epoch, self.first, 0  # a later set_epoch is for later passes
+        for batch in self._batches((self.seed, epoch, self.round), first):
+            part = shard(batch, self.rank, self.num_replicas, drop_last=False)
             yield [(i, variant_of(self.seed, epoch, i, self.variants)) for i in (self.index[p] for p in part)]
+
+    def _batches(self, key: tuple[int, int, int], first: int) -> Iterator[Sequence[int]]:
+        """Places in the index of each batch of all ranks, from the first wanted one on."""
+        # Incomplete batches, and those of rare shapes, would otherwise gather at the end of every epoch.
+        mixed, epoch, size = mix_seed(*key), key[1], self.batch_size * self.num_replicas
+        if self.computes_order or (self._buckets is None and not self.shuffle):
+            order = epoch_order(self.index, self.shuffle, *key, indexed=True)
+            numbers = epoch_order(range(self._length), self.shuffle, mixed, epoch, indexed=True)
+            wanted = range(first, self._length)
+            for number in numbers.walk(wanted) if isinstance(numbers, IndexedPermutation) else wanted:
+                places = range(number * size, min((number + 1) * size, len(self.index)))
+                yield order[places].tolist() if isinstance(order, IndexedPermutation) else places
+            return
+        buckets = self._buckets or [None] * len(self.index)
+        drawn: Any = epoch_order(self.index, self.shuffle, *key)
+        batches = fill_batches(drawn, buckets, size, self.drop_last)
+        for number in list(epoch_order(batches, self.shuffle, mixed, epoch))[first:]:  # type: ignore[arg-type]
+            yield batches[number]
 
     def __len__(self) -> int:
         return self._length
@@ -144,11 +170,13 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
 
     def largest_batch(self) -> int:
         """The most keys that a batch of one rank can have."""
-        counts = Counter(self._buckets).values()
+        counts = self._counts().values()
         return min(counts) // self.num_replicas if self.drop_last else math.ceil(max(counts) / self.num_replicas)
 
     def alike(self, keys: Sequence[Key]) -> list[Key]:
         """Those of some keys that may be in one batch with the first."""
+        if self._buckets is None:
+            return list(keys)
         bucket_of = dict(zip(self.index, self._buckets))
         return [key for key in keys if bucket_of[key[0]] == bucket_of[keys[0][0]]]
 

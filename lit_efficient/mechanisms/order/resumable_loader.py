@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import distributed
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,6 +29,7 @@ from lit_efficient.internals.lightning_data import sampler_inside
 from lit_efficient.internals.torch_loaders import PlannedLoader, copied
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, mix_seed, seed_all
+from lit_efficient.mechanisms.ranks import place_among_ranks
 
 _REPLACEABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 # Their order is a pure function of a seed and of the epoch and the round that the loader tells them.
@@ -74,14 +74,18 @@ class ResumableLoader(PlannedLoader):
             sampler.seed = seed
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: ``epoch``, ``round`` and the number of ``batches`` yielded in it."""
+        """Where the loader stands: ``epoch``, ``round``, the number of ``batches`` yielded in it, and ``indexed`` where
+        the order is computed as it is read.
+        """
         if self._pending is not None:
             return dict(self._pending)
-        return {"epoch": self._epoch or 0, "round": self._round, "batches": self._yielded}
+        state = {"epoch": self._epoch or 0, "round": self._round, "batches": self._yielded}
+        return state | ({"indexed": 1} if getattr(self._innermost_sampler, "computes_order", False) else {})
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on there at the next iteration if that is one of the same epoch; a later epoch is begun from its start."""
         self._pending = {key: int(state_dict[key]) for key in ("epoch", "round", "batches")}
+        self._pending |= {"indexed": 1} if state_dict.get("indexed") else {}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator on purpose: Lightning calls iter() before it has restored its counters, and workers would prefetch
@@ -102,6 +106,9 @@ class ResumableLoader(PlannedLoader):
         self._epoch, self._yielded = epoch, self._start
         if isinstance(sampler := self._innermost_sampler, _PURE):
             sampler.epoch, sampler.round = epoch, self._round
+            if state is not None:  # of a run that drew its orders, it may be
+                sampler.indexed = "indexed" in state
+            sampler.first = self._start * self._indices_of_batch
 
     def _batch_seed(self, number: int, purpose: int) -> int:
         return mix_seed(self._seed, self._epoch or 0, self._round, number, self._rank, purpose)
@@ -109,6 +116,14 @@ class ResumableLoader(PlannedLoader):
     @property
     def _innermost_sampler(self) -> object:
         return getattr(self.batch_sampler, "sampler", self.sampler)
+
+    @property
+    def _indices_of_batch(self) -> int:
+        """How many items the sampler gives for a batch, if it can leave out those before a batch; 0 if it cannot."""
+        if type(self._innermost_sampler) not in _PURE:
+            return 0
+        batch_sampler = self.batch_sampler
+        return 1 if batch_sampler is None else batch_sampler.batch_size if type(batch_sampler) is BatchSampler else 0
 
     def plan(self, indices: Any) -> Any:
         """Give each batch its seed, and leave out those that an earlier process has yielded."""
@@ -128,7 +143,7 @@ class _Plan:
 
     def __iter__(self) -> Iterator[Any]:
         loader, start = self.loader, self.loader._start
-        for number, batch in enumerate(self.indices):
+        for number, batch in enumerate(self.indices, start if loader._indices_of_batch else 0):
             if number < start:
                 continue
             seed = loader._batch_seed(number, purpose=0)
@@ -224,9 +239,8 @@ def _resumable_class(kind: type[DataLoader[Any]]) -> type[ResumableLoader]:
 
 
 def _adopt(loader: ResumableLoader, seed: int, rank: int | None, epoch: Callable[[], int] | None = None) -> None:
-    grouped = distributed.is_available() and distributed.is_initialized()
     loader._seed, loader._clock = seed, epoch
-    loader._rank = rank if rank is not None else distributed.get_rank() if grouped else 0
+    loader._rank = place_among_ranks()[0] if rank is None else rank
     # DataLoader forbids to set these two after __init__, because it could not re-check them; the kinds stay the same.
     if type(loader.batch_sampler) is BatchSampler:
         batch_sampler = copy.copy(loader.batch_sampler)

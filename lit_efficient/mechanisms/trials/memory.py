@@ -92,7 +92,7 @@ class AllocationMeter(TorchDispatchMode):
         """Count a tensor's storage, unless it counts already or is not on the CPU."""
         if is_traceable_wrapper_subclass(tensor):  # quantised or sharded: what it wraps is what takes the space
             for name in tensor.__tensor_flatten__()[0]:
-                self.add(getattr(tensor, name))
+                self.add_all(getattr(tensor, name))  # of a shard also its mesh, which is no tensor
             return
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return

@@ -192,3 +192,13 @@ def test_bad_buckets(wrong, message):
 def test_a_single_bucket_is_none():
     with pytest.raises(ConfigurationError, match="leave 1 shape for a resolution of 64"):
         AspectBuckets(64, 2.0).shapes(64)
+
+
+def test_what_starts_programs_is_no_image(tmp_path, monkeypatch):
+    ghost = tmp_path / "gs"
+    ghost.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    ghost.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(UnreadableImage):
+        decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n")
+    assert not (tmp_path / "ran").exists()

@@ -10,7 +10,8 @@ import torch
 from pyarrow import parquet
 
 from lit_efficient import ImageColumns, ImageData, ImageSplits, ImageView
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files import tables
 from tests.data.images.image_kit import encoded, number_of, picture, write, write_metadata
 
 COUNT = 8
@@ -209,6 +210,19 @@ def test_parquet(tmp_path, kind):
     assert [number_of(data.dataset[(n, 0)]["images"]) for n in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
     with pytest.raises(ConfigurationError, match="no files of split 'test'; it has train, validation"):
         opened(tmp_path / "repo", splits=ImageSplits("test"))
+
+
+def test_a_mapped_copy_that_was_damaged_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    parquet.write_table(pyarrow.table(rows(as_dict)), tmp_path / "one.parquet")
+    monkeypatch.setattr(tables, "_checked", set())
+    opened(tmp_path / "one.parquet", cache_dir=str(tmp_path / "cache"))
+    (copy,) = (tmp_path / "cache" / "datasets").rglob("*.arrow")
+    raw = copy.read_bytes()
+    place = raw.index(b"picture 3")
+    copy.write_bytes(raw[:place] + b"P" + raw[place + 1 :])
+    tables._checked.clear()  # as in a new process
+    with pytest.raises(CheckpointError, match=r"\.arrow is missing, or not what was written"):
+        opened(tmp_path / "one.parquet", cache_dir=str(tmp_path / "cache"))
 
 
 def test_parquet_as_data_sets_writes_it_knows_the_names_of_classes(tmp_path):

@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import lzma
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lit_efficient import ConfigurationError, LanguageData
 from lit_efficient.data.text.chat_formats import recognise
 from lit_efficient.data.text.reading import PairReader, Reader
 from lit_efficient.data.text.rows import open_sources
+from lit_efficient.files import file_hashes
 
 ROWS = [{"instruction": 'Say "two,\nthree"', "output": "Zwölf; ä"}, {"instruction": "x" * 200_000, "output": "long"}]
 
@@ -158,3 +160,26 @@ def test_a_table_without_names_is_told_how_to_get_them(tmp_path: Path, reader: A
     path.write_text("instruction,output,output\na,b,c\n")
     with pytest.raises(ConfigurationError, match="two columns have the name 'output'"):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz"])
+def test_a_bomb_is_refused(name, tmp_path):
+    (tmp_path / name).write_bytes(gzip.compress(bytes(1 << 26)) * 5)
+    (source,) = open_sources(str(tmp_path / name))
+    with pytest.raises(ConfigurationError, match="unpacks to 200 times its size"):
+        list(source.rows())
+
+
+def test_a_large_source_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIT_EFFICIENT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("lit_efficient.data.text.rows._LARGE", 10)
+    hashed: list[Path] = []
+    kept = file_hashes.sha256_of
+    monkeypatch.setattr(file_hashes, "sha256_of", lambda path: hashed.append(path) or kept(path))
+    source = tmp_path / "a.txt"
+    source.write_text("a text of more bytes than ten")
+    os.utime(source, (1, 1))
+    first, again = (open_sources(str(source))[0].digest for _ in range(2))
+    assert (first, len(hashed)) == (again, 1)
+    source.write_text("another text of as many bytes")
+    assert open_sources(str(source))[0].digest != first

@@ -89,6 +89,21 @@ def test_an_interrupted_teacher_goes_on_where_it_stopped(tmp_path: Path, monkeyp
     assert len(files[0]) == 5
 
 
+def test_a_shard_that_was_damaged_before_the_teacher_goes_on_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher_cache, "SHARD_BATCHES", 1)
+    write_top_k(tmp_path / "a", BATCHES, teach)
+    first, _, third, _ = sorted((tmp_path / "a").glob("shard-*"))
+    wanted = {path: path.read_bytes() for path in (first, third)}
+    first.write_bytes(wanted[first][:-1] + bytes([wanted[first][-1] ^ 1]))
+    third.write_bytes(wanted[third][:-4])
+    (tmp_path / "a" / "manifest.json").unlink()  # as an interruption leaves it
+    write_top_k(tmp_path / "a", BATCHES, teach)
+    assert {path: path.read_bytes() for path in (first, third)} == wanted
+    TopKCache(tmp_path / "a")
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     write_top_k(tmp_path / "a", BATCHES, teach)
     (shard,) = (tmp_path / "a").glob("shard-*")

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from lit_efficient import merge_adapters
-from lit_efficient.mechanisms.adapters.int4 import Int4Linear, dequantize_groups, quantize_groups, unpack_codes
+from lit_efficient.mechanisms.adapters.int4 import (
+    Int4Linear,
+    codes_on_grid,
+    dequantize_groups,
+    quantize_groups,
+    unpack_codes,
+)
 from lit_efficient.mechanisms.adapters.low_rank import add_low_rank
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers
 from lit_efficient.mechanisms.adapters.quantized import quantize_linear, stored_bytes
@@ -116,3 +122,15 @@ def test_qalora_is_lora_whose_a_is_constant_over_each_group() -> None:
     c, d = torch.autograd.grad(z, [plain.lora_A, plain.lora_B])
     torch.testing.assert_close(a, c.unflatten(1, (-1, 16)).sum(-1), rtol=1e-10, atol=1e-9)
     torch.testing.assert_close(b, d, rtol=1e-10, atol=1e-9)
+
+
+def test_codes_on_a_given_grid_are_the_nearest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    packed, scale, zero = quantize_groups(torch.randn(3, 16, generator=generator), 8)
+    grid = dequantize_groups(packed, scale, zero)
+    assert torch.equal(codes_on_grid(grid, scale, zero), packed)
+    moved = grid + torch.randn(3, 16, generator=generator)
+    steps, offsets = (t.repeat_interleave(8, 1) for t in (scale, zero))
+    wanted = moved.clamp(-offsets * steps, (15 - offsets) * steps)
+    found = dequantize_groups(codes_on_grid(moved, scale, zero), scale, zero)
+    assert ((found - wanted).abs() <= steps / 2 + 1e-6).all()

@@ -12,7 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_efficient import ConfigurationError, merge_adapters
-from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, LowRank, add_low_rank, dora_norm
+from lit_efficient.mechanisms.adapters.low_rank import (
+    ON_INT4,
+    VARIANTS,
+    LowRank,
+    add_low_rank,
+    dora_norm,
+    merged_matrix,
+)
 from lit_efficient.mechanisms.adapters.targets import find_targets
 
 
@@ -185,3 +192,20 @@ def test_autocast_gets_the_input_as_it_is(kind: str) -> None:
     assert copies.count == 0
     assert torch.equal(found, plain + (scale * added).to(plain.dtype))
     assert layer(x.float()).dtype == torch.float32  # and without autocast in the adapter's own format
+
+
+def test_a_column_of_a_narrow_adapter_stands_for_a_group_of_inputs() -> None:
+    weight, a, b = torch.randn(4, 6), torch.randn(2, 3), torch.randn(4, 2)
+    merged = merged_matrix(weight, {"lora_A": a, "lora_B": b}, 0.5)
+    wide = torch.stack([a[:, 0], a[:, 0], a[:, 1], a[:, 1], a[:, 2], a[:, 2]], 1)
+    torch.testing.assert_close(merged, weight + 0.5 * b @ wide)
+
+
+def test_adapters_start_as_the_papers_code_does() -> None:
+    layer: Any = nn.Linear(64, 32)
+    add_low_rank(layer, "layer", rank=16, alpha=1.0)
+    assert not layer.lora_B.any()
+    bound = 1 / 8  # Kaiming's uniform distribution with a = sqrt(5) on 64 inputs
+    assert layer.lora_A.abs().max() <= bound
+    assert layer.lora_A.mean().abs() < 0.05 * bound
+    assert layer.lora_A.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_efficient import GPT, ConfigurationError, GPTConfig
+from lit_efficient import GPT, ConfigurationError, GPTConfig, PrefixTuning
 from lit_efficient.mechanisms.adapters.prefix import add_prefix, find_decoder
 from lit_efficient.mechanisms.adapters.prefix_cache import extend_mask
 from tests.mechanisms.adapters.decoders import FAMILIES, IDS, WINDOWED, decoder, logits
@@ -21,7 +21,7 @@ GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
 def prefixed(family: str, projection: int = 0, **arguments: Any) -> Any:
     model = decoder(family, **arguments)
-    add_prefix(find_decoder(model)[1], N, TOKENS, projection=projection)
+    add_prefix(find_decoder(model, "PrefixTuning")[1], N, TOKENS, projection=projection)
     return model
 
 
@@ -120,7 +120,7 @@ def test_bfloat16_autocast_and_gradients_reach_the_prefix(build: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output = model(IDS)
     (output if isinstance(output, torch.Tensor) else output.logits).float().square().mean().backward()
-    prefix = find_decoder(model)[1].prefix_tuning
+    prefix = find_decoder(model, "PrefixTuning")[1].prefix_tuning
     assert prefix.prefix_keys.grad.abs().sum((1, 2, 3)).all()
     assert prefix.prefix_values.grad.abs().sum((1, 2, 3)).all()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_a_deep_copy_has_a_prefix_of_its_own() -> None:
     twin = copy.deepcopy(model)
     before = logits(twin)
     with torch.no_grad():
-        find_decoder(model)[1].prefix_tuning.prefix_values.zero_()
+        find_decoder(model, "PrefixTuning")[1].prefix_tuning.prefix_values.zero_()
     assert torch.equal(logits(twin), before)
     assert not torch.allclose(logits(model), before, atol=1e-4)
 
@@ -145,7 +145,7 @@ def test_gradient_checkpointing_is_refused_whenever_it_is_switched_on(family: st
     early = decoder(family)
     early.gradient_checkpointing_enable()
     with pytest.raises(ConfigurationError, match=r"gradient checkpointing: .*gradient_checkpointing_disable"):
-        add_prefix(find_decoder(early)[1], N, TOKENS)
+        add_prefix(find_decoder(early, "PrefixTuning")[1], N, TOKENS)
     late = prefixed(family).train()
     late.gradient_checkpointing_enable()
     with pytest.raises(ConfigurationError, match="cannot be combined with gradient checkpointing"):
@@ -157,7 +157,7 @@ def test_gradient_checkpointing_is_refused_whenever_it_is_switched_on(family: st
 @pytest.mark.parametrize("family", WINDOWED)
 def test_a_prefix_as_long_as_the_window_is_refused(family: str) -> None:
     with pytest.raises(ConfigurationError, match="num_virtual_tokens must be below 6, the sliding window"):
-        add_prefix(find_decoder(decoder(family))[1], 6, [3] * 6)
+        add_prefix(find_decoder(decoder(family), "PrefixTuning")[1], 6, [3] * 6)
 
 
 def test_what_can_have_no_prefix_is_refused() -> None:
@@ -165,10 +165,10 @@ def test_what_can_have_no_prefix_is_refused() -> None:
 
     sizes: Any = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
     with pytest.raises(ConfigurationError, match=r"exactly one decoder.* found 2 \('encoder', 'decoder'\)"):
-        find_decoder(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
+        find_decoder(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "PrefixTuning")
     with pytest.raises(ConfigurationError, match="found none in Linear"):
-        find_decoder(torch.nn.Linear(1, 1))
+        find_decoder(torch.nn.Linear(1, 1), "PrefixTuning")
     with pytest.raises(ConfigurationError, match=r"below the vocabulary's 32, got \(5, 32\)"):
-        add_prefix(gpt(), 2, [5, 32])
+        PrefixTuning(init_tokens=[5, 32]).start(gpt())
     with pytest.raises(ConfigurationError, match="goes into a DynamicCache only, got a StaticCache"):
         prefixed("Llama").generate(IDS, attention_mask=torch.ones_like(IDS), cache_implementation="static", **GREEDY)

@@ -162,3 +162,14 @@ def test_other_widths_are_rebuilt_at_least_as_well_as_by_the_papers_solution(
         assert found <= 1.15 * reference + 1e-6 * scale, (target, found / scale, reference / scale)
         if every == 100 and len(tracked) == 2 and target >= 0.05:
             assert found < 0.01 * scale, (target, found / scale)
+
+
+def test_the_mean_of_one_is_itself() -> None:
+    (mean,) = weighted_mean([[torch.arange(3)]], [1.0])
+    assert torch.equal(mean, torch.arange(3.0))
+
+
+def test_averages_of_two_devices_are_copied_where_they_are() -> None:
+    here, there = torch.zeros(3), torch.zeros(3, device="meta")
+    update_([here, there], [torch.ones(3), torch.ones(3, device="meta")], 0.0)
+    assert here.tolist() == [1, 1, 1]

@@ -304,3 +304,26 @@ def test_digits_are_an_image_source():
     batch = next(iter(keyed_loader(data.dataset, keys, collate_images)))
     assert torch.equal(batch["images"], data.dataset.tensors["images"][batch["index"]])
     assert batch["labels"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_largest_batch_shows_images_of_every_bucket(ranks):
+    counts = Counter(map(bucket_of, INDEX)).values()
+    for drop_last, most in ((True, min(counts) // ranks), (False, -(-max(counts) // ranks))):
+        arguments = {"drop_last": drop_last, "num_replicas": ranks, "rank": 0}
+        found = sampler(batch_size=1, **arguments).largest_batch()
+        assert found == most
+        assert max(map(len, sampler(batch_size=found, **arguments))) == most
+    with pytest.raises(ConfigurationError, match="drop_last would leave out all images"):
+        sampler(batch_size=min(counts) // ranks + 1, drop_last=True, num_replicas=ranks, rank=0)
+
+
+def test_each_variant_has_its_turn():
+    for variants in (1, 2, 3):
+        assert {variant_of(0, epoch, 5, variants) for epoch in range(30)} == {*range(variants)}
+
+
+def test_keys_of_one_batch_are_of_the_first_ones_bucket():
+    keys = [(4, 1), (7, 0), (5, 2), (14, 1), (6, 0)]  # 7 and 14 lie on the other shapes
+    assert sampler().alike(keys) == [(4, 1), (5, 2), (6, 0)]
+    assert sampler().alike(keys[1:]) == [(7, 0)]

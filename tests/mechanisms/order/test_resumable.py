@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order import resumable_sampler
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, epoch_order, mix_seed, seed_all, shard
 from tests.callbacks.resume_kit import Augmented
@@ -246,3 +247,18 @@ def test_seeding_covers_the_three_generators():
     seed_all(2**63 - 1)
     assert draw() == first
     assert copy.copy(first) != draw()
+
+
+def test_seeds_and_orders_are_those_of_earlier_releases():
+    """Or a checkpoint of theirs would go on with another order."""
+    assert (mix_seed(0, 1, 2), mix_seed(7)) == (5458876493991123480, 843011692241435484)
+    assert epoch_order(range(6), shuffle=True, seed=3, epoch=1) == [1, 0, 5, 4, 2, 3]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_apples_generator_is_seeded_where_there_is_one(there, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(resumable_sampler, "_MPS", there)
+    monkeypatch.setattr(torch.mps, "manual_seed", seeds.append)
+    seed_all(5)
+    assert seeds == [5] * there

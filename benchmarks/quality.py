@@ -1,0 +1,340 @@
+"""Which techniques reach an equal loss in fewer steps: two small trainings, many seeds, and what they are evidence of.
+
+    python -m benchmarks.quality --minutes 60          goes on where it stopped
+    python -m benchmarks.quality --only TokenRouting   arms that have one of these in their names, and their baselines
+    python -m benchmarks.quality --show                the table of what has been run
+
+An arm is a technique in one of two trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
+judged by the Fréchet distance of its samples (no FID) and by its validation loss, and ``python``, a GPT on Python's
+standard library, judged by its validation loss. Losses are the task's own, whatever a technique trains on.
+
+Each arm, the baseline too, is first run at the same three rates with a seed of its own, and then, at the best of them,
+with the other seeds. Of each seed's pair of runs the worse end is the level: the steps, and the CPU seconds of
+training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is a fifth fewer; its
+interval and p are Student's over the logarithms of the seeds' ratios, and p is Holm's over all that is in the table.
+What is no evidence is printed as that. The pieces, at most half a minute each, are lines of ``quality.jsonl`` in the
+cache; a piece is its settings, and runs again when they change. Seconds depend on the machine: take an idle one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+import lit_efficient as le
+from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, ratio_of
+from lit_efficient.files.cache import cache_root
+from lit_efficient.optimizers.schedules import warmup_cosine
+
+RATES = (1e-3, 3e-3, 9e-3)
+TUNING_SEED, SEEDS = 100, (1, 2, 3, 4, 5)
+METRICS = {"digits": ("val/frechet_distance", "val/loss"), "python": ("val/loss",)}  # the first one is tuned for
+STEPS, EVALUATIONS = {"digits": 320, "python": 240}, 8
+BASELINE = "baseline"
+
+Curve = list[tuple[int, float, float]]  # steps, seconds, metric
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A technique in one training.
+
+    Args:
+        task: ``digits`` or ``python``.
+        name: Of the arm, in the table.
+        callbacks: Makes what the trainer gets; the same each time.
+        optimizer: Makes another optimizer than AdamW of the module and the rate; the schedule stays.
+        settings: Arguments of the training's module that differ.
+    """
+
+    task: str
+    name: str
+    callbacks: Callable[[], list[Any]] = list
+    optimizer: Callable[[Any, float], torch.optim.Optimizer] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> str:
+        """What it is made of, in twelve letters."""
+        made = [one.record() for one in self.callbacks()]
+        code = "" if self.optimizer is None else repr(self.optimizer.__code__.co_consts)
+        text = json.dumps([made, code, repr(self.settings), STEPS[self.task], EVALUATIONS], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _repa(**arguments: Any) -> list[Any]:
+    return [le.HiddenAlignment(2, "data.judge", r"body\.5", hidden=64, **arguments)]
+
+
+_IREPA = {"projection": "conv", "head": le.AlignmentHead(spatial_norm=1.0)}
+
+ARMS = [  # a line each
+    Arm("digits", BASELINE),
+    Arm("digits", "TokenRouting tread", lambda: [le.TokenRouting(0.5)]),
+    Arm("digits", "TokenRouting tread, whole at the end", lambda: [le.TokenRouting(0.5, stop_at=270)]),
+    Arm("digits", "TokenRouting sprint", lambda: [le.TokenRouting(0.5, mode="sprint", stop_at=270)]),
+    Arm("digits", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
+    Arm("digits", "HiddenAlignment REPA", _repa),
+    Arm("digits", "HiddenAlignment iREPA", partial(_repa, **_IREPA)),
+    Arm("digits", "HiddenAlignment until half", partial(_repa, stop_at=160)),
+    Arm("digits", "HiddenAlignment until conflict", partial(_repa, stop_at=le.GradientConflict(every=10))),
+    Arm("digits", "SNRWeighting min_snr", lambda: [le.SNRWeighting()]),
+    Arm("digits", "SNRWeighting soft_min_snr", lambda: [le.SNRWeighting("soft_min_snr")]),
+    Arm("digits", "SNRWeighting p2", lambda: [le.SNRWeighting("p2")]),
+    Arm("digits", "SNRWeighting debiased", lambda: [le.SNRWeighting("debiased")]),
+    Arm("digits", "SNRWeighting truncated", lambda: [le.SNRWeighting("truncated")]),
+    Arm("digits", "SNRWeighting sigma_sqrt", lambda: [le.SNRWeighting("sigma_sqrt")]),
+    Arm("digits", "SNRWeighting cosmap", lambda: [le.SNRWeighting("cosmap")]),
+    Arm("digits", "EMA", lambda: [le.EMA()]),
+    Arm("digits", "BatchRamp", lambda: [le.BatchRamp([0.5])]),
+    Arm("digits", "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
+    Arm("python", BASELINE),
+    Arm("python", "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
+    Arm("python", "EMA", lambda: [le.EMA()]),
+    Arm("python", "BatchRamp", lambda: [le.BatchRamp([0.5])]),
+    Arm("python", "SequenceLengthRamp", lambda: [le.SequenceLengthRamp(32, 128, 0.3)]),
+    Arm("python", "StochasticDepth", lambda: [le.StochasticDepth(0.2)]),
+]
+
+
+# A piece ------------------------------------------------------------------------------------------------------------
+
+
+def make_digits(rate: float, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The training of ``configs/tasks/latent_diffusion.yaml``, one block deeper and without guidance."""
+    backbone = le.DiTConfig(depth=4)
+    given = {"backbone": backbone, "guidance_scale": 1.0, "sampling_steps": 10, "samples": le.Samples(128)}
+    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), le.LatentDigits()
+
+
+def make_python(rate: float, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The training of ``configs/tasks/language_model.yaml``, half as wide."""
+    given = {"model": le.GPTConfig(dim=64, depth=4, num_heads=4, max_length=128)}
+    data = le.PythonCorpus(vocab_size=2048, sequence_length=128, batch_size=8, val_batch_size=32, val_fraction=0.005)
+    return le.LanguageModeling(**{**given, "learning_rate": rate, **settings}), data
+
+
+MAKE = {"digits": make_digits, "python": make_python}
+
+
+class Watch(Callback):
+    """Notes each evaluation, with the CPU seconds that training has taken by then."""
+
+    def __init__(self, metrics: Sequence[str]) -> None:
+        self.metrics = metrics
+        self.seconds, self.began = 0.0, 0.0
+        self.curves: dict[str, Curve] = {metric: [] for metric in metrics}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """The clock runs."""
+        self.began = time.process_time()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The clock stands."""
+        self.seconds += time.process_time() - self.began
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """A point."""
+        for metric, curve in self.curves.items():
+            curve.append((trainer.global_step, round(self.seconds, 3), float(trainer.callback_metrics[metric])))
+
+
+def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
+    """One run's curves, by metric."""
+    seed_everything(seed, verbose=False)
+    module, data = MAKE[arm.task](rate, arm.settings)
+    steps, watch = STEPS[arm.task], Watch(METRICS[arm.task])
+
+    def configure_optimizers() -> Any:
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        optimizer: Any = le.FusedAdamW(trainable, rate, betas=(0.9, 0.99), weight_decay=0.05)
+        if arm.optimizer is not None:
+            optimizer = arm.optimizer(module, rate)
+        factor = partial(warmup_cosine, warmup=steps // 10, total=float(module.trainer.estimated_stepping_batches))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module.configure_optimizers = configure_optimizers
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        val_check_interval=steps // EVALUATIONS,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[*arm.callbacks(), watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return watch.curves
+
+
+# What has been run, and what is left --------------------------------------------------------------------------------
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """The pieces in a file; a last line that was cut off by a kill is none."""
+    found = []
+    for line in file.read_text("utf-8").splitlines() if file.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def runs_of(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[float, int], Mapping[str, Any]]:
+    """An arm's runs, as it is made now, by rate and seed."""
+    key = (arm.task, arm.name, arm.recipe)
+    return {(r["rate"], r["seed"]): r for r in rows if (r["task"], r["name"], r["recipe"]) == key}
+
+
+def best_rate(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """The rate at which the tuning seed ends lowest, among all of :data:`RATES`; ``None`` until all have been run."""
+    runs, metric = runs_of(arm, rows), METRICS[arm.task][0]
+    tuned = {rate: runs[rate, TUNING_SEED] for rate in RATES if (rate, TUNING_SEED) in runs}
+    ends = {rate: run["curves"][metric][-1][2] if run["curves"] else math.inf for rate, run in tuned.items()}
+    return min(ends, key=lambda rate: ends[rate] if math.isfinite(ends[rate]) else math.inf) if len(ends) == 3 else None
+
+
+def left(arm: Arm, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] = SEEDS) -> Iterator[tuple[float, int]]:
+    """Rates and seeds that an arm still needs, in order."""
+    runs, best = runs_of(arm, rows), best_rate(arm, rows)
+    wanted = [(rate, TUNING_SEED) for rate in RATES] if best is None else [(best, seed) for seed in seeds]
+    yield from (one for one in wanted if one not in runs)
+
+
+def run(arms: Sequence[Arm], file: Path, end: float, seeds: Sequence[int] = SEEDS, attempt: Any = train) -> int:
+    """Run pieces until the time is over; how many are known to be left."""
+    while True:
+        rows = records(file)
+        open_arms = [(arm, piece) for arm in arms for piece in left(arm, rows, seeds)]
+        if not open_arms or time.monotonic() > end:
+            return len(open_arms)
+        arm, (rate, seed) = open_arms[0]
+        start, curves = time.monotonic(), {}
+        try:
+            curves = attempt(arm, rate, seed)
+            said = ", ".join(f"{metric} {curve[-1][2]:.4g}" for metric, curve in curves.items())
+        except le.ConfigurationError:
+            raise
+        except Exception as error:  # a rate at which training breaks is a result
+            said = f"{type(error).__name__}: {error}"
+        row = {"task": arm.task, "name": arm.name, "recipe": arm.recipe, "rate": rate, "seed": seed, "curves": curves}
+        torn = file.exists() and not file.read_bytes().endswith(b"\n")
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write("\n" * torn + json.dumps(row) + "\n")
+        print(
+            f"{arm.task:7} {arm.name:38} rate {rate:g} seed {seed}: {said}; {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+
+
+# What it is evidence of ---------------------------------------------------------------------------------------------
+
+
+def reached(curve: Sequence[Sequence[float]], level: float, axis: int) -> float:
+    """Steps (axis 0) or seconds (1) at which a curve is first as low as a level, interpolated; NaN if it never is."""
+    before: Sequence[float] | None = None
+    for point in curve:
+        if point[2] <= level:
+            share = 1.0 if before is None else (before[2] - level) / (before[2] - point[2])
+            from_ = 0.0 if before is None else before[axis]
+            return from_ + (point[axis] - from_) * share
+        before = point
+    return math.nan
+
+
+def pair_ratio(curve: Curve, baseline: Curve, axis: int) -> tuple[float, float]:
+    """What each of two runs of one seed needs to the worse of both ends; NaN where one breaks."""
+    level = max(curve[-1][2], baseline[-1][2]) if curve and baseline else math.nan
+    return reached(curve, level, axis), reached(baseline, level, axis)
+
+
+def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], Estimate]:
+    """Ratios to the baseline by task, arm, metric and what is counted (steps, seconds); p is Holm's over all."""
+    found: dict[tuple[str, str, str, str], Estimate] = {}
+    baselines = {arm.task: arm for arm in arms if arm.name == BASELINE}
+    for arm in arms:
+        base = baselines.get(arm.task)
+        if base is None or arm is base or None in (rates := (best_rate(arm, rows), best_rate(base, rows))):
+            continue
+        ours, theirs = (
+            {seed: run for (rate, seed), run in runs_of(one, rows).items() if rate == best and seed != TUNING_SEED}
+            for one, best in zip((arm, base), rates, strict=True)
+        )
+        for metric in METRICS[arm.task]:
+            for axis, what in enumerate(("steps", "seconds")):
+                pairs = [
+                    pair_ratio(ours[s]["curves"].get(metric, []), theirs[s]["curves"].get(metric, []), axis)
+                    for s in sorted(ours.keys() & theirs.keys())
+                ]
+                found[arm.task, arm.name, metric, what] = ratio_of([a for a, _ in pairs], [b for _, b in pairs])
+    named = {"\0".join(key): estimate for key, estimate in found.items()}
+    return {key: holm(named)["\0".join(key)] for key in found}
+
+
+def verdict(estimate: Estimate) -> str:
+    """What an estimate of a ratio is evidence of."""
+    if estimate.n < len(SEEDS):
+        return f"{estimate.n} of {len(SEEDS)} seeds: unknown"
+    if not estimate.evidence:
+        return "no evidence"
+    return "fewer" if estimate.value < 1 else "more"
+
+
+def lines(found: Mapping[tuple[str, str, str, str], Estimate]) -> Iterator[str]:
+    """The table as text."""
+    head = f"{'task':7} {'arm':38} {'until equal':21} {'counted':8} {'ratio':>6} {'95 % interval':>15}"
+    yield f"{head} {'p':>7}  n  verdict"
+    for (task, name, metric, what), one in found.items():
+        interval = f"{one.low:.2f} to {one.high:.2f}"
+        p = "" if one.p is None else f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
+        yield f"{task:7} {name:38} {metric:21} {what:8} {one.value:6.2f} {interval:>15} {p:>7}  {one.n}  {verdict(one)}"
+    yield f"p is Holm's over the {len(found)} rows; evidence is p of at most {LEVEL:g}."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=())
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--file", type=Path, default=None)
+    given = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    chosen = [arm for arm in ARMS if not given.only or any(word in f"{arm.task} {arm.name}" for word in given.only)]
+    tasks = {arm.task for arm in chosen}
+    arms = [arm for arm in ARMS if arm in chosen or (arm.name == BASELINE and arm.task in tasks)]
+    file = given.file or cache_root() / "quality.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not given.show:
+        seeds = range(1, given.seeds + 1)
+        count = run(arms, file, time.monotonic() + 60 * given.minutes, seeds)
+        print(f"{count} pieces are known to be left" if count else "all has been run", flush=True)
+    print("\n".join(lines(table(arms, records(file)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

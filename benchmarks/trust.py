@@ -1,0 +1,226 @@
+"""The scoreboard of trust: what is done to the package on purpose, how often, and how often it held.
+
+    python -m benchmarks.trust                      all that has not been tried; stop it and go on
+    python -m benchmarks.trust --sample 0.05        a twentieth of it
+    python -m benchmarks.trust --only kill corrupt  pieces that have one of these in their names
+    python -m benchmarks.trust --minutes 20         so long at most
+    python -m benchmarks.trust --again              what went wrong, once more
+    python -m benchmarks.trust --show               what has been tried so far
+    python -m benchmarks.trust --write              into benchmarks/trust.json and TRUST.md
+
+Each case runs in an empty folder, most in processes that are forked from one that has imported everything. Results
+lie in runs/trust, a file a piece and a line a case. What went wrong counts; it is mended in its own place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+
+from benchmarks.trust_rows import Piece, pieces
+from tests import processes
+
+FOLDER = Path("runs/trust")
+TALLIES = Path(__file__).with_suffix(".json")
+TABLE = Path(__file__).with_name("TRUST.md")
+_TEMPORARY = re.compile(r"/(?:tmp|dev/shm)/[\w-]+/")
+SHOWN = 5  # of the cases that went wrong, for each piece
+ROWS = {
+    1: "Killed at any instant",
+    2: "Resumed from every step",
+    3: "Damaged files",
+    4: "Signals",
+    5: "NaN, Inf and spikes",
+    6: "Full disks, dead workers, two runs in one folder",
+    7: "Mistakes in configs",
+    8: "Changes before a resume",
+    9: "Hostile inputs",
+    10: "Secrets",
+    11: "Supply chain",
+    12: "Checkpoints of earlier releases",
+    13: "Load",
+    14: "Determinism",
+    15: "Properties",
+    16: "Faults put into the package",
+}
+HEAD = """# Trust
+
+What was done to the package on purpose, how often, and how often it held. Each figure is as found: what went wrong and
+is not mended is listed below the table. `held` of `tried` cases; peers did the same where it says so. What was
+mended is tried again, so `held` is of the code as it is; the commits of a piece's last tries stand in `trust.json`.
+The commands: `python -m benchmarks.trust --only NAME` for a piece, `python -m benchmarks.trust` for all.
+"""
+
+
+def sample(piece: Piece, share: float, seed: int = 0) -> list[str]:
+    """A share of a piece's cases, at least one, the same for the same seed."""
+    names = list(piece.cases())
+    count = max(1, round(share * len(names)))
+    return names if count >= len(names) else random.Random(f"{piece.name} {seed}").sample(names, count)
+
+
+def attempt(piece: Piece, case: str, folder: Path | None = None) -> str:
+    """Try a case in an empty folder of its own, in ``folder`` if that is given; what went wrong, or ''."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
+        os.chdir(own)
+        try:
+            return piece.trial(case, Path(own))
+        finally:
+            os.chdir(before)
+
+
+def results(name: str) -> dict[str, dict[str, Any]]:
+    """The last result of each case of a piece, in the order of their first."""
+    file = FOLDER / f"{name}.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {line["case"]: line for line in lines}
+
+
+def run(chosen: Sequence[Piece], share: float, end: float, again: bool) -> int:
+    """Try what has not been tried; the number of cases that went wrong."""
+    wrong = 0
+    for piece in chosen:
+        known = results(piece.name)
+        left = [c for c, row in known.items() if row["fault"]] if again else []
+        left = left if again else [case for case in sample(piece, share) if case not in known]
+        begin, faults = time.monotonic(), 0
+        for count, case in enumerate(left):
+            if time.monotonic() > end:
+                print(f"the time is over; {piece.name}: {len(left) - count} cases are left", flush=True)
+                return wrong
+            start = time.monotonic()
+            fault = attempt(piece, case)
+            row = {"case": case, "fault": fault, "seconds": round(time.monotonic() - start, 2), "commit": _commit()}
+            with (FOLDER / f"{piece.name}.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            if fault:
+                faults += 1
+                print(f"{piece.name}: {case}: {fault}", flush=True)
+        if left:
+            print(f"{piece.name}: {len(left)} tried, {faults} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+        wrong += faults
+    return wrong
+
+
+def tallies(all_pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """What TRUST.md says of each piece that has been tried."""
+    from benchmarks.figures import here
+
+    found = []
+    for piece in all_pieces:
+        rows = results(piece.name)
+        current = {*piece.cases()}
+        rows = {case: row for case, row in rows.items() if case in current}
+        if not rows:
+            continue
+        faults = [f"{case}: {_TEMPORARY.sub('', row['fault'])}" for case, row in rows.items() if row["fault"]]
+        found.append(
+            {
+                "row": piece.row,
+                "piece": piece.name,
+                "subject": piece.subject,
+                "sentence": piece.sentence,
+                "cases": len(current),
+                "tried": len(rows),
+                "held": len(rows) - len(faults),
+                "wrong": faults[:SHOWN],
+                "seconds": round(sum(row["seconds"] for row in rows.values())),
+                "commits": sorted({row["commit"] for row in rows.values()}),
+                "where": here(),
+            }
+        )
+    return found
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """TRUST.md."""
+    lines = [HEAD, "| row | tried on | what is done, and must hold | tried | held | command |", "| --- " * 6 + "|"]
+    for row in rows:
+        of = f"{row['tried']:,}" + (f" of {row['cases']:,}" if row["tried"] < row["cases"] else "")
+        title = f"{row['row']}. {ROWS[row['row']]}"
+        command = f"`--only {row['piece']}`"
+        lines.append(f"| {title} | {row['subject']} | {row['sentence']} | {of} | **{row['held']:,}** | {command} |")
+    wrong = [row for row in rows if row["wrong"]]
+    if wrong:
+        lines += ["", "## What went wrong", ""]
+        for row in wrong:
+            missing = row["tried"] - row["held"] - len(row["wrong"])
+            more = [f"and {missing} more"] if missing else []
+            lines += [f"- `{row['piece']}` ({row['subject']}): {'; '.join([*row['wrong'], *more])}"]
+    lines += ["", "## Where", ""]
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        places.setdefault(_place(row["where"]), []).append(f"`{row['piece']}`")
+    lines += [f"- {place}: {', '.join(names)}" for place, names in places.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _place(where: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    return f"{where['date']}, {where['machine']}, {versions}"
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
+
+
+def _table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        yield f"{row['row']:>2}  {row['piece']:<32} {row['subject']:<14} {row['held']:>5} of {row['tried']:>5} held"
+        yield from (f"      {fault}" for fault in row["wrong"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=())
+    parser.add_argument("--rows", nargs="+", type=int, default=())
+    parser.add_argument("--sample", type=float, default=1.0)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args(arguments)
+    everything = pieces()
+    chosen = [piece for piece in everything if not given.only or any(word in piece.name for word in given.only)]
+    chosen = [piece for piece in chosen if not given.rows or piece.row in given.rows]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    if given.show:
+        print("\n".join(_table(tallies(chosen))))
+    elif given.write:
+        rows = {row["piece"]: row for row in json.loads(TALLIES.read_text() if TALLIES.exists() else "[]")}
+        rows |= {row["piece"]: row for row in tallies(chosen)}
+        order = {piece.name: number for number, piece in enumerate(everything)}
+        kept = sorted((row for name, row in rows.items() if name in order), key=lambda row: order[row["piece"]])
+        TALLIES.write_text(json.dumps(kept, indent=1) + "\n")
+        TABLE.write_text(page(kept))
+    else:
+        processes.prepare(heavy=False)
+        os.environ.setdefault("LIT_EFFICIENT_CACHE", str(FOLDER.resolve() / "cache"))
+        try:
+            return int(run(chosen, given.sample, time.monotonic() + 60 * given.minutes, given.again) > 0)
+        finally:
+            processes.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

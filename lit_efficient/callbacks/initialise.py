@@ -1,0 +1,232 @@
+"""Initialise: draw a network's weights anew by the kind of layer, with residual branches that start small.
+
+    W ~ N(0, std^2), or by fan-in, fan-out, both, or orthogonal;    W of the last layer of a residual branch / sqrt(N)
+
+Saves: steps, and runs that diverge, where a network begins with variances that grow over its depth
+Costs: nothing
+Source: GPT-2, https://cdn.openai.com/better-language-models/language_models.pdf; He et al. (2015),
+    https://arxiv.org/abs/1502.01852; Saxe et al. (2014), https://arxiv.org/abs/1312.6120; Goyal et al. (2017),
+    https://arxiv.org/abs/1706.02677 (residuals at zero)
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.declaration import Phase, Report
+from lit_efficient.errors import ConfigurationError, check_choice, check_number
+from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_fx import has_parts, residual_ends
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.models.signs_of_training import sign_of_training
+from lit_efficient.surgery import count, match_modules
+from lit_efficient.technique import Technique
+
+SCHEMES = ("normal", "truncated_normal", "fan_in", "fan_out", "xavier", "orthogonal")
+RESIDUALS = ("scaled", "zero", "same")
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+
+
+def draw_weight(weight: Tensor, scheme: str, scale: float, generator: torch.Generator) -> Tensor:
+    """A fresh weight of the shape of ``weight``, float32 on the CPU.
+
+    Args:
+        weight: [outputs, inputs, ...].
+        scheme: ``normal`` and ``truncated_normal`` (cut at two standard deviations) have the standard deviation
+            ``scale``; ``fan_in`` ``scale / sqrt(inputs)``, ``fan_out`` ``scale / sqrt(outputs)``, ``xavier`` ``scale *
+            sqrt(2 / (inputs + outputs))``; ``orthogonal`` has orthonormal rows or columns times ``scale``.
+        scale: Of the scheme.
+        generator: Of the CPU.
+    """
+    fresh = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+    if scheme == "normal":
+        return nn.init.normal_(fresh, 0, scale, generator=generator)
+    if scheme == "truncated_normal":
+        return nn.init.trunc_normal_(fresh, 0, scale, -2 * scale, 2 * scale, generator=generator)
+    if scheme == "orthogonal":
+        return nn.init.orthogonal_(fresh, scale, generator=generator)
+    if scheme == "xavier":
+        return nn.init.xavier_normal_(fresh, scale, generator=generator)
+    mode: Literal["fan_in", "fan_out"] = "fan_in" if scheme == "fan_in" else "fan_out"
+    return nn.init.kaiming_normal_(fresh, mode=mode, nonlinearity="linear", generator=generator).mul_(scale)
+
+
+class Initialise(Technique):
+    """Draw the weights of linear layers, convolutions and embeddings, right after the network is built.
+
+    Which layers end a residual branch is read from the code of its blocks, and where a norm stands between such a layer
+    and the sum, the norm's scale takes the place of the layer's. What is zero throughout stays so (as in adaLN-zero),
+    norms and all other parameters, too. A checkpoint that is loaded afterwards wins.
+
+    Args:
+        weights: Of linear layers and convolutions: ``normal``, ``truncated_normal``, ``fan_in``, ``fan_out``,
+            ``xavier`` or ``orthogonal``.
+        scale: Standard deviation for the first two, by default 0.02; else a factor, by default 1 (for ReLU: 1.414).
+        embeddings: Standard deviation of embeddings, at least 0; ``None`` leaves them.
+        residual: Of the N layers that end a residual branch: ``scaled`` divides by sqrt(N), ``zero`` begins with
+            the identity, ``same`` does nothing.
+        biases: Whether those of the drawn layers become zero.
+        layers: ``auto``: all of these kinds; otherwise regular expressions for the ends of dotted names.
+        pretrained: Whether weights that have been trained or read from files may be lost.
+        seed: Of the draws, which are the same on every device.
+
+    Raises:
+        ConfigurationError: For an argument out of range, where there is nothing to draw, no residual branch with
+            ``scaled`` or ``zero``, or the weights are trained already.
+    """
+
+    phase = Phase.ARCHITECTURE
+    training_only = True
+    conflicts: ClassVar[dict[str, str]] = {}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a network that is trained from its beginning")}
+
+    def __init__(
+        self,
+        weights: str = "normal",
+        scale: float | None = None,
+        embeddings: float | None = 0.02,
+        residual: str = "scaled",
+        biases: bool = True,
+        layers: str | list[str] = "auto",
+        pretrained: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_choice("Initialise", "weights", weights, SCHEMES)
+        check_number("Initialise", "scale", scale, above=0, null=True)
+        check_number("Initialise", "embeddings", embeddings, least=0, null=True)
+        check_choice("Initialise", "residual", residual, RESIDUALS)
+        self.weights = weights
+        self.scale = scale
+        self.embeddings = embeddings
+        self.residual = residual
+        self.biases = biases
+        self.layers = layers
+        self.pretrained = pretrained
+        self.seed = seed
+
+    @torch.no_grad()
+    def transform(self, module: nn.Module) -> Report:
+        if not self.pretrained and (sign := sign_of_training(module)):
+            raise ConfigurationError(
+                f"Initialise: {sign}, and its weights would be lost: leave Initialise out, or set pretrained=True"
+            )
+        chosen = self._chosen(module)
+        ends = _ends_of(module) if self.residual != "same" else []
+        if not ends and self.residual != "same":
+            raise ConfigurationError(
+                f"Initialise: the code of {type(module).__name__} shows no residual branches: set residual='same'"
+            )
+        drawn: dict[int, nn.Parameter] = {}
+        kept = []
+        for i, (name, layer) in enumerate(chosen):
+            for parameter in _matrices(layer):
+                if id(parameter) in drawn:  # tied
+                    continue
+                if parameter.is_meta:
+                    raise ConfigurationError(f"Initialise: {name} has no values yet (device meta): build it with some")
+                if has_values(parameter) and not parameter.any():
+                    kept.append(name)
+                    continue
+                drawn[id(parameter)] = parameter
+                if has_values(parameter):  # in a plan there are none
+                    self._draw(layer, parameter, mix_seed(self.seed, i, len(drawn)))
+            if self.biases and not isinstance(layer, nn.Embedding) and name not in kept:
+                for bias in (getattr(layer, "bias", None), getattr(layer, "in_proj_bias", None)):
+                    if bias is not None:
+                        bias.zero_()
+        for layer, norm in ends:
+            if any(id(p) in drawn for p in _matrices(layer)):
+                self._soften(layer, norm, len(ends))
+        scaled = f", {len(ends)} residual branches {self.residual}" if ends else ""
+        zeros = f"; zero as before: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}" if kept else ""
+        return Report(
+            f"{len(chosen) - len(kept)} layers drawn ({self.weights}){scaled}{zeros}",
+            modules=tuple(name for name, _ in chosen if name not in kept),
+            parameters=count(drawn.values()),
+            details={"residual_branches": len(ends)},
+        )
+
+    def _chosen(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        if self.layers != "auto":
+            patterns = [self.layers] if isinstance(self.layers, str) else self.layers
+            return match_modules(module, patterns, who="Initialise: layers", where=_is_drawn)
+        found = [(name, part) for name, part in module.named_modules() if _is_drawn(part)]
+        found = [(name, part) for name, part in found if any(p.requires_grad for p in _matrices(part))]
+        found.sort(key=lambda item: not isinstance(item[1], nn.Embedding))  # a tied head is an embedding
+        if self.embeddings is None:
+            words = {id(p) for _, part in found if isinstance(part, nn.Embedding) for p in _matrices(part)}
+            found = [(name, part) for name, part in found if not any(id(p) in words for p in _matrices(part))]
+        if not found:
+            raise ConfigurationError(f"Initialise: {type(module).__name__} has no layers of the kinds that it draws")
+        return found
+
+    def _draw(self, layer: Any, parameter: nn.Parameter, seed: int) -> None:
+        generator = torch.Generator("cpu").manual_seed(seed)
+        if isinstance(layer, nn.Embedding):
+            assert self.embeddings is not None
+            fresh = draw_weight(parameter, "normal", self.embeddings, generator)
+            if layer.padding_idx is not None:
+                fresh[layer.padding_idx] = 0
+            parameter.copy_(fresh)
+            return
+        scale = self.scale or (0.02 if self.weights in SCHEMES[:2] else 1.0)
+        if parameter is getattr(layer, "in_proj_weight", None):  # three matrices in one
+            fresh = torch.cat([draw_weight(one, self.weights, scale, generator) for one in parameter.chunk(3)])
+        elif isinstance(layer, _TRANSPOSED) or _is_conv1d(layer):  # inputs first
+            fresh = draw_weight(parameter.transpose(0, 1), self.weights, scale, generator).transpose(0, 1)
+        else:
+            fresh = draw_weight(parameter, self.weights, scale, generator)
+        parameter.copy_(fresh)
+
+    def _soften(self, layer: Any, norm: Any, number: int) -> None:
+        factor = 0.0 if self.residual == "zero" else number**-0.5
+        if norm is not None:
+            gain = norm.weight + (offset := _offset(norm))
+            norm.weight.copy_(gain * factor - offset)
+            layer = norm
+        else:
+            for parameter in _matrices(layer):
+                parameter.mul_(factor)
+        if self.residual == "zero" and getattr(layer, "bias", None) is not None:
+            layer.bias.zero_()
+
+
+def _ends_of(root: nn.Module) -> list[tuple[Any, Any]]:
+    """The layers that end residual branches anywhere, each once, with the norm behind it or ``None``."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for part in root.modules():
+        for name, norm in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
+            layer = part.get_submodule(name)
+            if _is_drawn(layer):
+                found.setdefault(id(layer), (layer, part.get_submodule(norm) if norm else None))
+    return list(found.values())
+
+
+def _matrices(layer: Any) -> list[nn.Parameter]:
+    found = [getattr(layer, name, None) for name in ("weight", "in_proj_weight")]
+    found += [getattr(layer, f"{name}_proj_weight", None) for name in "qkv"]
+    return [p for p in found if isinstance(p, nn.Parameter)]
+
+
+def _is_drawn(layer: nn.Module) -> bool:
+    kinds = (nn.Linear, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS)
+    return (isinstance(layer, kinds) or _is_conv1d(layer)) and all(p.is_floating_point() for p in _matrices(layer))
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    return any(base.__name__ == "Conv1D" and hasattr(layer, "nf") for base in type(layer).__mro__)  # of transformers
+
+
+def _offset(norm: Any) -> float:
+    """What a norm adds to its weight: 1 in Gemma's, which begin at zero."""
+    if type(norm).__module__.startswith("torch.nn") or not has_values(norm.weight):
+        return 0.0
+    before = norm.weight.clone()
+    norm.weight.zero_()
+    x = torch.linspace(1, 2, len(before), dtype=before.dtype, device=before.device)[None]
+    offset = 1.0 if norm(x).any() else 0.0
+    norm.weight.copy_(before)
+    return offset

@@ -1,0 +1,62 @@
+"""Curriculum by loss: learn from the easiest samples of each batch first, and from more of them step by step.
+
+    loss = mean of the k smallest sample losses,    k / B = start + (1 - start) * min(1, t / steps)
+
+Saves: harm by samples that are wrong or far too hard at first; fewer steps where labels are noisy, none on clean data
+Costs: the compute of the samples that are left out, whose losses must be known
+Source: Kumar et al. (2010), https://papers.nips.cc/paper/3923; Bengio et al. (2009)
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.errors import check_number
+from lit_efficient.losses.selection import easiest
+from lit_efficient.mechanisms.ramps import check_steps, ramped, steps_of
+from lit_efficient.technique import Technique
+
+
+class LossCurriculum(LossHooks, Technique):
+    """Weigh the samples of each batch by whether they are among its easiest, until all are learned from.
+
+    Each process chooses among the samples of its own micro-batch. Other techniques' weights multiply these.
+
+    Args:
+        start: Share of the samples at first, above 0 and at most 1.
+        steps: Optimizer steps until all samples count, or a share of ``max_steps`` between 0 and 1.
+
+    Raises:
+        ConfigurationError: For an argument out of range, a share of a run without ``max_steps``, and in the first step
+            if ``training_step`` returns no ``sample_loss`` [B].
+    """
+
+    phase = Phase.LOSS
+    needs = ("steps",)
+    conflicts: ClassVar[dict[str, str]] = {
+        "SelectiveBackprop": "one takes the easy samples and the other the hard ones; keep one of them"
+    }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "wrong labels are learned late: another training")}
+
+    def __init__(self, start: float = 0.5, steps: int | float = 0.5) -> None:
+        super().__init__()
+        check_number("LossCurriculum", "start", start, above=0, most=1)
+        check_steps("LossCurriculum", "steps", steps)
+        self.start = start
+        self.steps = steps
+        self._steps = 1
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._steps = steps_of("LossCurriculum", "steps", self.steps, trainer)
+        super().setup(trainer, pl_module, stage)
+
+    def describe(self, module: nn.Module) -> Report:
+        return Report(f"the easiest {self.start:.0%} of each batch at first, all of it after {self._steps} steps")
+
+    def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
+        """Weights [B], 0 for what is too hard yet."""
+        step: Any = module.trainer.global_step  # type: ignore[union-attr]
+        return easiest(output["sample_loss"].detach(), ramped(step, self.start, 1.0, self._steps))

@@ -1,0 +1,144 @@
+"""Mixture of depths: every other block runs on a few tokens of each row, which a router chooses; the rest pass by.
+
+    x_t <- x_t + g_t (block(x of the chosen)_t - x_t) of the ``capacity`` of a row with the largest r = w . rms(x),
+    g = 2 sigmoid(r);    loss = loss + loss_weight * BCE(predictor(x_t), t was chosen),   mean over the blocks
+
+Saves: the compute of the tokens that pass by: at a capacity of 1/8 in every other block, 7/16 of all blocks'
+Costs: a router and a predictor a block; quality at equal steps (the paper spends the saved compute on more of them)
+Source: Raposo et al. (2024), https://arxiv.org/abs/2404.02258
+
+The largest of a row are known when the row is, and a model that generates has not read it yet: outside of training a
+predictor decides, which sees a token alone and learns to say whether it would be chosen. So what is validated is what
+generates, with a cache or without.
+"""
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
+from lit_efficient.mechanisms.blocks.residual import why_not_residual
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
+from lit_efficient.models.depth_routing import DepthRouted
+from lit_efficient.surgery import count, mix_in
+from lit_efficient.technique import Technique
+
+
+class MixtureOfDepths(LossHooks, Technique):
+    """Let every other block of a causal language model run on a part of each row's tokens.
+
+    Attention in such a block is between the chosen tokens, at their own positions. Works on blocks that are causal and
+    return the tokens that they were given, changed: our GPT's, Llama's and their like.
+
+    Args:
+        capacity: Share of a row's tokens that a block runs on in training, above 0, at most 1.
+        every: Which blocks: each ``every``-th, the first ones before it left whole.
+        predict: What decides outside of training: ``predictor``, a layer of its own behind a stopped gradient, or
+            ``router``, whose own scores the loss pulls to below and above zero.
+        loss_weight: Weight of what teaches it, above 0.
+        blocks: ``auto``, or regular expressions for the dotted names of blocks, all of which are then routed.
+        seed: Of the routers' first weights.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and without such blocks; in the first step for one that is not
+            causal, or that reads numbers of tokens.
+    """
+
+    phase = Phase.ARCHITECTURE
+    alters = ("weights",)
+    conflicts: ClassVar[dict[str, str]] = {
+        "PrefixTuning": "a prefix stands in the cache of keys and values, and a block that trains on part of the "
+        "tokens has none; use LoRA or IA3",
+        "PromptTuning": "the prompt stands in the cache of keys and values, and a block that trains on part of the "
+        "tokens has none; use LoRA or IA3",
+        "TokenRouting": "both choose the tokens that a block runs on; keep one of them",
+    }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "speed": (0, "tokens pass by blocks: another network, at equal steps a weaker one")
+    }
+
+    def __init__(
+        self,
+        capacity: float = 0.125,
+        every: int = 2,
+        predict: str = "predictor",
+        loss_weight: float = 0.01,
+        blocks: str | list[str] = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_number("MixtureOfDepths", "capacity", capacity, above=0, most=1)
+        check_number("MixtureOfDepths", "every", every, least=1, whole=True)
+        check_choice("MixtureOfDepths", "predict", predict, ("predictor", "router"))
+        check_number("MixtureOfDepths", "loss_weight", loss_weight, above=0)
+        self.capacity = capacity
+        self.every = every
+        self.predict = predict
+        self.loss_weight = loss_weight
+        self.blocks = blocks
+        self.seed = seed
+        self._terms = SideTerms("MixtureOfDepths", DepthRouted)
+
+    def transform(self, module: nn.Module) -> Report:
+        found = find_blocks(module, self.blocks, who="MixtureOfDepths")
+        found = trained_blocks(found) if self.blocks == "auto" else found
+        chosen = found[self.every - 1 :: self.every] if self.blocks == "auto" else found
+        if not chosen:
+            raise refusal("MixtureOfDepths", "every", f"at most {len(found)}, the number of blocks", self.every)
+        for name, block in chosen:
+            if (why := why_not_residual(block)) is not None:
+                raise ConfigurationError(f"MixtureOfDepths: block {name!r} cannot run on part of the tokens: {why}")
+        before = count(module.parameters())
+        for i, (name, block) in enumerate(chosen):
+            self._route(block, name, torch.Generator().manual_seed(mix_seed(self.seed, i)))
+        added = count(module.parameters()) - before
+        return Report(
+            f"{len(chosen)} of {len(found)} blocks run on {self.capacity:.1%} of the tokens; {added:,} parameters more",
+            modules=tuple(name for name, _ in chosen),
+            parameters=added,
+            details={"share_of_blocks_compute": 1 - len(chosen) * (1 - self.capacity) / len(found)},
+        )
+
+    def _route(self, block: Any, name: str, generator: torch.Generator) -> None:
+        weights = [p for p in block.parameters() if p.ndim == 2]
+        norms = [p for p in block.parameters() if p.ndim == 1]
+        width = norms[0].numel() if norms else weights[0].shape[1]
+        home = (norms or weights)[0]
+        dtype = torch.promote_types(home.dtype, torch.float32)
+        drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
+        block.register_parameter("depth_router", nn.Parameter(drawn.to(home.device, dtype)))
+        bias = torch.zeros(width + 1, dtype=dtype, device=home.device)
+        block.register_parameter("depth_predictor", nn.Parameter(bias) if self.predict == "predictor" else None)
+        names = tuple(inspect.signature(block.forward).parameters)
+        state = {"depth_capacity": self.capacity, "depth_name": name, "depth_arguments": names}
+        mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None)
+
+    def prepare_parameters(self, module: nn.Module) -> None:
+        for parameter in self.trains(module):  # beside adapters, too, which freeze all others
+            parameter.requires_grad_(True)
+
+    def trains(self, module: nn.Module) -> list[nn.Parameter]:
+        found = [p for part in parts_of(module, DepthRouted) for p in (part.depth_router, part.depth_predictor)]
+        return [parameter for parameter in found if parameter is not None]
+
+    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None]:
+        return self._terms.collecting(module)
+
+    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+        terms = self._terms.mean(module)
+        return None if terms is None else self.loss_weight * terms[0]
+
+    @classmethod
+    def convert_export(cls, state: dict[str, Any], checkpoint: Mapping[str, Any], module: Any = None) -> None:
+        """Routers are exported as they are, where the format can hold them."""
+
+    @classmethod
+    def is_in(cls, module: nn.Module) -> bool:
+        return bool(parts_of(module, DepthRouted))

@@ -1,0 +1,121 @@
+"""Processes that wait for one that will never come end within a minute, with a sentence that says which, and why.
+
+    another one raises, is killed or loses its machine -> this one ends within `failed` seconds
+    another one ends its training while this one trains -> this one ends within `left` seconds
+
+Saves: the half hour, or the days, that the others of a run would wait in a collective, and the search for who began it.
+Costs: a connection of each process to the first one, and a thread that sleeps.
+Source: no paper; the timeouts of torch.distributed end a wait, too: after 10 or 30 minutes, without saying for whom.
+
+A process that lives and is slow is waited for, as before: the strategy's `timeout` says how long.
+"""
+
+import os
+import sys
+import threading
+from typing import Any, ClassVar
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import distributed
+
+from lit_efficient.errors import check_number
+from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
+
+_EXIT_CODE = 2
+
+
+class RankWatch(Callback):
+    """On several processes: end this one with a sentence where another has failed, or has ended its training earlier.
+
+    It begins with the callbacks' ``setup``. A process that fails by itself because of another one says so, too.
+
+    Args:
+        failed: Seconds that this process has to end by itself once another has failed, above 0.
+        left: Seconds that it has to end its training once another has ended its own, above 0.
+
+    Raises:
+        ConfigurationError: If an argument is not above 0.
+    """
+
+    leaves_traces = True
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "safety": (5, "several processes: none waits for one that has failed, and each says which it was")
+    }
+
+    def __init__(self, failed: float = 10.0, left: float = 45.0) -> None:
+        check_number("RankWatch", "failed", failed, above=0)
+        check_number("RankWatch", "left", left, above=0)
+        self.failed = failed
+        self.left = left
+        self._line: RankLine | None = None
+        self._timers: list[threading.Timer] = []
+        self._said = threading.Event()
+        self._why = ""  # this process will wait for ever
+        self._trains = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.world_size > 1 and self._line is None and distributed.is_initialized():
+            trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # the first to leave
+            self._why = ""
+            self._said.clear()
+            host = trainer.strategy.cluster_environment.main_address
+            try:
+                self._line = RankLine(self._heard, host)
+            except ConnectionError as error:
+                rank_zero_warn(
+                    f"RankWatch: process 0 cannot be reached at {host} ({error}): no process is watched, and the "
+                    "strategy's timeout ends a wait"
+                )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._trains = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._trains = False
+        if self._line is not None:
+            self._line.say(LEFT, f"it ended its training after {trainer.global_step} steps")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._line is not None:
+            self._line.say(DONE)
+        self._hang_up()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._line is None:
+            return
+        if isinstance(exception, RuntimeError):  # which a collective raises at once where the other end is closed
+            self._said.wait(2)
+        if self._why:
+            exception.add_note(ENDED + self._why)
+        self._line.say(FAILED, f"{type(exception).__name__}: {exception}")
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        self._trains = False
+        for timer in self._timers:
+            timer.cancel()
+        if self._line is not None:
+            self._line.close()
+        self._line, self._timers = None, []
+
+    def _heard(self, rank: int, how: str, why: str) -> None:
+        if how == FAILED and not self._why:
+            self._why = f"process {rank} has failed ({why})"
+            self._said.set()
+        if how == DONE:
+            return
+        wait = self.failed if how == FAILED else self.left
+        timer = threading.Timer(
+            wait, self._end, (how, f"process {rank} has {'failed' if how == FAILED else 'left training'} ({why})")
+        )
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    def _end(self, how: str, why: str) -> None:
+        """In the timer's thread: the main one is in a collective, which nothing else would end."""
+        if self._line is None or (how != FAILED and not self._trains):
+            return
+        print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
+        os._exit(_EXIT_CODE)

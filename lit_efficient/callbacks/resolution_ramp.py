@@ -1,0 +1,108 @@
+"""Progressive resizing: small images first, and larger ones step by step.
+
+    scale at step t = start + (1 - start) * min(1, max(0, t - delay) / steps);  sides rounded to multiple_of
+
+Saves: the compute of the pixels that are left out, (1 - scale^2) of a convolution's
+Costs: fine detail is learned later; a compiled network compiles for each size
+Source: progressive resizing, Howard (2018), https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html; Karras et al.
+    (2018), https://arxiv.org/abs/1710.10196; Tan and Le (2021), https://arxiv.org/abs/2104.00298
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.declaration import Phase, Report
+from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.mechanisms.moving import rebuilt, tensors_in
+from lit_efficient.mechanisms.ramps import BatchChanges, check_steps, ramped, steps_of
+
+
+def resize(images: Tensor, scale: float, multiple_of: int = 1) -> Tensor:
+    """Images of other sides, filtered so that nothing aliases.
+
+    Args:
+        images: [B, C, H, W], floating-point or uint8, which stays what it is.
+        scale: Of the sides, above 0.
+        multiple_of: New sides are multiples of this, at least one of it and at most the old sides.
+
+    Example:
+        >>> resize(torch.ones(1, 3, 20, 10), 0.5, multiple_of=4).shape
+        torch.Size([1, 3, 8, 4])
+    """
+    sides = [max(multiple_of, round(side * scale / multiple_of) * multiple_of) for side in images.shape[-2:]]
+    sides = [min(new, old) if scale <= 1 else new for new, old in zip(sides, images.shape[-2:])]
+    if sides == [*images.shape[-2:]]:
+        return images
+    resized = F.interpolate(images.float(), sides, mode="bilinear", antialias=True)
+    return resized.round().clamp(0, 255).to(images.dtype) if images.dtype == torch.uint8 else resized.to(images.dtype)
+
+
+class ResolutionRamp(BatchChanges):
+    """Train on images of smaller sides first, and validate on whole ones; for networks that take any size.
+
+    Resizes the tensors [B, C, H, W] of a batch that have one or three channels. Batches of latents have others and are
+    refused: encode smaller images for them. Samples count as they are; while memory is measured, images are whole.
+
+    Args:
+        start: Scale of the first images' sides, above 0 and below 1.
+        steps: Optimizer steps until they are whole, or a share of ``max_steps`` between 0 and 1.
+        delay: Steps, or a share, before the sides begin to grow, at least 0.
+        multiple_of: What sides must be a multiple of: the network's factor of reduction, or its patch size.
+
+    Raises:
+        ConfigurationError: For an argument out of range, and for batches without images.
+    """
+
+    phase = Phase.LOSS
+    needs = ("steps",)
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "small images first, which cost less")}
+
+    def __init__(
+        self, start: float = 0.5, steps: int | float = 0.5, delay: int | float = 0, multiple_of: int = 8
+    ) -> None:
+        super().__init__()
+        check_number("ResolutionRamp", "start", start, above=0, below=1)
+        check_steps("ResolutionRamp", "steps", steps)
+        check_steps("ResolutionRamp", "delay", delay, least=0)
+        check_number("ResolutionRamp", "multiple_of", multiple_of, least=1, whole=True)
+        self.start = start
+        self.steps = steps
+        self.delay = delay
+        self.multiple_of = multiple_of
+        self._steps, self._delay = 1, 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._steps = steps_of("ResolutionRamp", "steps", self.steps, trainer)
+            self._delay = steps_of("ResolutionRamp", "delay", self.delay, trainer)
+        super().setup(trainer, pl_module, stage)
+
+    def describe(self, module: nn.Module) -> Report:
+        return Report(f"sides times {self.start:g} at first, whole after {self._delay + self._steps} steps")
+
+    def change(self, batch: Any, step: int) -> Any:
+        scale = ramped(step, self.start, 1.0, self._steps, self._delay)
+        return batch if scale >= 1 else self.scaled(batch, scale)
+
+    def scaled(self, batch: Any, scale: float) -> Any:
+        """A batch with its images resized; override it where they are kept in another way."""
+        if not any(map(_is_image, tensors_in(batch))):
+            shapes = [list(tensor.shape) for tensor in tensors_in(batch)][:4]
+            raise ConfigurationError(
+                f"ResolutionRamp: a batch with tensors {shapes} has no images [B, C, H, W] of one or three channels"
+            )
+
+        def change(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return rebuilt(item, change)
+            return resize(item, scale, self.multiple_of) if _is_image(item) else item
+
+        return change(batch)
+
+
+def _is_image(tensor: Tensor) -> bool:
+    kind = tensor.is_floating_point() or tensor.dtype == torch.uint8
+    return kind and tensor.ndim == 4 and tensor.shape[1] in (1, 3)

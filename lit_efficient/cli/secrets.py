@@ -1,0 +1,90 @@
+"""Secrets of a run, which it trains with and never writes: in files, logs and checkpoints ``***`` stands for them.
+
+Known by the names of their keys, in configs and in the environment, and by their form, as passwords in URLs are.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+HIDDEN = "***"
+_NAMES = re.compile(
+    r"(^|_)(api_?key|passw(or)?d|pwd|passphrase|credentials?|secret(_access)?(_key)?|authorization|bearer|jwt|"
+    r"(private|access|account|signing|encryption|ssh|service|subscription)_key|connection_string|"
+    r"^token|(access|api|auth|bearer|bot|csrf|git(hub|lab)|hf|hub|id|refresh|secret|session|user|wandb)_token)$"
+)
+_NUMBERS = re.compile(r"passw|pwd|secret|api_?key")  # a token may be the number of one in a vocabulary
+_FORMS = (
+    (re.compile(r"://[^/\s:@'\"]*:[^/\s@]+@"), f"://{HIDDEN}@"),
+    (re.compile(r"([?&][\w-]*(?i:token|api_?key|sig|signature|secret|password)=)[^&\s'\"]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"((?i:authorization)['\"]?\s*[:=]\s*['\"]?(?:\w+ +)?)[\w+/=.~-]{8,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"\b(hf_|gh[opusr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{16,}"), HIDDEN),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL), HIDDEN),
+)
+_NAMED = re.compile(r"(\b([\w-]+)['\"]?\s*[:=]\s*['\"]?)[^\s'\",{}\[\]*]{8,}")  # as errors show a mapping
+_SHORTEST = 8  # characters of a value that is looked for in any text
+_known: set[str] = set()
+
+
+def names_a_secret(key: str) -> bool:
+    """Whether a key, maybe dotted, says that its value is a secret."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.rsplit(".", maxsplit=1)[-1]).lower().replace("-", "_")
+    return bool(_NAMES.search(snake))
+
+
+def remember(*trees: Any) -> None:
+    """Hide from now on, wherever they turn up, the secrets of configs and of the environment."""
+    for tree in trees:
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            if _is_secret(key, value) and len(str(value)) >= _SHORTEST:
+                _known.add(str(value))
+            elif isinstance(value, Mapping | list):
+                remember(value)
+    _known.update(value for key, value in os.environ.items() if names_a_secret(key) and len(value) >= _SHORTEST)
+
+
+def masked(value: Any) -> Any:
+    """A text, or plain data of any depth, without secrets."""
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if _is_secret(key, one) else masked(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(one) for one in value]
+    if isinstance(value, str):
+        for secret in sorted(_known, key=len, reverse=True):
+            value = value.replace(secret, HIDDEN)
+        for form, instead in _FORMS:
+            value = form.sub(instead, value)
+        value = _NAMED.sub(lambda found: found[1] + HIDDEN if names_a_secret(found[2]) else found[0], value)
+    return value
+
+
+def masking(write: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
+    """Call ``write`` with a first argument without secrets; of a checkpoint only its hyper-parameters are read."""
+    if isinstance(first, Mapping) and "state_dict" in first:
+        first = {key: masked(one) if key.endswith("hyper_parameters") else one for key, one in first.items()}
+    else:
+        first = masked(first if isinstance(first, Mapping) else vars(first))
+    return write(first, *more, **options)
+
+
+def redacted(words: Iterable[str]) -> list[str]:
+    """A command line with ``***`` in the place of secrets."""
+    shown: list[str] = []
+    hides = False  # the word is the value of an option before it
+    for word in words:
+        name, equals, value = word.partition("=")
+        secret = name.startswith("-") and names_a_secret(name.lstrip("-"))
+        holds = any(map(names_a_secret, re.findall(r"([\w-]+)[\"']?\s*:", word)))  # as a mapping does
+        if hides or holds or masked(word) != word or (secret and value):
+            named = equals and not hides and name.startswith("-") and masked(name) == name
+            shown.append(f"{name}={HIDDEN}" if named else HIDDEN)
+        else:
+            shown.append(word)
+        hides = secret and not equals
+    return shown
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    number = isinstance(value, int) and not isinstance(value, bool) and bool(_NUMBERS.search(str(key).lower()))
+    return (number or (isinstance(value, str) and value != "")) and names_a_secret(str(key))

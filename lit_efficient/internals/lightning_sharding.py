@@ -1,0 +1,50 @@
+"""Lightning's ModelParallelStrategy with sizes by the world's, and steps that are forward passes.
+
+By private attributes: its sizes, ``_save_distributed_checkpoint`` and ``_forward_redirection``. Checked with lightning
+2.6.6.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+
+
+class ShardingBase(ModelParallelStrategy):
+    """All processes share each parameter, but for those that tensor parallelism takes."""
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether each process writes what it holds, into one folder."""
+        return bool(self._save_distributed_checkpoint)
+
+    def fix_sizes(self, tensor_parallel: int) -> None:
+        """Say, before processes know each other, how many of them hold one copy's shards: the rest of the world."""
+        self._tensor_parallel_size = tensor_parallel
+        self._data_parallel_size = self.num_nodes * self.num_processes // tensor_parallel
+
+    def run_as_forward(self, module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of ``module`` within the hooks of its forward pass."""
+        had_own = "forward" in module.__dict__
+        try:
+            return self._forward_redirection(module, module, name, *args, **kwargs)
+        finally:
+            if not had_own:
+                module.__dict__.pop("forward", None)  # what it puts there cannot be pickled
+
+
+@contextmanager
+def configured(module: Any) -> Iterator[None]:
+    """Have Lightning see a ``configure_model``, which it asks for because users shard there."""
+    wrap_method(module, "configure_model", _configure_model)
+    try:
+        yield
+    finally:
+        unwrap_method(module, "configure_model", _configure_model)
+
+
+def _configure_model(self: Any) -> None:
+    inner_method(self, "configure_model", _configure_model)()

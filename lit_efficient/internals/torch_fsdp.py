@@ -1,0 +1,21 @@
+"""What FSDP2 decides at the first forward pass, by private names. Checked with torch 2.13."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def make_root(module: nn.Module) -> None:
+    """Let a sharded module be the root of all sharded ones within it: else whichever is called first is one.
+
+    Raises:
+        RuntimeError: Of torch's, for parameters that it cannot gather together.
+    """
+    sharded: Any = module
+    sharded._get_fsdp_state()._lazy_init()
+
+
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """The modules, ``module`` itself among them, whose parameters are gathered together."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

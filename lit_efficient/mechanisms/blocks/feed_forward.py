@@ -1,0 +1,115 @@
+"""Which modules are feed-forward ones: linear layers that map each token by itself, to as many features as it had.
+
+Asked of the modules themselves: three tokens go through, one of them is changed, and the others must stay.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
+from lit_efficient.models.expert_layers import is_linear, width_of
+from lit_efficient.surgery import endings, match_modules
+
+
+def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module]]:
+    """The feed-forward modules of a network, in the order of its blocks.
+
+    Args:
+        root: Any module, with weights.
+        patterns: ``auto`` takes, in each block, the innermost modules of two linear layers or more that are such; or
+            regular expressions for the ends of dotted names.
+        who: Name of the technique that asks, for the error.
+
+    Raises:
+        ConfigurationError: If there is none, or one that is named is none; the message says why.
+    """
+    if any(p.device.type == "meta" for p in root.parameters()):
+        raise ConfigurationError(f"{who}: weights are on the meta device: give the network its weights first")
+    if patterns != "auto":
+        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+        found = match_modules(root, wanted, who=f"{who}: layers")
+        for name, module in found:
+            if (why := why_no_feed_forward(module)) is not None:
+                raise ConfigurationError(f"{who}: {name!r} is no feed-forward module: {why}")
+        return found
+    found, reasons = [], {}
+    for name, block in trained_blocks(find_blocks(root, who=who, example="layers=['mlp']")):
+        inside: list[tuple[str, nn.Module]] = []
+        for key, part in reversed(list(block.named_modules(prefix=name))[1:]):
+            if any(inner.startswith(f"{key}.") for inner, _ in inside) or len(_linears(part)) < 2:
+                continue
+            if (why := why_no_feed_forward(part)) is None:
+                inside.append((key, part))
+            else:
+                reasons[key] = why
+        found += reversed(inside)
+    if not found:
+        seen = "; ".join(
+            f"{end}: {reasons[next(k for k in reasons if k.endswith(end))]}" for end in endings(reasons)[:4]
+        )
+        raise ConfigurationError(
+            f"{who}: the blocks of {type(root).__name__} have no module of linear layers that maps tokens one by one"
+            + (f" ({seen})" if seen else ": theirs stand in the block itself")
+        )
+    return found
+
+
+def why_no_feed_forward(module: nn.Module) -> str | None:
+    """Why experts cannot take a module's place, or ``None``."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return "it is a list of modules"
+    linears = _linears(module)
+    if len(linears) < 2:
+        return "it has fewer than two linear layers"
+    of_linears = {id(p) for part in linears for p in part.parameters()}
+    if any(id(p) not in of_linears for p in module.parameters()):
+        return "it has weights beside those of its linear layers"
+    try:
+        moved = _maps_alone(module)
+        if moved is None:  # a last layer that starts at zero hides what the others do
+            twin = copy.deepcopy(module)
+            with torch.no_grad():
+                for p in twin.parameters():
+                    p.copy_(_drawn(p.shape).to(p) / p.shape[-1] ** 0.5)
+            moved = _maps_alone(twin)
+    except Exception as error:  # code of anybody, given what it may not take
+        return f"it takes more than tokens [B, T, D] ({type(error).__name__})"
+    return None if moved else "it mixes tokens, or changes their shape"
+
+
+def _maps_alone(module: nn.Module) -> bool | None:
+    """Whether a token changes its own output alone; ``None`` if not even that."""
+    weight: Any = next(part for part in module.modules() if is_linear(part)).weight
+    x = _drawn((2, 3, width_of(module))).to(weight)
+    other = x.clone()
+    other[:, 0] += 1
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        module.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            before, after = module(x), module(other)
+            if not isinstance(before, Tensor) or before.shape != x.shape:
+                return False
+            change = (after - before).abs().amax((0, 2)).float()
+            if not change.any():
+                return None
+            if (change[1:] > 1e-3 * change[0]).any():
+                return False
+            flat, wanted = module(x.flatten(0, 1)).float(), before.flatten(0, 1).float()
+    finally:
+        for part, training in modes:
+            part.training = training
+    return torch.allclose(flat, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
+
+
+def _linears(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if is_linear(part)]
+
+
+def _drawn(shape: Any) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)

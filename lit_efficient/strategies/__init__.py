@@ -1,0 +1,1 @@
+"""Slot ``trainer.strategy``: one file a strategy."""

@@ -1,0 +1,400 @@
+"""Sharded training (FSDP2): each of N processes holds 1/N of weights, gradients and optimizer states.
+
+    before a block's forward and backward:  its weights are gathered from all processes, and dropped after it
+    after its backward:                     its gradients are averaged, and each process keeps its own part
+    units:                                  each repeated block, embeddings, output heads, and the rest of the module
+
+Saves: (N - 1) / N of the memory of weights, gradients and optimizer states in each process
+Costs: each step receives the weights twice and sends the gradients once; half as much again as data parallelism
+Source: Zhao et al. (2023), https://arxiv.org/abs/2304.11277; torch.distributed.fsdp.fully_shard
+"""
+
+import contextlib
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+
+from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.internals.lightning_sharding import ShardingBase, configured
+from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
+from lit_efficient.internals.torch_optimizers import without_step_hooks
+from lit_efficient.losses.deferred_logits import output_head
+from lit_efficient.mechanisms.adapters.base import has_frozen_base
+from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, checkpoint_keys
+from lit_efficient.mechanisms.averages.weights import placed_like
+from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
+from lit_efficient.surgery import count, is_sharded, reshard
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HALF = "bf16-mixed"
+
+
+class ShardedStrategy(ShardingBase):
+    """Shard any LightningModule over all processes, after all techniques have changed it.
+
+    Its repeated blocks are found as `StochasticDepth` and `ActivationCheckpointing` find them. Weights that several
+    units share are gathered with the rest of the module. All processes begin with the first one's weights. A module
+    that shards itself in ``configure_model`` is left as it is. Gradients are clipped by the norm of all shards.
+
+    Args:
+        blocks: ``auto``, or regular expressions for the dotted names of the modules that are gathered one at a time.
+        reshard_after_forward: Drop a block's weights after its forward pass and gather them again for its backward
+            pass; false keeps them in between: less communication, more memory. A number: keep them in shards among
+            so many processes, such as those of a node.
+        replicas: Copies of the model, at least 1, each sharded over world size / ``replicas`` processes (hybrid
+            sharding: the fast network of a node gathers, and gradients alone cross the slow one).
+        offload: Keep shards, gradients and optimizer states in CPU memory, where the optimizer steps.
+        gather_dtype: In which weights are gathered and used: ``auto`` is bfloat16 under ``precision: bf16-mixed``, else
+            what they are stored in.
+        reduce_dtype: In which gradients are averaged.
+        reduce_each_batch: Average gradients after each batch of an accumulation window, too. Without, they are sent
+            once a window, and each process holds whole gradients until then.
+        save_distributed_checkpoint: Each process writes its shards, into a folder; false: one file, which the first
+            process gathers.
+        process_group_backend: ``null``: by the device.
+        timeout: How long processes wait for each other.
+
+    Raises:
+        ConfigurationError: For an argument out of range; for a module without blocks, with a parameter that is a
+            scalar, or with trained weights of several formats in one block.
+        ConflictError: With ``precision: 16-mixed``, whose loss scaling is not made for shards here.
+    """
+
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (0, "1/N of weights, gradients and states in each of N processes")
+    }
+    shards_itself = True  # what is not sharded yet is no error
+    writes_sums = True
+
+    def __init__(
+        self,
+        blocks: str | list[str] = "auto",
+        reshard_after_forward: bool | int = True,
+        replicas: int = 1,
+        offload: bool = False,
+        gather_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        reduce_dtype: Literal["float32", "bfloat16"] = "float32",
+        reduce_each_batch: bool = False,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        who = type(self).__name__
+        check_choice(who, "gather_dtype", gather_dtype, ("auto", *_DTYPES))
+        check_choice(who, "reduce_dtype", reduce_dtype, tuple(_DTYPES))
+        check_number(who, "replicas", replicas, least=1, whole=True)
+        flags = {"offload": offload, "reduce_each_batch": reduce_each_batch}
+        for name, value in {**flags, "save_distributed_checkpoint": save_distributed_checkpoint}.items():
+            if not isinstance(value, bool):
+                raise refusal(who, name, "true or false", value)
+        if not isinstance(reshard_after_forward, bool):
+            check_number(who, "reshard_after_forward", reshard_after_forward, least=2, whole=True)
+        if not blocks:
+            raise refusal(who, "blocks", "auto or patterns", blocks)
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend or ("cpu:gloo,cuda:nccl" if offload else None),
+            timeout=timeout,
+        )
+        self.blocks = blocks
+        self.reshard_after_forward = reshard_after_forward
+        self.replicas = replicas
+        self.offload = offload
+        self.gather_dtype = gather_dtype
+        self.reduce_dtype = reduce_dtype
+        self.reduce_each_batch = reduce_each_batch
+        self._mesh: Any = None  # over which parameters are sharded
+
+    # Processes -------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        world = self.num_nodes * self.num_processes
+        if world % self.replicas:
+            raise refusal("ShardedStrategy", "replicas", f"a divisor of the world size ({world})", self.replicas)
+        self.fix_sizes(tensor_parallel=1)
+        super().setup_environment()
+        self._mesh = self.device_mesh["data_parallel"]
+        if self.replicas > 1:
+            shape, names = (self.replicas, world // self.replicas), ("replicate", "shard")
+            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+
+    def setup(self, trainer: Any) -> None:
+        module: Any = self.lightning_module
+        self.model = self.precision_plugin.convert_module(module)
+        if not any(map(is_sharded, module.parameters())):
+            rank_zero_info(f"ShardedStrategy: {self._shard(module)}")
+        with configured(module):
+            super().setup(trainer)
+        if sharded_modules(module)[:1] == [module]:
+            make_root(module)
+
+    @property
+    def _module(self) -> Any:
+        return self.lightning_module
+
+    def model_to_device(self) -> None:
+        if not self.offload:  # else all is where it belongs since it was sharded
+            super().model_to_device()
+
+    # The network -----------------------------------------------------------------------------------------------------
+
+    def _shard(self, module: nn.Module) -> str:
+        """Shard ``module`` in place, and say how."""
+        scalar = next((name for name, p in module.named_parameters() if p.ndim == 0), None)
+        if scalar is not None:
+            raise ConfigurationError(
+                f"ShardedStrategy: {scalar!r} is a scalar, which cannot be sharded: make it a tensor of one element"
+            )
+        found = [block for _, block in find_blocks(module, self.blocks, who="ShardedStrategy")]
+        ends, heads = ends_of(module, found)
+        units = [unit for unit in (*found, *ends) if owns_its_parameters(unit, module)]
+        if not units:
+            raise ConfigurationError(
+                f"ShardedStrategy: the {len(found)} blocks of {type(module).__name__} have no parameters of their own: "
+                r"name others with blocks=['layers\.\d+'], for example"
+            )
+        self._check_formats(module, units)
+        same_everywhere(module, self.root_device)
+        how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
+        for unit in units:
+            # A head's backward pass comes right after its forward pass.
+            stays = any(unit is head for head in heads)
+            fully_shard(unit, reshard_after_forward=False if stays else self.reshard_after_forward, **how)
+        rest = count(p for p in module.parameters() if not is_sharded(p))
+        fully_shard(module, reshard_after_forward=False, **how)
+        gather_when_called(module)
+        blocks = sum(any(unit is block for block in found) for unit in units)
+        total = count(module.parameters())
+        kinds = ", ".join(sorted({type(unit).__name__.removeprefix("FSDP") for unit in units[:blocks]}))
+        return (
+            f"{total:,} parameters in {self._mesh.size() // self.replicas} shards: {blocks} blocks ({kinds or 'none'})"
+            f", {len(units) - blocks} embeddings and heads, and {rest:,} parameters of the rest"
+            + (f"; {self.replicas} replicas" if self.replicas > 1 else "")
+        )
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        precision = str(self.precision_plugin.precision)
+        if precision.startswith("16-mixed"):
+            raise ConflictError(
+                "ShardedStrategy: precision='16-mixed' scales the loss by a plugin that knows no shards: use bf16-mixed"
+            )
+        wanted: str = self.gather_dtype
+        if wanted == "auto":
+            wanted = "bfloat16" if precision == _HALF else ""
+        # Autocast, which the precision brings, decides of inputs.
+        return MixedPrecisionPolicy(_DTYPES.get(wanted), _DTYPES[self.reduce_dtype], cast_forward_inputs=False)
+
+    def _offload(self) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
+
+    def _check_formats(self, module: nn.Module, units: list[nn.Module]) -> None:
+        inside = {id(p) for unit in units for p in unit.parameters()}
+        rest = [p for p in module.parameters() if id(p) not in inside]
+        for unit in units:
+            _check_format([*unit.parameters()], f"{type(unit).__name__}, a unit,")
+        _check_format(rest, "the rest of the module")
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", *args, **kwargs)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        if isinstance(module, FSDPModule):
+            return self.run_as_forward(module, name, *args, **kwargs)
+        return getattr(module, name)(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Leave gradients where they are, in all but the last batch of an accumulation window."""
+        parts = [] if self.reduce_each_batch else sharded_modules(self._module)
+        for part in parts:
+            part.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.set_requires_gradient_sync(True, recurse=False)
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        reshard(self._module)  # a hook may have gathered weights that are old now
+        return stepped
+
+    def on_validation_start(self) -> None:
+        reshard(self._module)  # callbacks may have put other weights in their place
+
+    on_validation_end = on_test_start = on_test_end = on_predict_start = on_predict_end = on_validation_start
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if not self.in_shards or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        save = super().save_checkpoint
+        write_shards(self, Path(filepath), lambda folder: save(checkpoint, folder))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path, module = Path(self.broadcast(checkpoint_path)), self._module
+        check_everywhere(self, path)
+        aside = kept_aside(path)
+        present = checkpoint_keys(path) if aside else set()
+        if aside and not has_frozen_base(module):
+            check_adapters(module, {*present, *aside}, path)
+        with asking_for(module, present) if aside else nullcontext():
+            if path.is_file():
+                return load_file(path, module, self.optimizers)
+            with contextlib.ExitStack() as stack:
+                for i, optimizer in enumerate(self.optimizers):
+                    stack.enter_context(expecting(optimizer, module, states_in(path, i)))
+                try:
+                    return super().load_checkpoint(path, True)
+                except CheckpointException as error:
+                    first = next(iter(error.failures.values()))[0]
+                    raise CheckpointError(f"{path} does not fit the module or its optimizer: {first}") from error
+
+
+@contextmanager
+def expecting(optimizer: Any, module: nn.Module, named: Collection[str]) -> Iterator[None]:
+    """Have torch, which asks a folder for the states of all that trains, ask for those of these parameters alone."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    before = [(p, p.requires_grad) for group in optimizer.param_groups for p in group["params"]]
+    for p, _ in before:
+        p.requires_grad_(names.get(id(p)) in named)
+    if hasattr(optimizer, "moved_weights"):  # which refuses a step otherwise, by which torch makes states to fill
+        optimizer.train()
+    try:
+        with without_step_hooks(optimizer):  # what happens after steps does not after this one
+            yield
+    finally:
+        for p, trains in before:
+            p.requires_grad_(trains)
+
+
+def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Fill shards from a checkpoint of one file, whichever strategy wrote it, and return the rest of it.
+
+    Raises:
+        CheckpointError: If weights or states do not fit.
+    """
+    checkpoint = load_verified(path, verify=False, mapped=True)
+    saved, own = checkpoint.pop("state_dict"), module.state_dict()
+    if missing := [name for name in own if name not in saved] if module.strict_loading else []:
+        raise CheckpointError(f"{path} lacks {len(missing)} tensors of the module: {', '.join(missing[:3])}")
+    found = {}
+    for name in own.keys() & saved.keys():
+        found[name] = _placed(saved[name], own[name], f"{path}: {name!r}")
+    module.load_state_dict(found, strict=False)
+    states = checkpoint.get("optimizer_states", [])
+    for optimizer, state in zip(optimizers, states, strict=False):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = [key for group in state["param_groups"] for key in group["params"]]
+        if len(ids) != len(parameters):
+            raise CheckpointError(f"{path}: its optimizer holds {len(ids)} parameters, and this one {len(parameters)}")
+        like = dict(zip(ids, parameters, strict=True))
+        of = {
+            key: {k: _placed(v, like[key], k) if _alike(v, like[key]) else v for k, v in one.items()}
+            for key, one in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": of})
+    return checkpoint
+
+
+def _alike(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+
+
+def _placed(tensor: Tensor, like: Any, what: str) -> Tensor:
+    if tensor.shape != like.shape:
+        raise CheckpointError(f"{what} is {list(tensor.shape)}, and {list(like.shape)} in the module")
+    return placed_like(tensor, like, tensor.dtype)
+
+
+def ends_of(module: nn.Module, blocks: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Embeddings and output heads outside of ``blocks`` that are a quarter of one or more, and the heads among them."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    outside = [part for part in module.modules() if id(part) not in inside]
+    networks = (output_head(part) for part in outside if part is not module)
+    heads = {id(head): head for head in networks if isinstance(head, nn.Linear)}
+    least = min((count(block.parameters()) for block in blocks), default=0) / 4
+    ends = [part for part in outside if isinstance(part, nn.Embedding) or id(part) in heads]
+    ends = [end for end in ends if count(end.parameters()) >= least]
+    return ends, [end for end in ends if id(end) in heads]
+
+
+def owns_its_parameters(unit: nn.Module, root: nn.Module) -> bool:
+    """Whether a module has parameters, and no module outside of it has one of them, too."""
+    own = {id(p) for p in unit.parameters()}
+    inside = {id(part) for part in unit.modules()}
+    others = (part for part in root.modules() if id(part) not in inside)
+    return bool(own) and not any(id(p) in own for part in others for p in part.parameters(recurse=False))
+
+
+@torch.no_grad()
+def same_everywhere(module: nn.Module, device: torch.device) -> None:
+    """Give all processes the first one's parameters and buffers."""
+    if distributed.get_world_size() == 1:
+        return
+    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
+        if tensor.is_meta:
+            continue
+        there = tensor.data.to(device).contiguous()
+        distributed.broadcast(there, 0)
+        if there.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(there)
+
+
+def gather_when_called(root: Any) -> None:
+    """Let what lies outside of a step, such as generation in a callback, find the weights of the rest gathered."""
+
+    def gather(*_: Any) -> None:
+        root.unshard()
+
+    for part in _outside(root):
+        if any(True for _ in part.parameters()):
+            part.register_forward_pre_hook(torch.compiler.disable(gather))
+
+
+def _outside(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules in ``root`` that are gathered with it."""
+    for part in root.children():
+        if not hasattr(part, "unshard"):
+            yield part
+            yield from _outside(part)
+
+
+def _check_format(parameters: Sequence[Tensor], what: str) -> None:
+    formats = {p.dtype for p in parameters if p.requires_grad}
+    if len(formats) > 1:
+        named = " and ".join(sorted(str(one).removeprefix("torch.") for one in formats))
+        raise ConfigurationError(
+            f"ShardedStrategy: trained parameters of {what} are {named}, and what is gathered together has one format: "
+            "train them in one, or name smaller units with blocks="
+        )

@@ -1,0 +1,154 @@
+"""DeepSpeed's ZeRO: optimizer states, gradients and weights in shards, which may lie in host memory or on NVMe.
+
+    stage 1: states / N;   stage 2: gradients / N, too;   stage 3: weights / N, too
+
+Saves: (N - 1) / N of the memory of what is sharded in each of N processes; with offloading all of it on the GPU.
+Costs: stage 3 half as much communication again as data parallelism; offloading waits for the host's memory, or a disk.
+Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054; ZeRO-Infinity: https://arxiv.org/abs/2104.07857;
+ZeRO++: https://arxiv.org/abs/2306.10209.
+
+What the trainer and the techniques say holds: accumulation, clipping and precision are the trainer's, the optimizer is
+the config's; a setting of DeepSpeed's own that contradicts them is refused.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
+
+_PLACES = ("gpu", "cpu", "nvme")
+# What the trainer and the module say, and DeepSpeed's name for it.
+_TRAINERS = {
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "gradient_clipping": "trainer.gradient_clip_val",
+    "train_micro_batch_size_per_gpu": "the data's batch_size",
+    "train_batch_size": "the data's batch_size, trainer.accumulate_grad_batches and the number of processes",
+    "bf16": "trainer.precision: bf16-mixed",
+    "fp16": "trainer.precision: 16-mixed",
+    "optimizer": "the config's optimizer",
+    "scheduler": "the config's lr_scheduler",
+}
+
+
+def zero_config(
+    stage: int,
+    states_on: str = "gpu",
+    weights_on: str = "gpu",
+    nvme_path: str | None = None,
+    node_size: int = 1,
+    quantized: bool = False,
+) -> dict[str, Any]:
+    """The part of DeepSpeed's configuration that says what is sharded and where it lies.
+
+    Args:
+        stage: 1, 2 or 3.
+        states_on: Where optimizer states lie: ``gpu``, ``cpu`` or ``nvme``.
+        weights_on: Where weights lie that are not needed; other than ``gpu`` in stage 3 only.
+        nvme_path: Folder on NVMe, where something lies there.
+        node_size: Processes that keep a second sharding of the weights among themselves, to gather from (ZeRO++,
+            stage 3); 1: none do.
+        quantized: Send weights in 8 bits and gradients in 4 (ZeRO++, stage 3).
+
+    Raises:
+        ConfigurationError: For an argument out of range, or one that its stage does not know.
+    """
+    check_choice("ZeroStrategy", "stage", stage, (1, 2, 3))
+    check_choice("ZeroStrategy", "states_on", states_on, _PLACES)
+    check_choice("ZeroStrategy", "weights_on", weights_on, _PLACES)
+    check_number("ZeroStrategy", "node_size", node_size, least=1, whole=True)
+    third = {"weights_on": weights_on != "gpu", "node_size": node_size > 1, "quantized": quantized}
+    if stage < 3 and (given := [name for name, is_given in third.items() if is_given]):
+        raise refusal("ZeroStrategy", "stage", f"3 with {given[0]}: before, each process holds all weights", stage)
+    if states_on == "nvme" and stage < 3:
+        raise refusal("ZeroStrategy", "stage", "3 with states_on='nvme'", stage)
+    if "nvme" in (states_on, weights_on):
+        if not nvme_path:
+            raise refusal("ZeroStrategy", "nvme_path", "a folder on NVMe, as something is to lie there", nvme_path)
+    elif nvme_path:
+        raise refusal("ZeroStrategy", "nvme_path", "null, as nothing is to lie there", nvme_path)
+    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
+    for key, place in {"offload_optimizer": states_on, "offload_param": weights_on}.items():
+        if place != "gpu":
+            zero[key] = {"device": place, "pin_memory": True} | ({"nvme_path": nvme_path} if place == "nvme" else {})
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if node_size > 1:
+        zero["zero_hpz_partition_size"] = node_size
+    if quantized:
+        zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    return {"zero_optimization": zero}
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Lightning's DeepSpeedStrategy by a few arguments; needs the package deepspeed and GPUs.
+
+    Args:
+        stage: 1, 2 or 3: what is sharded.
+        states_on: Where optimizer states lie, and the optimizer steps: ``gpu``, ``cpu`` or ``nvme`` (stage 3).
+        weights_on: Where weights lie that are not needed: ``gpu``, ``cpu`` or ``nvme``; in stage 3.
+        nvme_path: Folder on NVMe, where something lies there.
+        node_size: Processes of a node, which gather weights from each other (ZeRO++, stage 3); 1: from all.
+        quantized: Send weights in 8 bits and gradients in 4 (ZeRO++, stage 3).
+        extra: Further keys of DeepSpeed's configuration; none that the trainer says.
+
+    Raises:
+        ConfigurationError: For an argument out of range or one that its stage does not know; for a key that contradicts
+            the trainer's; without the package.
+    """
+
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (0, "states, gradients and weights in shards by DeepSpeed, in host memory or on NVMe")
+    }
+
+    def __init__(
+        self,
+        stage: int = 2,
+        states_on: str = "gpu",
+        weights_on: str = "gpu",
+        nvme_path: str | None = None,
+        node_size: int = 1,
+        quantized: bool = False,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        config = zero_config(stage, states_on, weights_on, nvme_path, node_size, quantized)
+        for key in extra or {}:
+            if key in _TRAINERS or key in config:
+                source = _TRAINERS.get(key, "this strategy's other arguments")
+                raise refusal(
+                    "ZeroStrategy", "extra", f"without {key}, which {source} say{'s' * (key in _TRAINERS)}", extra
+                )
+        check_installed("ZeroStrategy", "deepspeed")
+        if nvme_path and not Path(nvme_path).is_dir():
+            raise refusal("ZeroStrategy", "nvme_path", "a folder that exists", nvme_path)
+        super().__init__(config={**config, **(extra or {})})
+        self.stage = stage
+        self.states_on = states_on
+        self.weights_on = weights_on
+        self.nvme_path = nvme_path
+        self.node_size = node_size
+        self.quantized = quantized
+        self.extra = extra
+
+    def setup(self, trainer: Any) -> None:
+        check_agreement(trainer, self.node_size)
+        super().setup(trainer)
+
+
+def check_agreement(trainer: Any, node_size: int = 1) -> None:
+    """Refuse what of a trainer DeepSpeed would do otherwise, or not at all.
+
+    Raises:
+        ConfigurationError: Naming it.
+    """
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise ConfigurationError("ZeroStrategy: DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm")
+    if trainer.world_size % node_size:
+        raise refusal("ZeroStrategy", "node_size", f"a divisor of the {trainer.world_size} processes", node_size)
+    if trainer.precision not in ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true"):
+        raise refusal("trainer", "precision", "bf16-mixed, 16-mixed, bf16-true, 16-true or 32-true", trainer.precision)
+    if not trainer.lightning_module.automatic_optimization:
+        raise ConfigurationError(
+            "ZeroStrategy: DeepSpeed steps by itself: set the module's automatic_optimization to true"
+        )

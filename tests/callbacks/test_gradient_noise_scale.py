@@ -1,0 +1,141 @@
+"""GradientNoiseScale: the known answer of a quadratic, and a slow reference's numbers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lit_efficient import ConfigurationError, ConflictError, GradientNoiseScale, scaled_rate
+from lit_efficient.testing import Run
+from tests.contract.row import Row
+from tests.support import Toy, data, trainer
+
+WIDTH, NOISE, DISTANCE = 64, 1.0, 0.5
+KNOWN = WIDTH * NOISE**2 / (WIDTH * DISTANCE**2)  # tr(S) / |G|^2
+
+
+def estimates_are_there(run: Run) -> None:
+    noise = run.technique("GradientNoiseScale")
+    sums = noise.state_dict()["sums"]
+    assert sums is not None
+    assert sums.isfinite().all()
+    assert noise._samples > 0
+
+
+def make() -> GradientNoiseScale:
+    return GradientNoiseScale(every_n_steps=1)
+
+
+ROW = Row(make, estimates_are_there, changes=False, trainer={"accumulate_grad_batches": 2})
+
+
+class Quadratic(pl.LightningModule):
+    """The loss |w - x|^2 / 2: of each sample the gradient is w - x, so that its mean and covariance are known."""
+
+    def __init__(self, samples: int = 2048, batch: int = 2, rate: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((WIDTH,), DISTANCE))
+        self.x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(0)) * NOISE
+        self.batch, self.rate = batch, rate
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 0.5 * (self.w - batch).square().sum(1).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.w], self.rate)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.x, self.batch)
+
+
+def fit(noise: Any, module: Any, **arguments: Any) -> Any:
+    run = trainer([noise], **{"accumulate_grad_batches": 4, **arguments})
+    run.fit(module)
+    return run
+
+
+def test_the_noise_scale_of_a_quadratic_is_the_known_one(caplog: pytest.LogCaptureFixture) -> None:
+    noise = GradientNoiseScale(every_n_steps=1, decay=0.999)
+    with caplog.at_level(logging.INFO):
+        fit(noise, Quadratic(batch=4, rate=1e-30))
+    assert noise.noise_scale() == pytest.approx(KNOWN, rel=0.08)
+    tr, signal, weight = noise.state_dict()["sums"].tolist()
+    assert tr / weight == pytest.approx(WIDTH * NOISE**2, rel=0.08)
+    assert signal / weight == pytest.approx(WIDTH * DISTANCE**2, rel=0.08)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("GradientNoiseScale:")]
+    assert (
+        "with 16 a step: smaller batches would save samples. With 4 a step, instead of the rate 1e-30 take 2.5e-31"
+        in line
+    )
+    assert "5e-31 (square-root rule, Adam)" in line
+
+
+def test_equals_a_slow_reference_with_unequal_batches_and_a_short_last_window() -> None:
+    """27 samples in micro-batches of 2, the last of 1, in windows of 4, the last of 2; the rate is not zero."""
+    module = Quadratic(27, rate=0.1)
+    noise = GradientNoiseScale(every_n_steps=1, decay=0.5)
+    fit(noise, module, precision=64)
+    w = torch.full((WIDTH,), DISTANCE, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64)
+    micro = module.x.double().split(2)
+    for start in range(0, len(micro), 4):
+        window = micro[start : start + 4]
+        gradients = [w - rows.mean(0) for rows in window]
+        mean = sum(gradients) / len(window)
+        small = sum(g.square().sum() for g in gradients) / len(window)
+        big, inverse = mean.square().sum(), sum(1 / len(rows) for rows in window) / len(window)
+        n = len(window)
+        tr, signal = (small - big) / (inverse * (1 - 1 / n)), (n * big - small) / (n - 1)
+        sums = 0.5 * sums + torch.stack([tr, signal, torch.ones_like(tr)])
+        w = w - 0.1 * sum(gradients) / 4  # Lightning divides by four whatever the window
+    torch.testing.assert_close(noise.state_dict()["sums"].double(), sums, rtol=1e-5, atol=0)
+    torch.testing.assert_close(module.w.detach(), w)
+
+
+def test_it_looks_at_one_step_of_many_and_leaves_no_hooks() -> None:
+    noise, module = GradientNoiseScale(every_n_steps=3, decay=0.5), Quadratic(64)
+    fit(noise, module)  # 8 steps, of which it sees 0, 3 and 6
+    assert noise.state_dict()["sums"][2] == 1 + 0.5 + 0.25
+    assert not module.w._backward_hooks
+
+
+def test_resumed_it_goes_on_with_its_averages() -> None:
+    noise = make()
+    assert noise.state_dict()["sums"] is None
+    assert math.isnan(noise.noise_scale())
+    noise.load_state_dict({"sums": torch.tensor([12.0, 3.0, 1.0]), "samples": 2})
+    assert noise.noise_scale() == 4
+    assert "larger batches still save steps. With 4 a step, instead of the rate 0.1 take 0.2 (linear" in noise.advice(
+        [0.1]
+    )
+    noise.load_state_dict({"sums": torch.tensor([12.0, -3.0, 1.0]), "samples": 2})
+    assert noise.noise_scale() == math.inf
+    assert "says nothing of a batch yet" in noise.advice([0.1])
+
+
+def test_one_micro_batch_and_manual_optimization_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="a step has one: set accumulate_grad_batches to 2 or more"):
+        fit(make(), Quadratic(), accumulate_grad_batches=1)
+    with pytest.raises(ConflictError, match="GradientNoiseScale: Toy optimizes manually"):
+        trainer([make()]).fit(Toy(optimizers=2), data(), data())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: GradientNoiseScale(0), "every_n_steps must be a whole number of at least 1, got 0"),
+        (lambda: GradientNoiseScale(decay=1.0), "decay must be at least 0 and below 1, got 1.0"),
+        (lambda: scaled_rate(0.1, 0, 2), "batch must be above 0, got 0"),
+        (lambda: scaled_rate(0.1, 1, 2, "cubic"), "rule must be one of linear, sqrt, got 'cubic'"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_arguments(call: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        call()

@@ -1,0 +1,147 @@
+"""Initialise: each scheme's variance, where residual branches end in each family, what is kept and refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_efficient import ConfigurationError, Initialise
+from lit_efficient.application import apply, reports_of
+from lit_efficient.callbacks.initialise import SCHEMES, draw_weight
+from lit_efficient.internals.torch_fx import residual_ends
+from lit_efficient.models.dit import DiT, DiTConfig
+from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.signs_of_training import sign_of_training
+from lit_efficient.testing import Run
+from tests.contract.row import Row
+from tests.mechanisms.adapters.decoders import FAMILIES, decoder
+
+
+def begins_small(run: Run) -> None:
+    """What is not in codes begins with a standard deviation of 0.02, where torch's is 0.14."""
+    start = {n: t for n, t in run.start.items() if n.endswith("up.weight") and t.is_floating_point()}
+    assert all(0.015 < float(t.float().std()) < 0.025 for t in start.values())
+    assert run.reports["Initialise"].parameters > 0
+
+
+ROW = Row(Initialise, begins_small)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_variances_are_those_of_the_schemes(scheme: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = draw_weight(torch.empty(96, 64, 2, 2), scheme, 0.5, generator).double()
+    if scheme == "orthogonal":
+        rows = weight.flatten(1)
+        torch.testing.assert_close(rows @ rows.T, 0.25 * torch.eye(96, dtype=torch.float64), atol=1e-5, rtol=0)
+        return
+    fans = {"fan_in": 64 * 4, "fan_out": 96 * 4, "xavier": (64 + 96) * 4 / 2}
+    cut = 0.8796 if scheme == "truncated_normal" else 1  # standard deviation of a normal that is cut at 2
+    wanted = 0.5 * fans.get(scheme, 1) ** -0.5 * cut
+    assert float(weight.std()) == pytest.approx(wanted, rel=0.02)
+    assert float(weight.abs().max()) < (1.0 if scheme == "truncated_normal" else 10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_familys_residual_branches_are_known(family: str) -> None:
+    network = decoder(family)
+    block = "transformer.h.0" if family == "GPT2" else "model.layers.0"
+    names = ["attn.c_proj", "mlp.c_proj"] if family == "GPT2" else ["self_attn.o_proj", "mlp.down_proj"]
+    norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if family in {"Gemma2", "Gemma3"} else ["", ""]
+    assert residual_ends(network.get_submodule(block)) == list(zip(names, norms, strict=True))
+    network.config._name_or_path = ""
+    apply(root := nn.ModuleDict({"model": network}), [Initialise(residual="zero")])
+    assert reports_of(root)["Initialise"].details["residual_branches"] == 4
+    part = network.get_submodule(block)
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(3)[None]
+    more = {} if family == "GPT2" else {"position_embeddings": _rotary(network, x, places)}
+    y = part(x, **more)
+    assert torch.equal(y[0] if isinstance(y, tuple) else y, x)  # a block begins as the identity
+
+
+def _rotary(network: Any, x: torch.Tensor, places: torch.Tensor) -> Any:
+    layer_types = getattr(network.config, "layer_types", None) if network.config.model_type == "gemma3_text" else None
+    return network.model.rotary_emb(x, places, *(layer_types or [])[:1])
+
+
+def test_branches_are_scaled_by_their_number_and_nothing_else_is_touched() -> None:
+    ours = GPT(GPTConfig(vocab_size=64, dim=64, depth=3, num_heads=2))
+    apply(ours, [Initialise()])
+    for name, parameter in ours.named_parameters():
+        end = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        if parameter.ndim == 2:
+            assert float(parameter.detach().std()) == pytest.approx(0.02 / 6**0.5 if end else 0.02, rel=0.06), name
+        else:
+            assert (parameter == 1).all()
+    assert ours.head.weight is ours.embedding.weight
+    again = GPT(GPTConfig(vocab_size=64, dim=64, depth=3, num_heads=2))
+    apply(again, [Initialise()])
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+
+
+def test_what_is_zero_on_purpose_stays_zero() -> None:
+    network = DiT(DiTConfig(width=16, depth=1, heads=2))
+    zeros = {name for name, p in network.named_parameters() if p.ndim > 1 and not p.any()}
+    assert zeros
+    apply(network, [Initialise(weights="fan_in", residual="same")])
+    assert zeros == {name for name, p in network.named_parameters() if p.ndim > 1 and not p.any()}
+    assert "zero as before" in reports_of(network)["Initialise"].summary
+
+
+class Residual(nn.Module):
+    """A block of a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+
+
+def test_behind_a_norm_its_scale_is_what_begins_at_zero() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), Residual(), Residual())
+    apply(network, [Initialise(weights="fan_out", scale=2**0.5, residual="zero")])
+    for block in (network[1], network[2]):
+        assert not block.bn2.weight.any()
+        assert block.conv2.weight.any()
+        assert (block.bn1.weight == 1).all()
+
+
+def test_trained_weights_are_kept_unless_told() -> None:
+    trained = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    assert sign_of_training(trained) is None
+    with torch.no_grad():
+        trained[1].weight[2] = 1.5
+    with pytest.raises(ConfigurationError, match="the norm 1 is not as norms begin, and its weights would be lost"):
+        apply(trained, [Initialise(residual="same")])
+    apply(trained, [Initialise(residual="same", pretrained=True)])
+    network = decoder("Llama")
+    network.config._name_or_path = "somewhere/llama"
+    with pytest.raises(ConfigurationError, match="was read from 'somewhere/llama'"):
+        apply(network, [Initialise()])
+    seen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    seen(torch.randn(3, 4))
+    assert "statistics of 1 batches" in str(sign_of_training(seen))
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="shows no residual branches"):
+        apply(nn.Sequential(nn.Linear(2, 2)), [Initialise()])
+    with pytest.raises(ConfigurationError, match="has no layers of the kinds"):
+        apply(nn.Sequential(nn.LayerNorm(2)), [Initialise(residual="same")])
+    with pytest.raises(ConfigurationError, match="has no values yet"):
+        apply(nn.Sequential(nn.Linear(2, 2, device="meta")), [Initialise(residual="same")])
+    for arguments, words in (
+        ({"weights": "random"}, "weights must be one of normal"),
+        ({"scale": 0}, "scale must be above 0 or null"),
+        ({"embeddings": -1}, "embeddings must be at least 0"),
+        ({"residual": "half"}, "residual must be one of scaled"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            Initialise(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lit_efficient import ConfigurationError, RankWatch
+from tests.processes import run_ranks, start_ranks
+from tests.ranks import watching
+
+SAID = {
+    "raised": "failed (KeyError: 'a row that is not there')",
+    "left": "left training (it ended its training after 3 steps)",
+    "killed": "failed (it ended without a word, as a killed process does)",
+}
+
+
+@pytest.mark.turns(3, family="ranks", always=["raised"])
+@pytest.mark.parametrize("how", SAID)
+def test_a_process_that_is_left_alone_ends_with_a_sentence(how: str, tmp_path: Path) -> None:
+    (first, second), logs = start_ranks(watching.waited_for, tmp_path, how)
+    try:
+        first.join(120)
+        assert first.exitcode == (1 if how == "killed" else 2), logs[0].read_text()[-4000:]
+        said = logs[0].read_text()
+        assert f"this process ends, as it would wait for ever: process 1 has {SAID[how]}" in said, said[-4000:]
+        assert (("Traceback" in said), second.is_alive()) == (how == "killed", how != "killed")
+    finally:
+        (tmp_path / "ended").touch()
+        for rank in (first, second):
+            rank.join(10)
+            rank.kill()
+
+
+@pytest.mark.turns(6, family="ranks")
+def test_processes_that_end_together_are_left_in_peace(tmp_path: Path) -> None:
+    run_ranks(watching.ended_together, tmp_path)
+
+
+@pytest.mark.turns(6, family="ranks")
+def test_processes_that_cannot_reach_each_other_train_unwatched(tmp_path: Path) -> None:
+    run_ranks(watching.unreachable, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["failed", "left"])
+def test_bad_arguments_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"RankWatch: {name} must be above 0, got 0"):
+        RankWatch(**{name: 0})

@@ -1,0 +1,109 @@
+"""The launch scripts: a process dies, all begin again from the last checkpoint, and the end is the same to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.cli.toy_runs import ALLOW
+from tests.processes import python
+from tests.support import assert_equal
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A run of eight steps on two processes that saves at each step and draws in each, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    toys = "tests.support_cli"
+    saves = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "filename": "{step}"}}
+    callbacks = ["ExactResume", f"{toys}.WeightsOfRank", "tests.cli.dying.DiesOnce"]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 4, "strategy": "ReplicatedStrategy", **quiet}
+    config = {
+        "trainer": trainer | {"callbacks": [*({"class_path": name} for name in callbacks), saves]},
+        "model": {"class_path": f"{toys}.ToyModel", "init_args": {"noise": 1.0}},
+        "data": {"class_path": f"{toys}.ToyData"},
+    }
+    Path("toy.yaml").write_text(yaml.safe_dump(config))
+    return [*ALLOW, "-c", "toy.yaml"]
+
+
+def weights_of_ranks() -> list[dict[str, torch.Tensor]]:
+    return [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def undisturbed(words: list[str]) -> list[dict[str, torch.Tensor]]:
+    """The weights of a run in which nobody dies."""
+    Path("died").touch()
+    done = python("-m", "lit_efficient", "fit", *words, "--trainer.default_root_dir", "undisturbed")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    Path("died").unlink()
+    return weights_of_ranks()
+
+
+def launched(script: str, words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    called = ["bash", str(ROOT / "examples" / "launch" / script), *words]
+    return subprocess.run(called, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_again_and_ends_as_an_undisturbed_run(words: list[str]) -> None:
+    wanted = undisturbed(words)
+    done = launched("torchrun.sh", words, DEVICES="2", RESTARTS="1")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert Path("died").exists()
+    assert "error: this process ends, as it would wait for ever: process 1 has failed" in done.stderr
+    runs = [run for run in Path("runs/toy").iterdir() if not run.is_symlink()]
+    assert len(runs) == 1  # the second attempt went on in the folder of the first
+    for rank, state in enumerate(weights_of_ranks()):
+        assert_equal(state, wanted[rank])
+
+
+SRUN = """#!/usr/bin/env bash
+shift
+export SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 SLURM_NNODES=1 SLURM_NODEID=0
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks+=($!); done
+code=0
+for task in "${tasks[@]}"; do wait "$task"; ended=$?; [ "$ended" -gt "$code" ] && code=$ended; done
+exit "$code"
+"""
+
+
+@pytest.mark.nightly
+def test_a_job_of_slurm_is_queued_again_and_ends_as_an_undisturbed_run(words: list[str]) -> None:
+    """With a stand-in for srun, which starts two tasks, and for scontrol; the signal comes from one of the tasks."""
+    text = (
+        Path("toy.yaml")
+        .read_text()
+        .replace(".DiesOnce\n", f".DiesOnce\n    init_args: {{number: {signal.SIGUSR1:d}}}\n")
+    )
+    Path("toy.yaml").write_text(text)
+    wanted = undisturbed(words)
+    Path("srun").write_text(SRUN)
+    Path("scontrol").write_text('#!/usr/bin/env bash\necho "$@" > queued\n')
+    for program in ("srun", "scontrol"):
+        Path(program).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    job = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "toy", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job["PATH"] = os.pathsep.join([str(Path.cwd()), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = launched("slurm.sh", words, **job)
+    assert done.returncode == 128 + signal.SIGUSR1, (done.stdout + done.stderr)[-6000:]
+    assert Path("queued").read_text() == "requeue 12345\n"
+    done = launched("slurm.sh", words, **job, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    for rank, state in enumerate(weights_of_ranks()):
+        assert_equal(state, wanted[rank])

@@ -1,0 +1,85 @@
+"""The arithmetic of benchmarks/quality.py: what is left after a kill, equal losses, and p as scipy has it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import quality
+from benchmarks.quality import BASELINE, RATES, SEEDS, TUNING_SEED, Arm
+from lit_efficient import EMA
+
+ARMS = [Arm("python", BASELINE), Arm("python", "other", lambda: [EMA()]), Arm("python", "same", lambda: [EMA(0.5)])]
+NEEDED = {BASELINE: [80, 84, 78, 81, 79], "other": [40, 44, 41, 39, 43], "same": [81, 82, 79, 80, 80]}
+
+
+def attempt(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
+    """A loss that falls evenly to zero at the step that the arm needs, at the second rate; at others it is higher."""
+    zero = NEEDED[arm.name][seed % len(SEEDS)]
+    higher = 0.0 if rate == RATES[1] else 0.1
+    points = [(step, step / 10, max(0.0, 1 - step / zero) + higher) for step in range(0, 101, 10)]
+    return {"val/loss": points}
+
+
+def test_pieces_go_on_and_ratios_have_the_p_of_scipy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "quality.jsonl"
+    runs: list[tuple[str, float, int]] = []
+
+    def counted(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
+        runs.append((arm.name, rate, seed))
+        if len(runs) == 9:
+            raise KeyboardInterrupt
+        return attempt(arm, rate, seed)
+
+    with pytest.raises(KeyboardInterrupt):
+        quality.run(ARMS, file, math.inf, attempt=counted)
+    with file.open("a") as opened:
+        opened.write('{"task": "py')  # a kill within a line
+    assert len(quality.records(file)) == 8
+    assert quality.run(ARMS, file, math.inf, attempt=counted) == 0
+    assert len(runs) == 1 + len({*runs}) == 1 + len(ARMS) * (len(RATES) + len(SEEDS))
+    assert quality.run(ARMS, file, math.inf, attempt=counted) == 0  # nothing is run twice
+    rows = quality.records(file)
+    assert {r["rate"] for r in rows if r["seed"] != TUNING_SEED} == {RATES[1]}
+
+    found = quality.table(ARMS, rows)
+    assert {name for _, name, _, _ in found} == {"other", "same"}
+    stats = pytest.importorskip("scipy.stats")
+    ps = {}
+    for name in ("other", "same"):
+        logs = []
+        for seed in SEEDS:
+            ours, theirs = (
+                quality.reached(attempt(arm, RATES[1], seed)["val/loss"], 0.0, 0)
+                for arm in (next(arm for arm in ARMS if arm.name == one) for one in (name, BASELINE))
+            )
+            logs.append(math.log(ours / theirs))
+        ps[name] = stats.ttest_1samp(logs, 0).pvalue
+    least, most = sorted(ps, key=lambda name: ps[name])
+    for what in ("steps", "seconds"):  # four rows in all: of two names, each twice
+        assert found["python", least, "val/loss", what].p == pytest.approx(4 * ps[least], rel=1e-6)
+    assert quality.verdict(found["python", "other", "val/loss", "steps"]) == "fewer"
+    assert quality.verdict(found["python", "same", "val/loss", "steps"]) == "no evidence"
+    shown = "\n".join(quality.lines(found))
+    assert "no evidence" in shown
+    assert most == "same"
+
+
+def test_a_level_is_the_worse_end_and_is_interpolated() -> None:
+    fast = [(10, 1.0, 4.0), (20, 2.0, 2.0), (30, 3.0, 1.0)]
+    slow = [(10, 2.0, 5.0), (20, 4.0, 4.0), (30, 6.0, 3.0)]
+    assert quality.pair_ratio(fast, slow, 0) == (15.0, 30.0)
+    assert quality.pair_ratio(fast, slow, 1) == (1.5, 6.0)
+    assert all(map(math.isnan, quality.pair_ratio([], slow, 0)))
+    assert math.isnan(quality.reached(slow, 1.0, 0))
+
+
+def test_a_recipe_changes_with_its_settings_and_names_are_told_apart() -> None:
+    keys = [(arm.task, arm.name) for arm in quality.ARMS]
+    assert len({*keys}) == len(keys)
+    assert ARMS[1].recipe == Arm("python", "other", lambda: [EMA()]).recipe != Arm("python", "other").recipe
+    json.dumps([arm.recipe for arm in quality.ARMS])  # each can be made

@@ -1,0 +1,25 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from lit_efficient.internals import torch_fsdp
+from tests.internals.leaning import leans_on
+
+
+@leans_on("torch", "_get_fsdp_state()._lazy_init", "torch_fsdp")
+def test_the_outer_module_is_the_root_though_an_inner_one_is_called_first():
+    """Of one process; tests.ranks.sharded has two."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        network, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), DeviceMesh("cpu", [0])
+        for part in (network[0], network):
+            fully_shard(part, mesh=mesh)
+        assert torch_fsdp.sharded_modules(network) == [network, network[0]]
+        torch_fsdp.make_root(network)
+        network[0](torch.ones(1, 2))
+        network(torch.ones(1, 2)).sum().backward()  # torch refuses a second root
+        assert network[1].weight.grad is not None
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,115 @@
+"""Rotary positions by Liger's kernel: found by numbers, equal in value and gradient. Nightly interprets Triton."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import lit_efficient
+from lit_efficient import CausalLMConfig
+from lit_efficient.application import apply
+from lit_efficient.mechanisms.blocks.rotary import Turns, turns_of
+from lit_efficient.models.causal_lm import build
+from tests.losses.test_liger_cross_entropy import interpreted
+from tests.mechanisms.test_documents import FIELDS, network_of
+from tests.models.test_causal_lm import SMALL
+from tests.support import Net
+
+CPU = torch.device("cpu")
+
+
+def small(kind: str) -> Any:
+    if kind in ("gpt", *FIELDS):
+        return network_of(kind)
+    fields = {name: value for name, value in SMALL.items() if hasattr(CONFIG_MAPPING[kind](), name)}
+    return build(CausalLMConfig(config_fields={**fields, "model_type": kind}))
+
+
+def found(network: nn.Module) -> set[tuple[str, str]]:
+    return {pair for part in network.modules() for pair in turns_of(part, CPU).items()}
+
+
+def both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As in transformers."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    first, second = (
+        (x, torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)) for x in (query, key)
+    )
+    return first[0] * cos + first[1] * sin, second[0] * cos + second[1] * sin
+
+
+class Layer(nn.Module):
+    """Its forward calls the function above."""
+
+    def forward(self, query: Tensor, key: Tensor, *tables: Tensor, more: float = 1.0) -> tuple[Tensor, Tensor]:
+        return both(query * more, key, *tables)
+
+
+def test_without_the_kernel_nothing_is_found_or_changed() -> None:
+    network = network_of("llama")
+    assert not any(isinstance(part, Turns) for part in network.modules())
+    apply(network, [lit_efficient.MemoryEfficientLayers("torch")])
+    assert not any(isinstance(part, Turns) for part in network.modules())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("gpt", {("rotate", "one")}),
+        ("llama", {("apply_rotary_pos_emb", "both")}),
+        ("qwen2", {("apply_rotary_pos_emb", "both")}),
+        ("qwen3", {("apply_rotary_pos_emb", "both")}),
+        ("opt", set()),
+        ("gpt_oss", set()),  # its pairs are of another kind of table
+    ],
+)
+def test_networks_give_the_same_by_the_kernel(kind: str, names: set[Any]) -> None:
+    network = small(kind).train()
+    assert found(network) == names
+    assert found(Net()) == set()
+    if not names:
+        return
+    changed = deepcopy(network)
+    report = apply(changed, [lit_efficient.MemoryEfficientLayers("liger")])["MemoryEfficientLayers"]
+    assert "2 layers turn queries and keys by Liger's" in report.summary
+    assert list(network.state_dict()) == list(changed.state_dict())
+    ids = torch.arange(64).view(2, 32)
+    outs = []
+    for each in (network, changed, deepcopy(changed)):
+        out = each(ids)
+        out = out if isinstance(out, Tensor) else out.logits
+        out.square().mean().backward()
+        outs.append([out.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
+    for more in outs[1:]:
+        torch.testing.assert_close(outs[0], more, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 2])
+def test_nobody_else_s_tensors_change(rows: int) -> None:
+    layer, plain = Layer(), Layer()
+    apply_to = turns_of(layer, CPU)
+    assert apply_to == {"both": "both"}
+    lit_efficient.surgery.mix_under(layer, Turns, _fused_turns=apply_to)
+    angle = torch.randn(rows, 5, 4)
+    tables = [torch.cat((f, f), -1) for f in (angle.cos(), angle.sin())]
+    query, key = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2))
+    kept = [x.detach().clone() for x in (query, key, *tables)]
+    slopes = []
+    for each in (plain, layer):
+        turned = each(query, key, *tables, more=2.0)
+        loss = sum((x.square() + x).sum() for x in turned) + (turned[0] + query).square().sum()
+        slopes.append(torch.autograd.grad(loss, (query, key)))
+    torch.testing.assert_close(*slopes)
+    assert all(torch.equal(*pair) for pair in zip(kept, (query, key, *tables), strict=True))
+    wide = [torch.cat((table, table), -1) for table in tables]  # another width, which the kernel would misread
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        layer(query, key, *wide)
+    halves = [table.half() for table in tables]
+    torch.testing.assert_close(layer(query, key, *halves), plain(query, key, *halves))  # the function itself

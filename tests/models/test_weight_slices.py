@@ -1,0 +1,98 @@
+"""Networks larger than a host: weights in slices, of files or drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lit_efficient import GPT, GPTConfig
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.models.deferred_draws import DeferredDraws
+from lit_efficient.models.weight_slices import load_slices
+from tests.processes import run_ranks
+from tests.ranks import slices
+from tests.support import assert_equal
+
+
+def split(network: nn.Module, folder: Path) -> str:
+    """Two files and the index that Hugging Face writes."""
+    state = dict(network.state_dict())
+    folder.mkdir()
+    names = sorted(state)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in files.items():
+        save_file({name: state[name].contiguous() for name in own}, folder / file)
+    listed = {name: file for file, own in files.items() for name in own}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    return str(folder)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_each_of_two_processes_reads_and_draws_its_own_slices(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    run_ranks(slices.each_its_own, tmp_path, split(slices.made(), tmp_path / "base"))
+
+
+def llama() -> nn.Module:
+    fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=True))
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(97, dim=64, depth=2, num_heads=2, max_length=64))
+
+
+@pytest.mark.parametrize("make", [llama, gpt, slices.made])
+def test_deferred_draws_are_those_of_a_network_that_is_built_as_usual(make: Any) -> None:
+    torch.manual_seed(3)
+    plain, after = make(), torch.get_rng_state()
+    torch.manual_seed(3)
+    with DeferredDraws() as draws:
+        network = make()
+    assert torch.equal(torch.get_rng_state(), after)
+    large = [p for p in network.parameters() if p.numel() >= 1024]
+    assert all(p.device.type == "meta" for p in large)
+    draws.note(network)
+    before = torch.get_rng_state()
+    draws.fill(network.to_empty(device="cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_equal(
+        dict(network.named_parameters(remove_duplicate=False)), dict(plain.named_parameters(remove_duplicate=False))
+    )
+    assert_equal(dict(network.named_buffers()), dict(plain.named_buffers()))
+    network.register_buffer("late", torch.zeros(1))
+    with pytest.raises(ConfigurationError, match="'late' was not there when it was noted"):
+        draws.fill(network)
+
+
+def test_a_folder_of_transformers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    model = llama().bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    found = llama()
+    assert load_slices(found, tmp_path) == []
+    assert_equal(dict(found.state_dict()), {name: t.float() for name, t in model.state_dict().items()})
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    folder = split(nn.Linear(3, 2), tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"'weight' is \(2, 4\) here and \(2, 3\) in"):
+        load_slices(nn.Linear(4, 2), folder)
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors of Sequential, first .0.weight.; it has 2"):
+        load_slices(nn.Sequential(nn.Linear(3, 2)), folder)
+    wrapped = nn.Sequential(nn.Linear(3, 2))
+    assert load_slices(wrapped, folder, {"0.weight": "weight"}, strict=False) == ["0.bias"]
+    assert load_slices(wrapped, folder, {"0.weight": "weight", "0.bias": "bias"}) == []
+    with pytest.raises(ConfigurationError, match=r"'weight' is on the meta device: call to_empty"):
+        load_slices(nn.Linear(3, 2, device="meta"), folder)
+    with pytest.raises(ConfigurationError, match=r"'weight' is torch.int8 here and F32"):
+        load_slices(nn.ParameterDict({"weight": nn.Parameter(torch.zeros(2, 3, dtype=torch.int8), False)}), folder)
+    with pytest.raises(CheckpointError, match="0 indexes and 0 files"):
+        load_slices(nn.Linear(3, 2), tmp_path / "none")

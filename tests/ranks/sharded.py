@@ -1,0 +1,249 @@
+"""Techniques under ShardedStrategy on two ranks, beside one process that sees both batches."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lit_efficient import (
+    BlockSwap,
+    ChunkedCrossEntropy,
+    ConfigurationError,
+    KahanSummation,
+    NonFiniteGuard,
+    ShardedStrategy,
+    SignalCheckpoint,
+    StochasticRounding,
+)
+from lit_efficient.errors import LitEfficientError
+from lit_efficient.models.gpt import GPT, GPTConfig
+from tests.contract.row import Row
+from tests.contract.table import CASES, network_of
+from tests.ranks.toys import Sharded, Small, everyones, whole
+from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, Toy, data, trainer
+
+STEPS = 4  # an epoch
+
+
+class Tied(AttentionNet):
+    """One table for tokens and their logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(GPTConfig(8, dim=WIDTH, depth=2, num_heads=2, hidden_dim=32, max_length=64))
+
+
+class Trained(Toy):
+    """Steps what trains."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Losses(L.Callback):
+    """The losses of all steps, and of validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(outputs["loss"].detach().clone())
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.callback_metrics["val/loss"].clone())
+
+
+def strategy(**arguments: Any) -> ShardedStrategy:
+    return ShardedStrategy(timeout=timedelta(seconds=60), **arguments)
+
+
+def fit(
+    make: Callable[[], list[Any]],
+    network: Any,
+    epochs: int = 2,
+    ckpt_path: str | None = None,
+    sharding: dict[str, Any] | str | None = None,
+    **arguments: Any,
+) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
+    """A fit on this rank, or of one process: the trainer, the losses [S] of all ranks, and the whole weights."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    dataset = data(8 * STEPS).dataset
+    sampler: Any = DistributedSampler(dataset, world, rank, shuffle=False)  # rows r, r + 2, ... of a batch
+    chosen = strategy(**sharding) if isinstance(sharding, dict) else sharding or "auto"
+    arguments |= {"devices": world, "strategy": chosen}
+    losses = Losses()
+    torch.manual_seed(rank)  # ranks differ in what nobody seeds
+    run = trainer([*make(), losses], use_distributed_sampler=False, max_epochs=epochs, **arguments)
+    module = Trained("init", network=network)
+    run.fit(module, DataLoader(dataset, 8 // world, sampler=sampler), data(), ckpt_path=ckpt_path)
+    seen = torch.stack(losses.seen)
+    weights = {name: tensor.detach().clone() for name, tensor in whole(module.state_dict()).items()}
+    return run, torch.stack(everyones(seen)).mean(0) if world > 1 else seen, weights
+
+
+def case_of(name: str) -> tuple[Callable[[], list[Any]], Any, dict[str, Any]]:
+    row = MORE.get(name) or CASES[name]
+    return lambda: [row.make()], row.network if name in MORE else network_of(name), dict(row.trainer)
+
+
+def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
+    return [
+        ("clipping", L.Callback, Net, {"gradient_clip_val": 0.05}),
+        ("accumulation", L.Callback, Net, {"accumulate_grad_batches": 2}),
+        ("NonFiniteGuard", NonFiniteGuard, Net, {}),
+        ("SignalCheckpoint", SignalCheckpoint, Net, {}),
+        ("tied", L.Callback, Tied, {}),
+        ("BlockSwap", BlockSwap, Net, {}),  # the row's refuses nothing
+        ("KahanSummation", KahanSummation, Net, {"precision": "bf16-true"}),  # the row's network mixes formats
+        ("StochasticRounding", StochasticRounding, Net, {"precision": "bf16-true"}),
+    ]
+
+
+# Of callbacks without a row, and of settings that differ from the row's.
+MORE: dict[str, Row] = {
+    name: Row(made, lambda _: None, network=network, trainer=arguments) for name, made, network, arguments in _others()
+}
+
+
+def techniques(names: Sequence[str], sharding: Any = None) -> None:
+    """Fit with each, straight, and interrupted after an epoch; write what came of it."""
+    sharding = {} if sharding is None else sharding
+    torch.compiler.set_stance("force_eager")  # torchao's step would be compiled: the same numbers, minutes later
+    for name in names:
+        make, network, more = case_of(name)
+        try:
+            _, losses, weights = fit(make, network, sharding=sharding, **more)
+            half, _, _ = fit(make, network, 1, sharding=sharding, **more)
+            half.save_checkpoint(f"{name}.ckpt", weights_only=False)
+            _, _, resumed = fit(make, network, 2, f"{name}.ckpt", sharding=sharding, **more)
+            same = weights.keys() == resumed.keys() and all(torch.equal(weights[key], resumed[key]) for key in weights)
+            found: Any = {"losses": losses, "resumed": same}
+        except LitEfficientError as error:
+            found = {"refused": str(error)}
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        if dist.get_rank() == 0:
+            torch.save(found, f"{name}.pt")
+        dist.barrier()
+
+
+def worlds() -> None:
+    """A run of one process goes on on two, and one of two is written both ways."""
+    half, _, _ = fit(list, Net, 1, sharding={})
+    half.save_checkpoint("two.ckpt", weights_only=False)
+    half.save_checkpoint("two.ckpt", weights_only=False)  # over one that is there
+    half, _, _ = fit(list, Net, 1, sharding={"save_distributed_checkpoint": False})
+    half.save_checkpoint("two_file.ckpt", weights_only=False)
+    _, losses, _ = fit(list, Net, 2, "one.ckpt", sharding={})
+    if dist.get_rank() == 0:
+        torch.save(losses, "from_one.pt")
+    dist.barrier()
+
+
+class Scalar(Net):
+    """With a parameter that cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class NoBlocks(nn.Linear):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        self.counts.update(kind for kind in ("allgather", "reduce_scatter", "allreduce") if kind in name)
+        return function(*args, **(kwargs or {}))
+
+
+def counted(sharding: dict[str, Any], network: Any = Net, make: Any = list, **arguments: Any) -> Counter[str]:
+    with Collectives() as mode:
+        fit(make, network, 1, sharding=sharding, limit_val_batches=0, **arguments)
+    return mode.counts
+
+
+class Untied(Tied):
+    """A table of tokens and a head that are as large as blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = GPTConfig(200, dim=WIDTH, depth=2, num_heads=2, hidden_dim=32, max_length=64, tie_embeddings=False)
+        self.gpt = GPT(config)
+
+
+class Labelled(TokenAttentionNet):
+    """With a head as large as a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = GPTConfig(200, dim=WIDTH, depth=2, num_heads=2, hidden_dim=32, max_length=64, tie_embeddings=False)
+        self.gpt = GPT(config)
+
+
+def units() -> None:
+    run, losses, weights = fit(list, Untied, sharding={})
+    sizes = {name: p.to_local().numel() for name, p in run.lightning_module.named_parameters()}
+    whole_sizes = {name: tensor.numel() for name, tensor in weights.items()}
+    assert all(size * 2 == whole_sizes[name] for name, size in sizes.items())  # half of each
+    parts = {name for name, part in run.lightning_module.named_modules() if isinstance(part, FSDPModule)}
+    assert parts == {"", "net.gpt.embedding", "net.gpt.head", "net.gpt.blocks.0", "net.gpt.blocks.1"}, parts
+    _, tied, _ = fit(list, Tied, sharding={})
+    assert tied.isfinite().all()
+    # Replicas: each process holds all, and averages by all-reduce.
+    run, replicated, _ = fit(list, Untied, sharding={"replicas": 2})
+    torch.testing.assert_close(replicated, losses)
+    assert {n: p.to_local().numel() for n, p in run.lightning_module.named_parameters()} == whole_sizes
+    # An accumulation window sends its gradients once; blocks that stay gathered are gathered once.
+    once, each = (counted({"reduce_each_batch": flag}, accumulate_grad_batches=2) for flag in (False, True))
+    assert each["reduce_scatter"] == 2 * once["reduce_scatter"] > 0
+    again, kept = (counted({"reshard_after_forward": flag}) for flag in (True, False))
+    assert again["allgather"] > kept["allgather"] > 0
+    # The head's weight is gathered once, whatever number of chunks it serves.
+    plain, chunked = (counted({}, Labelled, make) for make in (list, lambda: [ChunkedCrossEntropy(chunk_size=2)]))
+    assert plain["allgather"] == chunked["allgather"], (plain, chunked)
+    # bf16: what is gathered has half the bytes; the weights themselves keep theirs.
+    run, low, _ = fit(list, Net, sharding={}, precision="bf16-mixed")
+    assert {p.dtype for p in run.lightning_module.parameters()} == {torch.float32}
+    _, high, _ = fit(list, Net, sharding={"gather_dtype": "float32"}, precision="bf16-mixed")
+    torch.testing.assert_close(low, high, rtol=0.03, atol=0.03)
+    assert not torch.equal(low, high)
+    for network, error, said in (
+        (Scalar, ConfigurationError, "'net.scale' is a scalar"),
+        (NoBlocks, ConfigurationError, "found no repeated blocks"),
+    ):
+        with pytest.raises(error, match=said):
+            fit(list, network, sharding={})
+    with pytest.raises(ConfigurationError, match="replicas must be a divisor"):
+        fit(list, Net, sharding={"replicas": 3})
+    # A module that shards itself is left as it is.
+    module = Sharded("configure_model", network=Small)
+    trainer(devices=2, strategy=strategy(), limit_val_batches=0).fit(module, data())
+    assert not isinstance(module, FSDPModule)
+    # What lies outside of a step finds its weights.
+    run, _, _ = fit(list, Net, 1, sharding={})
+    with torch.no_grad():
+        assert run.lightning_module.net(torch.zeros(1, WIDTH)).isfinite().all()

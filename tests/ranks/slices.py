@@ -1,0 +1,96 @@
+"""A network that no process ever has whole: read from files, or drawn, in the slices that each holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
+from lit_efficient.models import weight_slices
+from lit_efficient.models.deferred_draws import DeferredDraws
+from lit_efficient.models.weight_slices import load_slices
+from tests.support import assert_equal
+
+WIDTH, DEPTH = 64, 8
+
+
+def made() -> nn.Module:
+    """Eight blocks, a number alone, a buffer, and rows that two processes share unevenly."""
+    network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)), nn.Linear(WIDTH, 3))
+    first, second = (layer.get_parameter("weight") for layer in (network[0], network[1]))
+    nn.init.orthogonal_(first)
+    nn.init.trunc_normal_(second, std=0.02)
+    network.register_parameter("scale", nn.Parameter(torch.tensor([2.0])))
+    network.register_buffer("shift", torch.randn(WIDTH))
+    return network
+
+
+class Counted:
+    """A file that notes how many bytes it gives at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = _map_tensors(path)
+
+    def keys(self) -> Any:
+        return self.file.keys()
+
+    def get_slice(self, name: str) -> Any:
+        return CountedSlice(self.file.get_slice(name))
+
+
+class CountedSlice:
+    def __init__(self, stored: Any) -> None:
+        self.stored, self.get_shape, self.get_dtype = stored, stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        found: torch.Tensor = self.stored[part]
+        given.append(found.nbytes)
+        return found
+
+
+_map_tensors, given = weight_slices.map_tensors, list[int]()
+
+
+def sharded(network: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in network:  # type: ignore[attr-defined]
+        fully_shard(block, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    return network
+
+
+def whole(network: nn.Module) -> dict[str, torch.Tensor]:
+    state = network.state_dict()
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+
+
+def each_its_own(folder: str) -> None:
+    dist.init_process_group("gloo")
+    weight_slices.map_tensors = Counted  # type: ignore[assignment]
+    with torch.device("meta"):
+        network = sharded(made())
+    with AllocationMeter() as meter:
+        network.to_empty(device="cpu")
+        load_slices(network, folder)
+    total = sum(t.numel() * 4 for t in network.state_dict().values())
+    shard = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in network.state_dict().values())
+    assert shard < 0.55 * total
+    assert sum(given) == shard
+    assert meter.peak + max(given) <= 1.5 * shard
+    torch.manual_seed(0)
+    assert_equal(whole(network), dict(made().state_dict()))
+    torch.manual_seed(1)
+    with DeferredDraws() as draws:
+        network = made()
+    draws.note(network)
+    sharded(network).to_empty(device="cpu")
+    draws.fill(network)
+    torch.manual_seed(1)
+    assert_equal(whole(network), dict(made().state_dict()))
+    dist.destroy_process_group()

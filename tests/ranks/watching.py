@@ -1,0 +1,72 @@
+"""RankWatch on two ranks, of which the second one leaves the first one waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as L
+from torch.utils.data import DataLoader
+
+from lit_efficient import RankWatch
+from tests.support import Toy, data, trainer
+
+
+class Leaves(L.Callback):
+    """The second rank, before its third step: raises and lives on, is killed, or ends its training after it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank != 1 or batch_idx != 2:
+            return
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "raised":
+            raise KeyError("a row that is not there")
+        trainer.should_stop = True
+
+
+def waited_for(how: str) -> None:
+    run = trainer([Leaves(how), RankWatch(0.5, 0.5)], devices=2, strategy="ddp", max_epochs=1)
+    loader: DataLoader = data(32)
+    try:
+        run.fit(Toy(), loader, data())
+    except KeyError:
+        print("raised", flush=True)
+    if run.global_rank == 1:  # its end would be noticed by the collectives of the other one
+        deadline = time.monotonic() + 60
+        while not Path("ended").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def ended_together() -> None:
+    watch = RankWatch(0.5, 0.5)
+    run = trainer([watch], devices=2, strategy="ddp", max_epochs=1)
+    run.fit(Toy(), data(32), data())
+    run.validate(Toy(), data(32), verbose=False)
+    assert watch._line is None
+    assert run.global_step == 4
+
+
+def unreachable() -> None:
+    """Process 0 is behind a wall: both go on, and say that nobody is watched."""
+    watch = RankWatch()
+    run = trainer([watch], devices=2, strategy="ddp", max_epochs=1)
+    with (
+        mock.patch("socket.create_connection", side_effect=OSError("no route")),
+        mock.patch("lit_efficient.mechanisms.rank_line.WAIT", 1),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        run.fit(Toy(), data(32), data())
+    assert run.global_step == 4
+    assert run.global_rank or "(process 1: no route): no process is watched" in " ".join(
+        str(one.message) for one in said
+    )

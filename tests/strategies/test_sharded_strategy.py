@@ -1,0 +1,107 @@
+"""ShardedStrategy on two gloo processes: with techniques as one process on both batches, and resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_efficient import ConfigurationError, SafeCheckpointIO, ShardedStrategy, restore
+from lit_efficient.__main__ import main
+from lit_efficient.catalog import PACKAGE
+from lit_efficient.commands.average import average_files
+from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.shards import read_checkpoint
+from tests.contract.table import CASES
+from tests.processes import run_ranks
+from tests.ranks import sharded
+from tests.support import Net, Toy, assert_equal
+
+# The quickest, of what is used most; the others each night.
+FIRST = ("clipping", "accumulation", "tied", "ChunkedCrossEntropy", "GradualUnfreezing")
+TRIED = (*sorted(CASES.keys() - {"Compile"}), "NonFiniteGuard", "SignalCheckpoint")  # the first takes minutes
+# What each process rounds or draws by the rows that it sees, and what takes another batch: not what one computes.
+OWN_ROUNDING = {"Float8Precision", "KahanSummation", "LowBitOptimizer", "QuantizationAwareTraining"}
+OWN_ROUNDING |= {"LatentAlignment", "MaxBatchSize", "StochasticRounding"}
+OWN_ROUNDING |= {"ContrastiveFlowMatching", "MixtureOfExperts", "NEFTune", "SelectiveBackprop", "TokenRouting"}
+SHORTER = {"OptimizerSchedule"}  # its horizon is the run's, and the interrupted one is shorter
+FAILS = {"ReplaceHead": "parameters that were not used in producing the loss"}  # under plain DDP
+
+
+def as_one_process(names: tuple[str, ...], folder: Path) -> dict[str, str]:
+    """Compare the losses of each, and return what works and why the rest does not."""
+    said = {}
+    for name in names:
+        found = torch.load(folder / f"{name}.pt", weights_only=True)
+        failed = found.get("failed", "")
+        assert not failed or (name in FAILS and FAILS[name] in failed), f"{name}: {failed}"
+        said[name] = found.get("refused", "use strategy ddp_find_unused_parameters_true" if failed else "works")
+        if said[name] != "works":
+            continue
+        make, network, more = sharded.case_of(name)
+        _, losses, _ = sharded.fit(make, network, **more)
+        if name not in OWN_ROUNDING:
+            torch.testing.assert_close(found["losses"], losses, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert found["resumed"] or name in SHORTER, f"{name}: a resumed run ends elsewhere"
+    return said
+
+
+def test_two_processes_train_as_one_does_and_resume_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(sharded.techniques, tmp_path, FIRST)
+    assert set(as_one_process(FIRST, tmp_path).values()) == {"works"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "strategy"), [("DDP", "ddp"), ("FSDP2", None)])
+def test_the_table_of_strategies_says_what_was_tried(kind: str, strategy: str | None, tmp_path: Path) -> None:
+    run_ranks(sharded.techniques, tmp_path, TRIED, strategy, timeout=900)
+    assert as_one_process(TRIED, tmp_path) == json.loads((PACKAGE / "tested.json").read_text("utf-8"))[kind]
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shards and in one file; the next epoch's losses are those of the world size that went on."""
+    monkeypatch.chdir(tmp_path)
+    _, straight, _ = sharded.fit(list, Net)
+    half, _, _ = sharded.fit(list, Net, 1)
+    half.save_checkpoint("one.ckpt", weights_only=False)
+    run_ranks(sharded.worlds, tmp_path)
+    second = straight[len(straight) // 2 :]
+    torch.testing.assert_close(torch.load("from_one.pt", weights_only=True), second, rtol=1e-5, atol=1e-5)
+    for path in ("two.ckpt", "two_file.ckpt"):
+        assert Path(path).is_dir() is (path == "two.ckpt")
+        _, losses, _ = sharded.fit(list, Net, 2, path, plugins=[SafeCheckpointIO()])
+        torch.testing.assert_close(losses, second, rtol=1e-5, atol=1e-5)
+    folder, file = read_checkpoint("two.ckpt", optimizers=True), read_checkpoint("two_file.ckpt")
+    assert_equal(folder["state_dict"], file["state_dict"])
+    assert_equal(average_files(["two.ckpt", "two_file.ckpt"])["state_dict"], file["state_dict"])
+    assert_equal(dict(restore(Toy(), "two.ckpt").state_dict()), file["state_dict"])
+    assert main(["convert", "two.ckpt", "--output", "whole.ckpt"]) == 0
+    _, losses, _ = sharded.fit(list, Net, 2, "whole.ckpt")
+    torch.testing.assert_close(losses, second, rtol=1e-5, atol=1e-5)
+    piece = Path("two.ckpt/__1_0.distcp")
+    damaged = bytearray(piece.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    piece.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing, or not what was written"):
+        read_checkpoint("two.ckpt")
+    assert [path.name for path in tmp_path.glob(".*")] == []  # no half of a folder is left
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_units_replicas_formats_and_communication(tmp_path: Path) -> None:
+    run_ranks(sharded.units, tmp_path)
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for arguments, said in (
+        ({"replicas": 0}, "replicas must be a whole number of at least 1"),
+        ({"gather_dtype": "float16"}, "gather_dtype"),
+        ({"reshard_after_forward": 1.5}, "reshard_after_forward"),
+        ({"offload": 1}, "offload must be true or false"),
+        ({"blocks": []}, "blocks must be auto or patterns"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            ShardedStrategy(**arguments)  # type: ignore[arg-type]

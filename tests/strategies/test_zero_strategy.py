@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lit_efficient import ConfigurationError, ZeroStrategy
+from lit_efficient.strategies.zero_strategy import check_agreement, zero_config
+from tests.support import Toy, data, trainer
+
+ZERO = sorted((Path(__file__).parents[2] / "configs" / "scale").glob("zero_*.yaml"))
+
+
+def test_the_overlays_are_the_presets() -> None:
+    made = {}
+    for path in ZERO:
+        arguments = yaml.safe_load(path.read_text("utf-8"))["trainer"]["strategy"]["init_args"]
+        made[path.stem] = zero_config(**arguments)["zero_optimization"]
+    assert {name: zero["stage"] for name, zero in made.items()} == {
+        "zero_1": 1, "zero_2": 2, "zero_2_cpu": 2, "zero_3": 3, "zero_3_cpu": 3, "zero_3_nvme": 3, "zero_plus_plus": 3
+    }  # fmt: skip
+    nvme = {"device": "nvme", "pin_memory": True, "nvme_path": "/local_nvme"}
+    assert made["zero_3_nvme"]["offload_optimizer"] == made["zero_3_nvme"]["offload_param"] == nvme
+    assert "offload_param" not in made["zero_2_cpu"]
+    assert made["zero_plus_plus"]["zero_hpz_partition_size"] == 8
+    assert made["zero_plus_plus"]["zero_quantized_weights"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"stage": 4}, "stage must be one of 1, 2, 3"),
+        ({"stage": 2, "weights_on": "cpu"}, "stage must be 3 with weights_on"),
+        ({"stage": 2, "states_on": "nvme", "nvme_path": "/x"}, "stage must be 3 with states_on='nvme'"),
+        ({"stage": 3, "states_on": "nvme"}, "nvme_path must be a folder on NVMe"),
+        ({"stage": 3, "nvme_path": "/x"}, "nvme_path must be null"),
+        ({"stage": 1, "quantized": True}, "stage must be 3 with quantized"),
+        ({"extra": {"gradient_clipping": 1.0}}, "without gradient_clipping, which trainer.gradient_clip_val says"),
+        ({"extra": {"zero_optimization": {}}}, "without zero_optimization, which this strategy's other arguments say"),
+    ],
+)
+def test_what_contradicts_is_refused_before_the_package_is_asked_for(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        ZeroStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm"),
+        ({"world_size": 6}, "node_size must be a divisor of the 6 processes"),
+        ({"precision": "64-true"}, "precision must be bf16-mixed"),
+        ({"lightning_module": types.SimpleNamespace(automatic_optimization=False)}, "DeepSpeed steps by itself"),
+    ],
+)
+def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], said: str) -> None:
+    module = types.SimpleNamespace(automatic_optimization=True)
+    usual = {"gradient_clip_val": None, "gradient_clip_algorithm": None, "world_size": 8, "precision": "bf16-mixed"}
+    fine = types.SimpleNamespace(**usual, lightning_module=module)
+    check_agreement(fine, 4)
+    with pytest.raises(ConfigurationError, match=said):
+        check_agreement(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "states_on": "cpu"}])
+def test_it_trains_on_a_gpu(arguments: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    run = trainer([], accelerator="gpu", strategy=ZeroStrategy(**arguments), precision="bf16-mixed", max_epochs=1)
+    module = Toy()
+    before = [p.detach().clone() for p in module.parameters()]
+    run.fit(module, data(32), data())
+    assert run.global_step == 8
+    assert any(not torch.equal(p.cpu(), old) for p, old in zip(module.parameters(), before))

@@ -1,0 +1,65 @@
+"""The same few of the scoreboard's cases of ourselves each time, nightly others; the board says what was counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import trust
+from benchmarks.trust_rows import OURS, Piece, pieces
+from tests.turns import commit
+
+PIECES = pieces()
+CASES = [
+    pytest.param(piece, case, id=f"{piece.name}-{case}", marks=[pytest.mark.nightly] if seed else [])
+    for seed in (0, 1 + commit())
+    for piece in PIECES
+    if piece.subject == OURS and piece.in_ci
+    for case in trust.sample(piece, min(1.0, piece.in_ci / len(piece.cases())), seed)
+]
+
+
+@pytest.mark.parametrize(("piece", "case"), CASES)
+def test_it_holds(piece: Piece, case: str, tmp_path: Path) -> None:
+    assert trust.attempt(piece, case, tmp_path) == ""
+
+
+def test_each_piece_has_a_row_and_cases_of_their_own_names() -> None:
+    for piece in PIECES:
+        assert piece.row in trust.ROWS, piece.name
+        assert len({*piece.cases()}) == len(piece.cases()) > 0, piece.name
+
+
+def test_the_page_says_what_was_counted() -> None:
+    rows: list[dict[str, Any]] = json.loads(trust.TALLIES.read_text()) if trust.TALLIES.exists() else []
+    assert {row["piece"] for row in rows} <= {piece.name for piece in PIECES}
+    assert (trust.TABLE.read_text() if rows else "") == (trust.page(rows) if rows else "")
+
+
+def test_what_went_wrong_is_said_and_tried_again_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+    fails = {"b"}
+
+    def trial(case: str, folder: Path) -> str:
+        assert folder == Path.cwd()
+        assert not list(folder.iterdir())
+        tried.append(case)
+        return "it fell" if case in fails else ""
+
+    monkeypatch.setattr(trust, "FOLDER", tmp_path)
+    piece = Piece(1, "falls", "Is dropped.", lambda: ("a", "b", "c"), trial)
+    assert trust.run([piece], 1.0, float("inf"), again=False) == 1
+    assert trust.run([piece], 1.0, float("inf"), again=False) == 0  # all have been tried
+    assert tried == ["a", "b", "c"]
+    (row,) = trust.tallies([piece])
+    assert (row["tried"], row["held"], row["wrong"]) == (3, 2, ["b: it fell"])
+    assert "| 3 | **2** |" in trust.page([row])
+    assert "b: it fell" in trust.page([row])
+    fails.clear()
+    assert trust.run([piece], 1.0, float("inf"), again=True) == 0
+    assert tried[3:] == ["b"]
+    assert trust.tallies([piece])[0]["held"] == 3
+    assert "falls: b: it fell" in capsys.readouterr().out
