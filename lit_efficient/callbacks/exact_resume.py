@@ -157,9 +157,9 @@ class ExactResume(Technique):
         state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
         if self._reached:
             results = unfinished(trainer) if self._reached != "epoch" else []
-            if trainer.world_size > 1 and results:
+            if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
                 self._say("each process's part of the epoch's training metrics is not in the checkpoint")
-                results = []
+                results = [result for result in results if not result["logged"]["on_epoch"]]
             state |= {"reached": self._reached, "metrics": monitored(trainer), "results": results}
         if not _window_is_open(trainer, pl_module):
             return
