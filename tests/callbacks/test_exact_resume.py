@@ -274,6 +274,13 @@ def test_bad_seeds_are_refused(seed):
         ExactResume(seed)
 
 
+def test_without_any_seed_the_run_has_torchs_in_63_bits(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    torch.manual_seed(-2)
+    trainer([technique := ExactResume()], max_epochs=1, limit_train_batches=1).fit(Tiny())
+    assert technique.state_dict()["seed"] == 2**63 - 2
+
+
 def test_the_seed_of_the_run_is_kept():
     for technique, seed in ((ExactResume(), 77), (ExactResume(3), 3)):
         fit(Tiny(), [technique], seed=77, max_epochs=1, limit_train_batches=2)
