@@ -154,6 +154,7 @@ def _schedule_free(module: Any, rate: float) -> torch.optim.Optimizer:
 
 
 _IREPA = {"projection": "conv", "head": le.AlignmentHead(spatial_norm=1.0)}
+_REG = {"backbone": le.DiTConfig(depth=4, variant=le.DiTVariant(class_token=le.ClassToken(32)))}
 _ROUTED = [("tread", {}), ("tread, whole at the end", {"stop_at": 270}), ("sprint", {"mode": "sprint", "stop_at": 270})]
 
 ARMS = [
@@ -162,6 +163,7 @@ ARMS = [
     Arm("digits", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
     Arm("digits", "HiddenAlignment REPA", _repa),
     Arm("digits", "HiddenAlignment iREPA", partial(_repa, **_IREPA)),
+    Arm("digits", "HiddenAlignment REG", partial(_repa, head=le.AlignmentHead(class_layer="")), settings=_REG),
     Arm("digits", "HiddenAlignment until half", partial(_repa, stop_at=160)),
     Arm("digits", "HiddenAlignment until conflict", partial(_repa, stop_at=le.GradientConflict(every=10))),
     *(Arm("digits", f"SNRWeighting {rule}", lambda rule=rule: [le.SNRWeighting(rule)]) for rule in RULES),
