@@ -53,8 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="run every pair of techniques, not a share of them")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # while all is imported: that stays, and need not be looked at again and again
+    if not config.getoption("numprocesses", None):  # whoever runs tests itself, before these import more
+        import torch  # noqa: F401
+
+        processes.keep_kernels_as_written()
 
 
 def pytest_unconfigure() -> None:
@@ -71,7 +75,6 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-    processes.keep_kernels_as_written()
     processes.answer_signals()
 
 
