@@ -21,7 +21,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.models import causal_lm
-from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.models.causal_lm import CausalLMConfig, stored_folder
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
@@ -152,18 +152,12 @@ def tokens_in_common(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, 
 
 
 def _digest_of_files(spec: CausalLMConfig) -> str:
-    folder = Path(spec.name_or_path or "")
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            wanted = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(str(spec.name_or_path), revision=spec.revision, allow_patterns=wanted))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+    try:
+        folder = stored_folder(spec)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"
+        ) from error
     files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json")))
     found = [(path.name, sha256_of(path)) for path in files]
     return _hash([{key: value for key, value in asdict(spec).items() if key != "name_or_path"}, found])
