@@ -148,6 +148,8 @@ class ShardedStrategy(ShardingBase):
         self.model = self.precision_plugin.convert_module(module)
         if not any(map(is_sharded, module.parameters())):
             rank_zero_info(f"ShardedStrategy: {self._shard(module)}")
+            if hasattr(module, "on_sharded"):  # no checkpoint has been read
+                module.on_sharded()
         with configured(module):
             super().setup(trainer)
         if sharded_modules(module)[:1] == [module]:
@@ -187,6 +189,20 @@ class ShardedStrategy(ShardingBase):
             + (f"; {self.replicas} replicas" if self.replicas > 1 else "")
             + divided
         )
+
+    def shard_frozen(self, network: nn.Module) -> None:
+        """Shard the blocks of a frozen network beside the module, which all processes call together; if it has any.
+
+        What is no block stays whole, as do blocks of codes, which have their scales beside them.
+        """
+        try:
+            found = find_blocks(network, who="ShardedStrategy")
+        except ConfigurationError:
+            return
+        for _, block in found:
+            if all(type(p) is nn.Parameter and p.is_floating_point() for p in block.parameters()):
+                fully_shard(block, mesh=self._mesh, reshard_after_forward=True, offload_policy=self._offload())
+                make_root(block)  # now: copies that probes make would be taken for parts of it
 
     def _divide(self, module: nn.Module) -> str:
         """Have processes share the layers of the network's plan, and say how many."""

@@ -1,7 +1,7 @@
 """A teacher for distillation: where it comes from, whether it reads the student's tokens, and how it is held.
 
 It is held beside the module, not in it: no technique changes it, no optimizer, average or checkpoint sees it, and no
-strategy shards or replicates it (each process has a whole one).
+strategy replicates it. Each process has a whole one, or, of one that all ask together, a part of its blocks.
 """
 
 from __future__ import annotations
@@ -108,11 +108,13 @@ class FrozenNetwork:
         self._held = nn.ModuleList([network.eval().requires_grad_(False)])
         self._device: torch.device | None = None
 
-    def on(self, device: torch.device) -> nn.Module:
-        """The network, moved there if it is elsewhere."""
+    def on(self, device: torch.device, strategy: Any = None) -> nn.Module:
+        """The network, moved there if it is elsewhere, and sharded by a strategy that can (``shard_frozen``)."""
         if self._device != device:
             self._held.to(device)
             self._device = device
+            if hasattr(strategy, "shard_frozen"):
+                strategy.shard_frozen(self._held[0])
         return self._held[0]
 
     def __deepcopy__(self, memo: object) -> FrozenNetwork:

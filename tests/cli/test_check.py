@@ -267,6 +267,7 @@ class EachLogs(Logger):
 
 
 MANY = ["--devices", "4", "--nodes", "2"]
+SHARED = ["--trainer.strategy=ShardedStrategy", "--trainer.strategy.tensor_parallel=8"]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ MANY = ["--devices", "4", "--nodes", "2"]
         ),
         (["--trainer.strategy=ShardedStrategy"], "ShardedStrategy: found no repeated blocks"),
         (
-            ["-c", "language_model", "--trainer.strategy=ShardedStrategy", "--trainer.strategy.tensor_parallel=8"],
+            ["-c", "language_model", "--trainer.enable_checkpointing=true", *SHARED],
             "has num_heads=4, which tensor_parallel=8 does not divide",
         ),
         (["--devices", "0"], "--devices must be a whole number of at least 1, got 0"),

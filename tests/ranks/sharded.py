@@ -210,10 +210,19 @@ def sharing() -> None:
 
 
 def sharing_and_sharding() -> None:
-    """Two by two."""
+    """Two by two; and four that shard, for others to go on with."""
+    half, _, _ = fit(list, Tied, 1, sharding={})
+    half.save_checkpoint("four.ckpt", weights_only=False)
     _, losses, _ = fit(list, Tied, sharding={"tensor_parallel": 2}, gradient_clip_val=0.05)
     if dist.get_rank() == 0:
         torch.save(losses, "losses.pt")
+
+
+def from_four() -> None:
+    """Two processes go on with what four have written."""
+    _, losses, _ = fit(list, Tied, 2, "four.ckpt", sharding={})
+    if dist.get_rank() == 0:
+        torch.save(losses, "from_four.pt")
 
 
 class Scalar(Net):

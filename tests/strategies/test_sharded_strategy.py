@@ -111,10 +111,14 @@ def test_two_processes_share_the_layers_of_a_plan_as_one_trains(tmp_path: Path) 
 
 
 @pytest.mark.turns(4, family="ranks")
-def test_four_processes_share_layers_and_shard_what_each_has(tmp_path: Path) -> None:
+def test_four_processes_share_layers_and_shard_and_two_go_on_with_their_checkpoint(tmp_path: Path) -> None:
     run_ranks(sharded.sharing_and_sharding, tmp_path, processes=4)
     _, losses, _ = sharded.fit(list, sharded.Tied, gradient_clip_val=0.05)
     torch.testing.assert_close(torch.load(tmp_path / "losses.pt", weights_only=True), losses, rtol=1e-4, atol=1e-5)
+    run_ranks(sharded.from_four, tmp_path)
+    _, losses, _ = sharded.fit(list, sharded.Tied)
+    found = torch.load(tmp_path / "from_four.pt", weights_only=True)
+    torch.testing.assert_close(found, losses[len(losses) // 2 :], rtol=1e-5, atol=1e-5)
 
 
 def test_arguments_out_of_range_are_refused() -> None:
