@@ -23,6 +23,7 @@ from lit_efficient import (
     ConfigurationError,
     KahanSummation,
     LoRA,
+    NEFTune,
     NonFiniteGuard,
     ShardedStrategy,
     SignalCheckpoint,
@@ -190,7 +191,7 @@ def sharing() -> None:
     """Two processes share the layers of a plan: the losses, what each holds, and two halves of one run."""
     shared = {"tensor_parallel": 2}
     for network in SHARING:
-        run, losses, weights = fit(list, network, sharding=shared, gradient_clip_val=0.05)
+        run, losses, weights = fit(lambda: [NonFiniteGuard()], network, sharding=shared, gradient_clip_val=0.05)
         held = sum(p.to_local().numel() for p in run.lightning_module.parameters())
         if dist.get_rank() == 0:
             torch.save({"losses": losses, "held": held}, f"{network.__name__}.pt")
@@ -200,6 +201,9 @@ def sharing() -> None:
     _, _, again = fit(list, Tied, 2, "shared.ckpt", sharding=shared, gradient_clip_val=0.05)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     drawn = everyones(float(torch.rand(())))
+    run, _, _ = fit(lambda: [NEFTune()], Tied, 1, sharding=shared)
+    one, other = everyones([loss for part in run.callbacks if isinstance(part, Losses) for loss in part.seen])
+    assert one == other  # noise goes by the process's batches
     assert drawn[0] == drawn[1]  # by processes that share a batch, whatever each was seeded with
     for make, network, said in (
         (list, Net, r"Trained has no network with a plan \(tp_plan\)"),
