@@ -23,6 +23,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
+from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.read_weights import read_layers
 from lit_efficient.models.weight_slices import WAITS, stored_places
@@ -198,6 +199,7 @@ def build(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         else:
             check_sums(spec.name_or_path)
+            check_bounds("CausalLMConfig", spec.name_or_path, config, AutoModelForCausalLM)
             model = AutoModelForCausalLM.from_pretrained(
                 spec.name_or_path or "",
                 config=config,
