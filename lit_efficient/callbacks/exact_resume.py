@@ -32,6 +32,7 @@ from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.technique import Technique
 
 
@@ -74,8 +75,7 @@ class ExactResume(Technique):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        sampler_arguments = trainer.distributed_sampler_kwargs or {}
-        self._rank = int(sampler_arguments.get("rank", trainer.global_rank))
+        self._rank = data_rank(trainer)
         self._world_size = int(trainer.world_size)
         if self._run_seed is None:
             own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed()) & (2**63 - 1)

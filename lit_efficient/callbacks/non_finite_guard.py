@@ -34,8 +34,9 @@ def largest(tensors: Iterable[Tensor]) -> float:
     """The largest magnitude of all elements, NaN if one is; one wait for the device. Shards count as a whole."""
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     filled = [tensor for tensor in values if tensor.numel()]
-    kinds = [[tensor for tensor in filled if is_sharded(tensor) is sharded] for sharded in (False, True)]
-    found: list[Any] = [get_total_norm(tensors, norm_type=math.inf) for tensors in kinds if tensors]
+    meshes = dict.fromkeys(getattr(tensor, "device_mesh", None) for tensor in filled)  # None: of no shards
+    kinds = [[tensor for tensor in filled if getattr(tensor, "device_mesh", None) == mesh] for mesh in meshes]
+    found: list[Any] = [get_total_norm(tensors, norm_type=math.inf) for tensors in kinds]
     sizes = [float(norm.full_tensor() if is_sharded(norm) else norm) for norm in found]
     return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
 
