@@ -25,6 +25,7 @@ class Traits:
         flattens: Parameters are joined into larger ones, or stepped as copies of them (FSDP1, DeepSpeed).
         recomputes: It recomputes activations by itself: FSDP's ``_activation_checkpointing_kwargs``.
         shards_itself: It shards modules that have not done so, after ``configure_model``.
+        views: Gradients are views of the buckets in which they travel.
         saves_one_file: It writes sharded states into one file: ``ModelParallelStrategy._save_distributed_checkpoint``.
     """
 
@@ -36,6 +37,7 @@ class Traits:
     recomputes: bool
     saves_one_file: bool
     shards_itself: bool
+    views: bool
 
     @property
     def shards(self) -> bool:
@@ -58,6 +60,7 @@ def traits_of(strategy: Any) -> Traits:
         recomputes=bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),
         saves_one_file=getattr(strategy, "_save_distributed_checkpoint", True) is False,
         shards_itself=own,
+        views=bool(getattr(strategy, "gradients_are_views", False)),
     )
 
 

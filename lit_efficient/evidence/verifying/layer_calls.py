@@ -6,12 +6,14 @@ A fit is tried before its first batch, again and again from one state; nothing o
 """
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
@@ -150,6 +152,19 @@ class Bench:
             with contextlib.suppress(ConfigurationError):  # it returns no loss
                 loss_of(self.module, batch)
             return calls, None
+
+    def returned(self, batch: Any, seed: int) -> Any:
+        """What the module's own training step returns, without what techniques make of it, by draws of a seed."""
+        self._record.restore()
+        seed_everything(seed, verbose=False)
+        step = type(self.module).training_step
+        given = [tree_map_only(Tensor, Tensor.clone, batch), 0][: len(inspect.signature(step).parameters) - 1]
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._precision():
+            return step(self.module, *given)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = self.trainer.precision_plugin.train_step_context()
+        return context
 
     def gradients(self, compiled: bool = False) -> dict[str, Tensor]:
         """The loss of a training step, as ``loss``, and its gradients by parameter; nothing of manual optimization."""
