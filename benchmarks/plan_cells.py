@@ -175,6 +175,12 @@ def _resnet(size: Size) -> L.LightningModule:
     return Images(partial(ResNet, widths, size.depth, CLASSES))
 
 
+def _biased_resnet(size: Size) -> L.LightningModule:
+    module: Any = _resnet(size)
+    module.net.stem[0] = nn.Conv2d(1, size.width, 3, 1, 1)
+    return module
+
+
 def _tokens(size: Size) -> Rows:
     ids = torch.randint(size.words, (ROWS, size.length), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in ids]
@@ -240,6 +246,7 @@ MODELS: dict[str, Model] = {
         (16, 32),
         ((24, 32, 64), (1, 2, 3), (16, 24)),
     ),
+    "ResNet with biases": Model(_biased_resnet, partial(_pixels, channels=1), Size(48, 2, 16), Size(8, 1, 8), (16, 32)),
     "Preference": Model(lambda size: le.Preference(_shape(size), warmup_steps=1), _pairs, _WORDS, _SMALL),
     "Autoencoder": Model(
         lambda size: Autoencoded(partial(Autoencoder, size.width)), _pixels, Size(32, 0, 32), Size(8, 0, 16)
@@ -366,7 +373,7 @@ SETTINGS: dict[str, How] = {
     "MixtureOfExperts": How(_named("MixtureOfExperts", experts=4), on=("Llama", "GPT"), turns=2),
     "MuonAdamW": How(optimizer=_stepped("MuonAdamW")),
     "NEFTune": How(_named("NEFTune"), on=TEXTS),
-    "NoBiasBeforeNorm": How(_named("NoBiasBeforeNorm"), on=("Autoencoder",)),
+    "NoBiasBeforeNorm": How(_named("NoBiasBeforeNorm"), on=("ResNet with biases",)),
     "OffloadOptimizer": How(_named("OffloadOptimizer", piece_mb=1), cuda_only=SAME_MEMORY),
     "OptimizerInBackward": How(_named("OptimizerInBackward"), turns=2),
     "OptimizerSchedule": How(_named("OptimizerSchedule", weight_decay=[0.04, 0.4])),

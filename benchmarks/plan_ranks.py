@@ -4,7 +4,7 @@
 
 What a process has is what malloc says after each operator of the third step and the fourth: DDP's buckets are no
 tensors that Python sees, FSDP2 frees and fills storages without an operator, and gloo frees in threads of its own. Only
-pieces of 16 KiB or more are counted, in whole pages, and those that gloo takes for itself, too.
+pieces of 16 KiB or more are counted, in whole pages, and what is no tensor, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CELLS = (
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd a b c d e".split()]
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", *"abcde")]
 
 
 _LIBC.mallinfo2.restype = _Mallinfo
@@ -92,6 +92,8 @@ def _rank(cell: Cell, strategy: str, rank: int, port: int, pipe: Any) -> None:
     rows, kind = MODELS[cell.model].rows(cell.size), getattr(le, strategy, None) or getattr(L.strategies, strategy)
     _LIBC.mallopt(_M_MMAP_THRESHOLD, 16 * 1024)
     _LIBC.mallopt(_M_MMAP_MAX, 1_000_000)
+    warm = Cell("GPT", (), 2, cell.precision, Size(32, 1, 16, 64))  # for what is imported on the way
+    CellFit(warm, MODELS["GPT"].rows(warm.size)).make().run()
     watch = Watch()
     fit = CellFit(cell, rows).make()
     trainer = L.Trainer(
@@ -143,7 +145,7 @@ def planned(cell: Cell, strategy: str) -> dict[str, int]:
             return kept[-1]
 
     alone = le.plan(Kept(cell, MODELS[cell.model].rows(cell.size)))
-    gathered = gathered_bytes(kept[-1].module, traits) if traits.shards else 0
+    gathered = gathered_bytes(kept[-1].module, traits, cell.precision) if traits.shards else 0
     found = per_device(alone, RANKS, traits, gathered)
     return {"resident": sum(found.resident.values()), "peak": found.peak, "alone": alone.peak}
 

@@ -100,6 +100,10 @@ class _Answer:
         say = None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
         self.predictions: Predictions = Predictions(self._predict, self.limit, say)
 
+    @property
+    def _precision(self) -> str:
+        return str(self.config["trainer"]["precision"])
+
     def _devices(self, trainer: dict[str, Any]) -> int:
         """How many processes train, as the options or the config have it."""
         if self.options.devices is not None:
@@ -144,7 +148,7 @@ class _Answer:
         from lit_efficient.evidence.planning.plan_devices import gathered_bytes, per_device
 
         sharded = devices > 1 and self.traits.shards
-        gathered = gathered_bytes(self.source.made.module, self.traits) if sharded else 0
+        gathered = gathered_bytes(self.source.made.module, self.traits, self._precision) if sharded else 0
         return per_device(alone, devices, self.traits, gathered)
 
     def code(self) -> int:
@@ -223,7 +227,9 @@ class _Answer:
         wanted = self.options.solve
         if wanted == "devices":
             alone = self._alone_first()
-            gathered = gathered_bytes(self.source.made.module, self.traits) if self.traits.shards else 0
+            gathered = (
+                gathered_bytes(self.source.made.module, self.traits, self._precision) if self.traits.shards else 0
+            )
             count = least_devices(alone, self.limit, self.traits, gathered)
             plan = self._shared(alone, count or 1)
             stated = {"value": count, "strategy": self.traits.name, "peak": plan.peak}

@@ -87,7 +87,7 @@ class StepMemory:
     host: int
     timeline: tuple[Moment, ...]
 
-    def with_states(self, size: int) -> "StepMemory":
+    def with_states(self, size: int) -> StepMemory:
         """The same with more bytes of states, which live all the time."""
 
         def more(kinds: Mapping[str, int]) -> dict[str, int]:

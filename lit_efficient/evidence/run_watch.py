@@ -1,7 +1,7 @@
 """What one training was, and the callbacks that find it out.
 
 Steps that are counted take longer, so one step counts bytes and is not timed. Seconds are those of the clock; on CUDA
-they are those of its own queue, for which nobody waits; on a CPU that others use, too, they may be those of the process.
+they are those of its own queue, for which nobody waits; on a CPU that others use, they may be the process's.
 """
 
 import itertools

@@ -44,7 +44,19 @@ def test_sharding_shares_what_belongs_to_parameters_and_gathers_a_unit():
     }
     assert of_four.peak == sum(of_four.kinds.values()) == 9_200
     assert of_four.resident == {"states": 2_000, "communication": 0}
-    assert any("twice the gradients" in note for note in of_four.notes)
+    assert any("the weights and gradients" in note for note in of_four.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "shared"),
+    [
+        ("deepspeed_stage_2", {"gradients", "states"}),
+        ({"class_path": "lit_efficient.ZeroStrategy", "init_args": {"stage": 1}}, {"states"}),
+    ],
+)
+def test_deepspeeds_stages_shard_what_they_say(given, shared):
+    found = per_device(PLAN, 4, traits_named(given), 10).kinds
+    assert {kind for kind in KINDS if found[kind] < KINDS[kind]} == shared
 
 
 @pytest.mark.parametrize("limit", range(5_300, 25_000, 1_371))
@@ -62,15 +74,16 @@ class Blocks(nn.Module):
         self.layers[1][0].requires_grad_(False)
 
 
-def test_gathered_is_the_rest_and_the_largest_unit_with_its_gradients_twice():
+def test_gathered_is_the_rest_and_the_largest_unit_with_its_gradients():
     module = Blocks()
     embedding = 100 * 8 * 4
     small, large = 4 * (8 * 8 + 8) * 2, 4 * (8 * 24 + 24 + 24 * 8 + 8)
     trained = 4 * (24 * 8 + 8)  # of the large block, the first layer of which is frozen
-    assert gathered_bytes(module, FSDP) == embedding + max(2 * embedding, large + 2 * trained, 3 * small)
+    assert gathered_bytes(module, FSDP) == embedding + max(embedding, large + trained, 2 * small)
     itself = traits_named({"class_path": "lit_efficient.ShardedStrategy"})
-    assert gathered_bytes(module, itself) == max(3 * embedding, large + 2 * trained)
-    assert gathered_bytes(nn.Linear(3, 2, dtype=torch.float64), FSDP) == 3 * 64
+    assert gathered_bytes(module, itself) == max(2 * embedding, large + trained)
+    assert gathered_bytes(module, itself, "bf16-mixed") == gathered_bytes(module, itself) // 2
+    assert gathered_bytes(nn.Linear(3, 2, dtype=torch.float64), FSDP) == 2 * 64
 
 
 @pytest.mark.parametrize(

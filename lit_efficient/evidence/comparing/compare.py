@@ -65,7 +65,8 @@ def compare(
         said: Gets a line now and then on what runs, and how long it will take.
 
     Raises:
-        ConfigurationError: If an argument is out of its range, or ``folder`` holds another comparison, or one of code that has been edited since.
+        ConfigurationError: If an argument is out of its range, or ``folder`` holds another comparison, or one
+            of code that has been edited since.
 
     Example:
         >>> from lit_efficient import EMA, compare

@@ -155,7 +155,7 @@ class Comparing:
             "metrics": sorted({logged for row in every for logged in row.run.held_out}),
             **({"left_out": left_out} if left_out else {}),
         }
-        return Comparison(command, about, metric, results(rows, metric))
+        return Comparison(command, about, metric, results(rows, metric, self.schedule.narrow is not None))
 
     @property
     def refused(self) -> bool:

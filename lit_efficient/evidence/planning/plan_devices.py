@@ -3,10 +3,10 @@
     DDP     all of it, and the buckets in which gradients travel, as large as the gradients; where gradients are views
             of them once, and while they travel once and a half again what travels together
     FSDP    (weights + adapters + gradients + states + averages) / N, and in forward and backward passes what is
-            gathered: the rest's weights, and of the largest unit the weights and twice the gradients
+            gathered: the rest's weights, and of the largest unit weights and gradients
 
-A unit is a block, where the strategy shards by itself an embedding or a head, too; what lies outside of all is the rest.
-Each device has a batch of its own, as large as the config's. `benchmarks/plan_ranks.py` measures all this.
+A unit is a block, where the strategy shards by itself an embedding or a head, too; the rest lies outside of all. Each
+device has a batch of its own, as large as the config's. `benchmarks/plan_ranks.py` measures all this.
 """
 
 from dataclasses import replace
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 MOST = 4096  # devices
 _BUCKET = 25 * 2**20  # bytes of gradients that travel together
-_SHARDED = ("weights", "adapters", "gradients", "states", "averages")
+# By stage, what is sharded.
+_SHARDED = {1: ("states",), 2: ("gradients", "states"), 3: ("weights", "adapters", "gradients", "states", "averages")}
 
 
 def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) -> "Plan":
@@ -38,14 +39,13 @@ def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) ->
         return plan
     buckets = max(kinds.get("gradients", 0) for kinds in (plan.kinds, *(moment.kinds for moment in plan.timeline)))
 
+    sharded = _SHARDED.get(traits.stage, ()) if traits.shards else ()
+
     def shared(moment: Moment) -> Moment:
         computes = moment.name in ("forward", "backward")
-        found = {
-            kind: -(-size // (devices if traits.shards and kind in _SHARDED else 1))
-            for kind, size in moment.kinds.items()
-        }
+        found = {kind: -(-size // (devices if kind in sharded else 1)) for kind, size in moment.kinds.items()}
         if traits.shards:
-            sent = gathered if computes else 0
+            sent = gathered if computes and traits.stage == 3 else 0
         elif traits.views:
             found["gradients"] = buckets
             travels = min(buckets, _BUCKET)
@@ -70,9 +70,10 @@ def _said(traits: Traits, devices: int) -> list[str]:
     if not traits.shards:
         how = "gradients that are views of buckets" if traits.views else "buckets as large as the gradients"
         return [f"{traits.name}: each of {devices} devices has all of it, and {how}"]
+    shared = ", ".join(_SHARDED.get(traits.stage, ()))
     said = (
-        f"{traits.name}: each of {devices} devices has 1/{devices} of {', '.join(_SHARDED)}, as if every tensor could "
-        "be split evenly, and of the largest unit that is gathered the weights and twice the gradients"
+        f"{traits.name}: each of {devices} devices has 1/{devices} of {shared}, as if every tensor could "
+        "be split evenly, and of the largest unit that is gathered the weights and gradients"
     )
     unsure = "units are blocks, and the rest of the network: configure_model has to shard it so"
     return [said] if traits.shards_itself else [said, unsure]
@@ -94,8 +95,8 @@ def least_devices(plan: "Plan", limit: int, traits: Traits, gathered: int) -> in
     return high
 
 
-def gathered_bytes(module: Any, traits: Traits) -> int:
-    """Bytes of what a process gathers of a network at a time."""
+def gathered_bytes(module: Any, traits: Traits, precision: str = "") -> int:
+    """Bytes of what a process gathers of a network at a time, in a precision as a trainer takes it."""
     try:
         units = [block for _, block in find_blocks(module, who="plan")]
     except ConfigurationError:  # it is one unit
@@ -106,15 +107,11 @@ def gathered_bytes(module: Any, traits: Traits) -> int:
         units = [unit for unit in (*units, *ends_of(module, units)[0]) if owns_its_parameters(unit, module)]
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     rest, rest_gradients = _bytes([parameter for parameter in module.parameters() if id(parameter) not in inside])
-    largest = max(
-        (weights + 2 * gradients for weights, gradients in (_bytes([*u.parameters()]) for u in units)), default=0
-    )
-    return rest + max(2 * rest_gradients, largest)
+    found = rest + max([rest_gradients, *(sum(_bytes([*unit.parameters()])) for unit in units)])
+    return found // 2 if traits.shards_itself and precision == "bf16-mixed" else found
 
 
 def _bytes(unit: list[Any]) -> tuple[int, int]:
     """Of its weights, and of their gradients."""
-    weights, trained = (
-        sum(p.numel() * p.itemsize for p in some) for some in (unit, [p for p in unit if p.requires_grad])
-    )
-    return weights, trained
+    sizes = [(parameter.numel() * parameter.itemsize, parameter.requires_grad) for parameter in unit]
+    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)

@@ -392,8 +392,10 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[s
 def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
     """Names of the modules in the order in which a training step is done with them, and last those it does not call."""
     done: dict[str, None] = {}
-    with _hooked(module, lambda name, output: done.setdefault(name)), torch.no_grad():
-        loss_of(module, batch, seed=seed)
+    automatic = module.automatic_optimization  # else the step goes back by itself, and returns no loss
+    with _hooked(module, lambda name, output: done.setdefault(name)), torch.set_grad_enabled(not automatic):
+        with contextlib.nullcontext() if automatic else contextlib.suppress(ConfigurationError):
+            loss_of(module, batch, seed=seed)
     return [*done, *(name for name, _ in module.named_modules() if name not in done)]
 
 

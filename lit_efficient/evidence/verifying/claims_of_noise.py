@@ -70,7 +70,7 @@ class ConditionsApart(Claim):
         if not follows.any() or follows.all():
             return self.idle("no label is hidden" if follows.any() else "no loss follows from a label")
         wrong = 0 if mixed else hidden
-        why = f"labels of {int(mine.sum())} samples in {_MANY} draws: hidden from some of them in {mixed}, from all in {hidden}"
+        why = f"labels of {int(mine.sum())} samples in {_MANY} draws: hidden from some in {mixed}, from all in {hidden}"
         return self.measured(float(wrong), 0.0, "draws", why, where="the training step")
 
 

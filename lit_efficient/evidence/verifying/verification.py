@@ -155,9 +155,9 @@ def verify(
         except Exception as error:
             if subject.without_mesh and not isinstance(error, LitEfficientError):
                 raise ConfigurationError(
-                    "verify: claims are checked in one process, and this module shards itself over the mesh of several, "
-                    "which is None there: let configure_model shard where self.device_mesh is one, or take the class "
-                    "ShardedStrategy, which does it"
+                    "verify: claims are checked in one process, and this module shards itself over the mesh of "
+                    "several, which is None there: let configure_model shard where self.device_mesh is one, or take "
+                    "ShardedStrategy, which shards any module"
                 ) from error
             raise
         try:
