@@ -74,10 +74,16 @@ def draw(name: str, folder: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for row in rows_of(folder):
+    for number, row in enumerate(rows_of(folder)):
         memory, low, high = row["peak_ratio"], row["time"] - row["time_low"], row["time_high"] - row["time"]
         axes.errorbar(row["time"], memory, xerr=[[low], [high]], fmt="o", capsize=3)
-        axes.annotate(row["name"], (row["time"], memory), xytext=(5, 5), textcoords="offset points", fontsize=9)
+        axes.annotate(
+            row["name"],
+            (row["time"], memory),
+            xytext=(5, -13 if number % 2 else 5),
+            textcoords="offset points",
+            fontsize=9,
+        )
     axes.set_xlabel("CPU time of a step, baseline = 1")
     axes.set_ylabel("peak memory, baseline = 1")
     axes.margins(0.15, 0.2)

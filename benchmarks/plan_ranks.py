@@ -4,7 +4,7 @@
 
 What a process has is what malloc says after each operator of the third step and the fourth: DDP's buckets are no
 tensors that Python sees, FSDP2 frees and fills storages without an operator, and gloo frees in threads of its own. Only
-pieces of 16 KiB or more are counted, in whole pages, and what is no tensor, too.
+pieces of 16 KiB or more are counted, in whole pages; what of them is no tensor is known from a fit of one process.
 """
 
 from __future__ import annotations
@@ -89,18 +89,17 @@ def _rank(cell: Cell, strategy: str, rank: int, port: int, pipe: Any) -> None:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
     os.environ.update({name: str(value) for name, value in ranks.items()})
     os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "a"}
-    rows, kind = MODELS[cell.model].rows(cell.size), getattr(le, strategy, None) or getattr(L.strategies, strategy)
+    rows = MODELS[cell.model].rows(cell.size)
+    kind = getattr(le, strategy, None) or getattr(L.strategies, strategy, None)
     _LIBC.mallopt(_M_MMAP_THRESHOLD, 16 * 1024)
     _LIBC.mallopt(_M_MMAP_MAX, 1_000_000)
-    warm = Cell("GPT", (), 2, cell.precision, Size(32, 1, 16, 64))  # for what is imported on the way
-    CellFit(warm, MODELS["GPT"].rows(warm.size)).make().run()
     watch = Watch()
     fit = CellFit(cell, rows).make()
     trainer = L.Trainer(
         callbacks=[*(one for one in fit.trainer.callbacks if isinstance(one, le.Technique)), watch],
-        strategy=kind(process_group_backend="gloo"),
+        strategy=kind(process_group_backend="gloo") if kind else "auto",
         accelerator="cpu",
-        devices=RANKS,
+        devices=RANKS if kind else 1,
         precision=cell.precision,
         max_steps=LAST + 1,
         max_epochs=-1,
@@ -111,19 +110,21 @@ def _rank(cell: Cell, strategy: str, rank: int, port: int, pipe: Any) -> None:
     )
     trainer.fit(fit.module, fit.data)
     pipe.send(watch.found)
-    torch.distributed.barrier()
+    if kind:
+        torch.distributed.barrier()
     os._exit(0)
 
 
 def measured(cell: Cell, strategy: str) -> dict[str, int]:
-    """The most that any process takes."""
+    """The most that any process takes; of one process where no strategy is named."""
+    ranks = RANKS if strategy else 1
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
-        context.Process(target=_rank, args=(cell, strategy, rank, port, pipes[rank][1])) for rank in range(RANKS)
+        context.Process(target=_rank, args=(cell, strategy, rank, port, pipes[rank][1])) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -147,7 +148,8 @@ def planned(cell: Cell, strategy: str) -> dict[str, int]:
     alone = le.plan(Kept(cell, MODELS[cell.model].rows(cell.size)))
     gathered = gathered_bytes(kept[-1].module, traits, cell.precision) if traits.shards else 0
     found = per_device(alone, RANKS, traits, gathered)
-    return {"resident": sum(found.resident.values()), "peak": found.peak, "alone": alone.peak}
+    own = sum(alone.resident.values())
+    return {"resident": sum(found.resident.values()), "peak": found.peak, "alone": own}
 
 
 def main() -> int:
@@ -157,11 +159,14 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = []
     for cell in CELLS:
+        other = None
         for strategy in STRATEGIES:
             name = f"{cell.name}, {strategy}"
             if not any(word in name for word in options.only):
                 continue
-            plan, count = planned(cell, strategy), measured(cell, strategy)
+            plan = planned(cell, strategy)
+            other = other or measured(cell, "")["resident"] - plan["alone"]  # what is no tensor
+            count = {key: size - other for key, size in measured(cell, strategy).items()}
             errors = {key: round(100 * (plan[key] / count[key] - 1), 2) for key in count}
             rows.append({"name": name, "planned": plan, "measured": count, "errors": errors})
             print(f"{name:70} " + ", ".join(f"{key} {plan[key]:,} / {count[key]:,} {errors[key]:+} %" for key in count))

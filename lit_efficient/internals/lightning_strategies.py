@@ -78,8 +78,9 @@ def traits_named(given: Any) -> Traits:
     path = given.get("class_path") if isinstance(given, dict) else given
     if path in (None, "auto"):
         return traits_of(DDPStrategy.__new__(DDPStrategy))
-    known = StrategyRegistry.get(path, {}) if isinstance(path, str) and path in StrategyRegistry else {}
-    kind: Any = known["strategy"] if known else locate(str(path))
+    named = path in StrategyRegistry
+    known: dict[str, Any] = StrategyRegistry[path] if named else {"strategy": locate(str(path))}
+    kind: Any = known["strategy"]
     arguments = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
     arguments |= known.get("init_params", {}) | (given.get("init_args") or {} if isinstance(given, dict) else {})
     stage = arguments.get("stage", 3)

@@ -27,8 +27,13 @@ def test_ddp_shrinks_nothing_and_adds_its_buckets():
 def test_gradients_that_are_views_are_there_once_and_travel_after_them():
     views = traits_named({"class_path": "lit_efficient.ReplicatedStrategy"})
     assert per_device(PLAN, 2, views).kinds == {**KINDS, "communication": 0}
-    backward = {**KINDS, "gradients": 3_000}
-    of_two = per_device(plan_of(KINDS, timeline=(*PLAN.timeline, Moment("backward", backward))), 2, views)
+    few = Moment("backward", {**KINDS, "activations": 3_100, "gradients": 100})
+    assert per_device(plan_of(KINDS, timeline=(few,)), 2, views).kinds == {
+        **KINDS,
+        "activations": 3_100,
+        "communication": 0,
+    }
+    of_two = per_device(plan_of(KINDS, timeline=(*PLAN.timeline, Moment("backward", KINDS))), 2, views)
     assert of_two.kinds == {**KINDS, "communication": 6_000}
 
 

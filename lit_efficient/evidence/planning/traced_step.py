@@ -151,8 +151,10 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
         finally:
             forget_cached_fakes()
     traced = observer.traced()
-    if stand_ins.chose_all:
-        traced.at_most = "entries that values choose (a mask, nonzero) are all taken"
+    sparing = [type(one).__name__ for one in techniques_of(trainer) if one.spares]
+    if stand_ins.chose_all or sparing:
+        what = f"what {sparing[0]} leaves out is" if sparing else "entries that values choose (a mask, nonzero) are all"
+        traced.at_most = f"{what} taken"
     return traced
 
 

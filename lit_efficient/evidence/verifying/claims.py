@@ -393,9 +393,9 @@ def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
     """Names of the modules in the order in which a training step is done with them, and last those it does not call."""
     done: dict[str, None] = {}
     automatic = module.automatic_optimization  # else the step goes back by itself, and returns no loss
-    with _hooked(module, lambda name, output: done.setdefault(name)), torch.set_grad_enabled(not automatic):
-        with contextlib.nullcontext() if automatic else contextlib.suppress(ConfigurationError):
-            loss_of(module, batch, seed=seed)
+    no_loss = contextlib.nullcontext() if automatic else contextlib.suppress(ConfigurationError)
+    with _hooked(module, lambda name, output: done.setdefault(name)), torch.set_grad_enabled(not automatic), no_loss:
+        loss_of(module, batch, seed=seed)
     return [*done, *(name for name, _ in module.named_modules() if name not in done)]
 
 
