@@ -6,6 +6,7 @@ The next tokens are those that the batch shows, and the cross-entropy is torch's
 which tokens are learned and how much each counts, however the loss is computed: at once, in chunks, without logits.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict
-from lit_efficient.evidence.verifying.layer_calls import Bench, Call, as_it_is, few_rows, floats, recorded
+from lit_efficient.evidence.verifying.claims import Claim, Verdict
+from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, Call, as_it_is, few_rows, floats, recorded
 from lit_efficient.evidence.verifying.token_batches import TokenBatch, token_batch
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
@@ -88,21 +89,30 @@ def learned(bench: Bench, tokens: TokenBatch | None = None) -> Learned | str:
     return Learned(tokens, heads[0].described, pieces, loss, each[1], own, dense_ones)
 
 
-class LearnsWhatIsShown(Claim):
+class _LearnedClaim(BenchClaim):
+    """A claim on what a step learns of each token."""
+
+    def tried(self, bench: Bench) -> Verdict:
+        """Whether it is true of what is learned, where that is known."""
+        found = learned(bench)
+        return self.idle(found) if isinstance(found, str) else self.judged(bench, found, _tolerance(bench))
+
+    @abstractmethod
+    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
+        """Whether it is true of what is learned."""
+
+    def more(self) -> Verdict:
+        """There are other terms in the loss."""
+        return self.idle("the loss is more than the cross-entropy of next tokens")
+
+
+class LearnsWhatIsShown(_LearnedClaim):
     """A position is learned if and only if its label counts, and learns the token that follows it."""
 
     name = "labels"
     sentence = "what is learned is what `preview` shows, no filling: those tokens, and each from the one before it"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Compare the gradient of each position with that of its next token's cross-entropy."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
-        found = learned(bench)
-        if isinstance(found, str):
-            return self.idle(found)
-        tolerance = _COARSE if bench.coarse else _EXACT
+    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
         if filling := _filling(found.tokens):
             why = "tokens that fill rows up, behind the first one of each, count as labels"
             return self.measured(float(filling), 0.0, "tokens", why, where="the batch: labels")
@@ -114,7 +124,7 @@ class LearnsWhatIsShown(Claim):
                 return self.measured(count, 0.0, unit, f"each token learns to predict {what}", where=found.head)
         weights, unexplained = found.weights()
         if unexplained > tolerance:
-            return self.idle("the loss is more than the cross-entropy of next tokens")
+            return self.more()
         learns = weights.abs() > tolerance * weights.abs().max()
         wrong = learns != found.shown
         too_much, too_little = int((wrong & learns).sum()), int((wrong & ~learns).sum())
@@ -123,7 +133,7 @@ class LearnsWhatIsShown(Claim):
         return self.measured(float(wrong.sum()), 0.0, unit, why, where=found.head)
 
 
-class CountsAlike(Claim):
+class CountsAlike(_LearnedClaim):
     """The weights of a row's tokens in the loss are equal."""
 
     name, sentence = (
@@ -131,18 +141,10 @@ class CountsAlike(Claim):
         "a loss in chunks is that of the whole logits, and each learned token of a row counts alike",
     )
 
-    def check(self, subject: Subject) -> Verdict:
-        """Compare how much each token counts with the mean over its row."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
-        found = learned(bench)
-        if isinstance(found, str):
-            return self.idle(found)
-        tolerance = _COARSE if bench.coarse else _EXACT
+    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
         weights, unexplained = found.weights()
         if unexplained > tolerance:
-            return self.idle("the loss is more than the cross-entropy of next tokens")
+            return self.more()
         shape = found.tokens.ids.shape
         if any(leaf.shape == shape and leaf.is_floating_point() for leaf in tree_leaves(found.tokens.batch)):
             return self.idle("the batch weighs its tokens")
@@ -160,16 +162,12 @@ class CountsAlike(Claim):
         return self.measured(spread, tolerance, "largest difference of a token's weight", why, where=found.head)
 
 
-class BehindTheHead(Claim):
+class BehindTheHead(BenchClaim):
     """What is learned of the first tokens of a row does not follow from what the head gets of later ones."""
 
     name, sentence = "logits", "behind the output head, too, no token takes part in what is learned of an earlier one"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Learn the first half of each row alone, and a quarter, and look at the gradient of the other half."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
+    def tried(self, bench: Bench) -> Verdict:
         tokens = token_batch(few_rows(bench.batch, 2)[0])
         if tokens is None:
             return self.idle(_NO_TOKENS)
@@ -188,8 +186,11 @@ class BehindTheHead(Claim):
         rest = late - other * (late @ other / (other @ other).clamp(min=1e-60))
         share = float(rest.norm() / found[0].own.double().norm().clamp(min=1e-60))
         why = "the first half of each row learned alone, and what follows from what the head got of the other half"
-        tolerance = _COARSE if bench.coarse else _EXACT
-        return self.measured(share, tolerance, "share of the gradient", why, where=found[0].head)
+        return self.measured(share, _tolerance(bench), "share of the gradient", why, where=found[0].head)
+
+
+def _tolerance(bench: Bench) -> float:
+    return _COARSE if bench.coarse else _EXACT
 
 
 def _value_off(found: Learned, weights: Tensor, parameters: Sequence[Tensor], tolerance: float) -> float:

@@ -10,24 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict
-from lit_efficient.evidence.verifying.layer_calls import Bench, few_rows
+from lit_efficient.evidence.verifying.claims import Claim, Verdict
+from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, few_rows
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 
 _SEEDS, _MANY = 4, 24  # a condition of ten is hidden: seen in most of so many draws
 _SEPARATE = "the training step returns no `timesteps` of each sample"
 
 
-class NoiseApart(Claim):
+class NoiseApart(BenchClaim):
     """Each sample of each batch has a noise level of its own."""
 
     name, sentence = "noise", "noise levels are drawn for each sample of each batch"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Draw some batches' levels."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
+    def tried(self, bench: Bench) -> Verdict:
         batch, rows = few_rows(bench.batch)
         found = [_of_samples(bench.returned(batch, seed), "timesteps", rows) for seed in range(_SEEDS)]
         if rows < 2 or any(levels is None for levels in found):
@@ -41,16 +37,12 @@ class NoiseApart(Claim):
         return self.measured(float(wrong), 0.0, "draws", why, where="timesteps of training_step")
 
 
-class ConditionsApart(Claim):
+class ConditionsApart(BenchClaim):
     """Whether a condition is hidden is drawn for each sample."""
 
     name, sentence = "conditions", "labels are hidden from single samples, not from whole batches"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Look at whose loss follows from its label, in some draws."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
+    def tried(self, bench: Bench) -> Verdict:
         batch, rows = few_rows(bench.batch, 8)
         labels = next((leaf for leaf in tree_leaves(batch) if _is_label(leaf, rows)), None)
         if rows < 2 or labels is None:

@@ -8,6 +8,7 @@ A fit is tried before its first batch, again and again from one state; nothing o
 import contextlib
 import inspect
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.verifying.claims import first_batches, gradients, loss_of
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batches, gradients, loss_of
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.rewind import Rewind
@@ -181,6 +182,18 @@ class Bench:
     def order(self) -> list[str]:
         """Names of the layers in the order in which a training step is done with them."""
         return list(dict.fromkeys(call.name for call in self.step(self.batch)[0]))
+
+
+class BenchClaim(Claim):
+    """A claim that is tried on steps before the first batch."""
+
+    def check(self, subject: Subject) -> Verdict:
+        """Whether it is true of the subject's fit."""
+        return subject.within(lambda trainer, module: self.tried(Bench(trainer, module)))
+
+    @abstractmethod
+    def tried(self, bench: Bench) -> Verdict:
+        """Whether it is true of the bench's steps."""
 
 
 def few_rows(batch: Any, count: int = ROWS) -> tuple[Any, int]:
