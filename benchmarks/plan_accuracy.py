@@ -52,7 +52,8 @@ def planned(cell: Cell, device: str) -> Row:
     kinds = dict(found.resident)
     kinds["weights"] += kinds.get("adapters", 0) + kinds.get("buffers", 0)  # as they are counted
     seconds = round(time.monotonic() - begin, 2)
-    return {"planned": found.peak, "by_plan": kinds, "notes": list(found.notes), "plan_seconds": seconds}
+    told = {"planned": found.peak, "by_plan": kinds, "notes": list(found.notes), "plan_seconds": seconds}
+    return told | ({"bound": found.at_most} if found.at_most else {})
 
 
 def row(cell: Cell, device: str) -> Row:
@@ -110,7 +111,8 @@ def run(wanted: Iterable[Cell], device: str, folder: Path, minutes: float) -> It
 
 def error(result: Row) -> float | None:
     """In percent; below 0 is planned too little."""
-    return 100 * (result["planned"] / result["measured"] - 1) if "measured" in result else None
+    known = "measured" in result and not result.get("bound")
+    return 100 * (result["planned"] / result["measured"] - 1) if known else None
 
 
 def summary(results: Iterable[Row]) -> dict[str, float | int]:
@@ -131,7 +133,8 @@ def said(result: Row) -> str:
     """A row for people."""
     mib = [f"{result[key] / 2**20:9.2f}" if key in result else f"{'-':>9}" for key in ("planned", "measured")]
     told = error(result)
-    shown = f"{told:+7.2f} %" if told is not None else result.get("refused") or result.get("failed")
+    bound = f"at most: {result['bound']}" if "bound" in result else ""
+    shown = f"{told:+7.2f} %" if told is not None else bound or result.get("refused") or result.get("failed")
     line = f"{result['name']:58} {' '.join(mib)} MiB  {shown}"
     if "by_count" not in result:
         return line
@@ -154,7 +157,8 @@ def write(sets: dict[str, list[Row]], path: Path) -> None:
                 told = error(result)
                 values = [result.get(key, "") for key in TITLES[1:-1]]
                 pairs = [result.get(side, {}).get(kind, "") for kind in KINDS for side in ("by_plan", "by_count")]
-                note = result.get("refused") or result.get("failed") or ""
+                bound = f"at most: {result['bound']}" if "bound" in result else ""
+                note = bound or result.get("refused") or result.get("failed") or ""
                 writer.writerow([name, *values, "" if told is None else f"{told:.2f}", *pairs, note])
 
 

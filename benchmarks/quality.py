@@ -1,17 +1,21 @@
-"""Which techniques reach an equal loss in fewer steps: two small trainings, many seeds, and what they are evidence of.
+"""Which techniques reach an equal loss in fewer steps: three small trainings, many seeds, and what that is evidence of.
 
     python -m benchmarks.quality --minutes 60          goes on where it stopped
     python -m benchmarks.quality --only TokenRouting   arms that have one of these in their names, and their baselines
     python -m benchmarks.quality --show                the table of what has been run
+    python -m benchmarks.quality --record              puts it into figures.json, docs/measured.md and LOG.md
 
-An arm is a technique in one of two trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
-judged by the Fréchet distance of its samples (no FID) and by its validation loss, and ``python``, a GPT on Python's
-standard library, judged by its validation loss. Losses are the task's own, whatever a technique trains on.
+An arm is a technique in one of three trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
+and ``photos``, one on pixels of crops of two photographs, both judged by the Fréchet distance of samples (no FID) and
+by validation loss, and ``python``, a GPT on Python's standard library, judged by validation loss. Losses are the task's
+own, whatever a technique trains on.
 
-Each arm, the baseline too, is first run at the same three rates with a seed of its own, and then, at the best of them,
-with the other seeds. Of each seed's pair of runs the worse end is the level: the steps, and the CPU seconds of
-training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is a fifth fewer; its
-interval and p are Student's over the logarithms of the seeds' ratios, and p is Holm's over all that is in the table.
+Each arm is first run at the same three rates with a seed of its own, and then, at the best of them, with the other
+seeds; the baseline is run with them at all three. Of each seed's pair of runs the worse end is the level: the steps,
+and the CPU seconds of training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is
+a fifth fewer; it and its interval are of the baseline at the rate that ends lowest, and Student's over the logarithms
+of the seeds' ratios. p is the largest of those against the baseline at each rate, because one seed finds the best of
+close rates by chance (LOG.md), and Holm's over all that is in the table.
 What is no evidence is printed as that. The pieces, at most half a minute each, are lines of ``quality.jsonl`` in the
 cache; a piece is its settings, and runs again when they change. Seconds depend on the machine: take an idle one.
 """
@@ -24,12 +28,14 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,17 +44,22 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 import lit_efficient as le
+from benchmarks import figures
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, ratio_of
 from lit_efficient.files.cache import cache_root
-from lit_efficient.optimizers.schedules import warmup_cosine
+from lit_efficient.losses.snr import RULES
+from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
 
 RATES = (1e-3, 3e-3, 9e-3)
 TUNING_SEED, SEEDS = 100, (1, 2, 3, 4, 5)
-METRICS = {"digits": ("val/frechet_distance", "val/loss"), "python": ("val/loss",)}  # the first one is tuned for
-STEPS, EVALUATIONS = {"digits": 320, "python": 240}, 8
+_IMAGES = ("val/frechet_distance", "val/loss")
+METRICS = {"digits": _IMAGES, "photos": _IMAGES, "python": ("val/loss",)}  # the first one is tuned for
+STEPS, EVALUATIONS = {"digits": 320, "photos": 320, "python": 240}, 8
 BASELINE = "baseline"
 
 Curve = list[tuple[int, float, float]]  # steps, seconds, metric
+Schedule = Callable[[int, int, float], float]  # the factor on the rate at a step, of steps of warm-up and of all
 
 
 @dataclass(frozen=True)
@@ -56,81 +67,176 @@ class Arm:
     """A technique in one training.
 
     Args:
-        task: ``digits`` or ``python``.
+        task: ``digits``, ``photos`` or ``python``.
         name: Of the arm, in the table.
         callbacks: Makes what the trainer gets; the same each time.
-        optimizer: Makes another optimizer than AdamW of the module and the rate; the schedule stays.
+        optimizer: Makes another optimizer than AdamW of the module and the rate.
+        schedule: Of the rate.
         settings: Arguments of the training's module that differ.
+        steps: Of the run, where a batch of ``batches`` times the rows makes fewer do.
+        batches: How many batches of the training one has.
     """
 
     task: str
     name: str
     callbacks: Callable[[], list[Any]] = list
     optimizer: Callable[[Any, float], torch.optim.Optimizer] | None = None
+    schedule: Schedule = warmup_cosine
     settings: Mapping[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    batches: int = 1
 
     @property
     def recipe(self) -> str:
         """What it is made of, in twelve letters."""
         made = [one.record() for one in self.callbacks()]
-        code = "" if self.optimizer is None else repr(self.optimizer.__code__.co_consts)
-        text = json.dumps([made, code, repr(self.settings), STEPS[self.task], EVALUATIONS], sort_keys=True)
+        code = [_code_of(f.__code__) for f in (self.optimizer, self.schedule) if f is not None]
+        numbers = [self.steps or STEPS[self.task], EVALUATIONS, self.batches]
+        text = json.dumps([made, repr(code), repr(self.settings), numbers], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _code_of(code: CodeType) -> list[Any]:
+    return [*code.co_names, *(_code_of(one) if isinstance(one, CodeType) else one for one in code.co_consts)]
+
+
+def constant(step: int, warmup: int, total: float) -> float:
+    """A warm-up alone."""
+    return warmup_factor(step, warmup)
+
+
+def stable_decay(step: int, warmup: int, total: float) -> float:
+    """`WarmupStableDecay`'s: the last fifth falls."""
+    return warmup_factor(step, warmup) * decay_factor((step - 0.8 * total) / (0.2 * total))
+
+
+def linear(step: int, warmup: int, total: float) -> float:
+    """`WarmupLinear`'s."""
+    return warmup_factor(step, warmup) * decay_factor((step - warmup) / (total - warmup))
+
+
+def _seesaw(task: str) -> Arm:
+    """Half a cosine in two doublings of the batch, on as many rows; see `seesaw_milestones`."""
+    steps = STEPS[task]
+    milestones = le.seesaw_milestones(steps, 2)
+    last = milestones[-1] + round((1 - math.acos(-0.5) / math.pi) * steps / 4)
+
+    def schedule(step: int, warmup: int, total: float) -> float:
+        return warmup_factor(step, warmup) * 2 ** (-0.5 * sum(step >= one for one in milestones))
+
+    ramp = partial(le.BatchRamp, milestones)
+    return Arm(task, "BatchRamp Seesaw", lambda: [ramp()], schedule=schedule, steps=last, batches=4)
 
 
 def _repa(**arguments: Any) -> list[Any]:
     return [le.HiddenAlignment(2, "data.judge", r"body\.5", hidden=64, **arguments)]
 
 
-_IREPA = {"projection": "conv", "head": le.AlignmentHead(spatial_norm=1.0)}
+def _everywhere(task: str) -> list[Arm]:
+    """What is for any training."""
+    return [
+        Arm(task, "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
+        Arm(task, "Lion", optimizer=lambda module, rate: le.Lion(module.parameters(), rate / 10, weight_decay=0.5)),
+        Arm(task, "ScheduleFreeAdamW", lambda: [le.ScheduleFree()], _schedule_free, constant),
+        Arm(task, "WarmupStableDecay", schedule=stable_decay),
+        Arm(task, "WarmupLinear", schedule=linear),
+        Arm(task, "EMA", lambda: [le.EMA()]),
+        Arm(task, "EMA, constant rate", lambda: [le.EMA()], schedule=constant),
+        Arm(task, "CheckpointAverage, constant rate", lambda: [le.CheckpointAverage(5, 10)], schedule=constant),
+        Arm(task, "BatchRamp", lambda: [le.BatchRamp([0.5])]),
+        _seesaw(task),
+        Arm(task, "Initialise normal", lambda: [le.Initialise()]),
+        Arm(task, "Initialise orthogonal", lambda: [le.Initialise("orthogonal", residual="zero")]),
+        Arm(task, "StochasticDepth", lambda: [le.StochasticDepth(0.2)]),
+        Arm(task, "MixtureOfExperts, equal FLOPs", lambda: [le.MixtureOfExperts(4, 1)]),
+        Arm(task, "SelectiveBackprop", lambda: [le.SelectiveBackprop(0.5)]),
+        Arm(task, "LossCurriculum", lambda: [le.LossCurriculum()]),
+    ]
 
-ARMS = [  # a line each
+
+def _schedule_free(module: Any, rate: float) -> torch.optim.Optimizer:
+    return le.ScheduleFreeAdamW(module.parameters(), rate, (0.9, 0.99), weight_decay=0.05)
+
+
+_IREPA = {"projection": "conv", "head": le.AlignmentHead(spatial_norm=1.0)}
+_REG = {"backbone": le.DiTConfig(depth=4, variant=le.DiTVariant(class_token=le.ClassToken(32)))}
+_ROUTED = [("tread", {}), ("tread, whole at the end", {"stop_at": 270}), ("sprint", {"mode": "sprint", "stop_at": 270})]
+
+ARMS = [
     Arm("digits", BASELINE),
-    Arm("digits", "TokenRouting tread", lambda: [le.TokenRouting(0.5)]),
-    Arm("digits", "TokenRouting tread, whole at the end", lambda: [le.TokenRouting(0.5, stop_at=270)]),
-    Arm("digits", "TokenRouting sprint", lambda: [le.TokenRouting(0.5, mode="sprint", stop_at=270)]),
+    *(Arm("digits", f"TokenRouting {said}", lambda how=how: [le.TokenRouting(0.5, **how)]) for said, how in _ROUTED),
     Arm("digits", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
     Arm("digits", "HiddenAlignment REPA", _repa),
     Arm("digits", "HiddenAlignment iREPA", partial(_repa, **_IREPA)),
+    Arm("digits", "HiddenAlignment REG", partial(_repa, head=le.AlignmentHead(class_layer="")), settings=_REG),
     Arm("digits", "HiddenAlignment until half", partial(_repa, stop_at=160)),
     Arm("digits", "HiddenAlignment until conflict", partial(_repa, stop_at=le.GradientConflict(every=10))),
-    Arm("digits", "SNRWeighting min_snr", lambda: [le.SNRWeighting()]),
-    Arm("digits", "SNRWeighting soft_min_snr", lambda: [le.SNRWeighting("soft_min_snr")]),
-    Arm("digits", "SNRWeighting p2", lambda: [le.SNRWeighting("p2")]),
-    Arm("digits", "SNRWeighting debiased", lambda: [le.SNRWeighting("debiased")]),
-    Arm("digits", "SNRWeighting truncated", lambda: [le.SNRWeighting("truncated")]),
-    Arm("digits", "SNRWeighting sigma_sqrt", lambda: [le.SNRWeighting("sigma_sqrt")]),
-    Arm("digits", "SNRWeighting cosmap", lambda: [le.SNRWeighting("cosmap")]),
-    Arm("digits", "EMA", lambda: [le.EMA()]),
-    Arm("digits", "BatchRamp", lambda: [le.BatchRamp([0.5])]),
-    Arm("digits", "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
+    *(Arm("digits", f"SNRWeighting {rule}", lambda rule=rule: [le.SNRWeighting(rule)]) for rule in RULES),
+    *_everywhere("digits"),
+    Arm("photos", BASELINE),
+    *(Arm("photos", f"TokenRouting {said}", lambda how=how: [le.TokenRouting(0.5, **how)]) for said, how in _ROUTED),
+    Arm("photos", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
+    Arm("photos", "ResolutionRamp", lambda: [le.ResolutionRamp(0.5, 0.3, multiple_of=2)]),
     Arm("python", BASELINE),
-    Arm("python", "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
-    Arm("python", "EMA", lambda: [le.EMA()]),
-    Arm("python", "BatchRamp", lambda: [le.BatchRamp([0.5])]),
+    *_everywhere("python"),
     Arm("python", "SequenceLengthRamp", lambda: [le.SequenceLengthRamp(32, 128, 0.3)]),
-    Arm("python", "StochasticDepth", lambda: [le.StochasticDepth(0.2)]),
+    Arm("python", "MixtureOfDepths", lambda: [le.MixtureOfDepths(0.5)]),
+    Arm("python", "NEFTune", lambda: [le.NEFTune()]),
+    Arm("python", "LabelSmoothing", lambda: [le.LabelSmoothing(0.1)]),
 ]
 
 
 # A piece ------------------------------------------------------------------------------------------------------------
 
 
-def make_digits(rate: float, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+def make_digits(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
     """The training of ``configs/tasks/latent_diffusion.yaml``, one block deeper and without guidance."""
     backbone = le.DiTConfig(depth=4)
     given = {"backbone": backbone, "guidance_scale": 1.0, "sampling_steps": 10, "samples": le.Samples(128)}
-    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), le.LatentDigits()
+    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), le.LatentDigits(batch_size=64 * batches)
 
 
-def make_python(rate: float, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+class Pixels(torch.nn.Module):
+    """An autoencoder that leaves images as they are."""
+
+    image_channels, latent_channels, factor = 3, 3, 1
+
+    def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Their values."""
+        return images, None
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return latents
+
+
+class PhotoPixels(le.PhotoCrops):
+    """Crops of the photographs, kept in memory, whose latents are their pixels."""
+
+    preload = True
+    latent_shape = (3, 16, 16)
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(16, crops=40, batch_size=batch_size, classes="band")
+        self.codec = LatentCodec(Pixels(), torch.zeros(3), torch.full((3,), 0.5))  # type: ignore[arg-type]
+
+
+def make_photos(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
+    """Diffusion on 64 tokens of two by two pixels each."""
+    backbone = le.DiTConfig(channels=3, size=16, patch_size=2, depth=4, num_classes=6)
+    given = {"backbone": backbone, "guidance_scale": 1.0, "sampling_steps": 10, "samples": le.Samples(96)}
+    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), PhotoPixels(16 * batches)
+
+
+def make_python(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
     """The training of ``configs/tasks/language_model.yaml``, half as wide."""
     given = {"model": le.GPTConfig(dim=64, depth=4, num_heads=4, max_length=128)}
-    data = le.PythonCorpus(vocab_size=2048, sequence_length=128, batch_size=8, val_batch_size=32, val_fraction=0.005)
+    sizes = {"sequence_length": 128, "batch_size": 8 * batches, "val_batch_size": 32}
+    data = le.PythonCorpus(vocab_size=2048, val_fraction=0.005, **sizes)
     return le.LanguageModeling(**{**given, "learning_rate": rate, **settings}), data
 
 
-MAKE = {"digits": make_digits, "python": make_python}
+MAKE = {"digits": make_digits, "photos": make_photos, "python": make_python}
 
 
 class Watch(Callback):
@@ -158,15 +264,15 @@ class Watch(Callback):
 def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
     """One run's curves, by metric."""
     seed_everything(seed, verbose=False)
-    module, data = MAKE[arm.task](rate, arm.settings)
-    steps, watch = STEPS[arm.task], Watch(METRICS[arm.task])
+    module, data = MAKE[arm.task](rate, arm.settings, arm.batches)
+    steps, watch = arm.steps or STEPS[arm.task], Watch(METRICS[arm.task])
 
     def configure_optimizers() -> Any:
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer: Any = le.FusedAdamW(trainable, rate, betas=(0.9, 0.99), weight_decay=0.05)
         if arm.optimizer is not None:
             optimizer = arm.optimizer(module, rate)
-        factor = partial(warmup_cosine, warmup=steps // 10, total=float(module.trainer.estimated_stepping_batches))
+        factor = partial(arm.schedule, warmup=STEPS[arm.task] // 10, total=float(steps))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -219,7 +325,8 @@ def best_rate(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> float | None:
 def left(arm: Arm, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] = SEEDS) -> Iterator[tuple[float, int]]:
     """Rates and seeds that an arm still needs, in order."""
     runs, best = runs_of(arm, rows), best_rate(arm, rows)
-    wanted = [(rate, TUNING_SEED) for rate in RATES] if best is None else [(best, seed) for seed in seeds]
+    rates = RATES if arm.name == BASELINE else [best]
+    wanted = [(rate, TUNING_SEED) for rate in RATES] if best is None else [(r, seed) for r in rates for seed in seeds]
     yield from (one for one in wanted if one not in runs)
 
 
@@ -270,27 +377,60 @@ def pair_ratio(curve: Curve, baseline: Curve, axis: int) -> tuple[float, float]:
     return reached(curve, level, axis), reached(baseline, level, axis)
 
 
+def against(pairs: Mapping[float, Sequence[tuple[float, float]]], best: float) -> Estimate:
+    """The ratio to the baseline at its best rate, with the p of the least evidence at any of its rates.
+
+    Args:
+        pairs: By the baseline's rate, what the arm and the baseline need with each seed.
+        best: One of these rates.
+    """
+    ratios = {rate: ratio_of([a for a, _ in two], [b for _, b in two]) for rate, two in pairs.items()}
+    shown = ratios[best]
+    known = [one for one in ratios.values() if one.p is not None]  # the same ratio each time: nothing like a rival
+    sides = {one.value > 1 for one in known}
+    p = None if shown.p is None else 1.0 if len(sides) > 1 else max(one.p for one in known if one.p is not None)
+    return replace(shown, p=p, n=min(one.n for one in ratios.values()))
+
+
 def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], Estimate]:
     """Ratios to the baseline by task, arm, metric and what is counted (steps, seconds); p is Holm's over all."""
     found: dict[tuple[str, str, str, str], Estimate] = {}
     baselines = {arm.task: arm for arm in arms if arm.name == BASELINE}
     for arm in arms:
-        base = baselines.get(arm.task)
-        if base is None or arm is base or None in (rates := (best_rate(arm, rows), best_rate(base, rows))):
+        base, rate = baselines.get(arm.task), best_rate(arm, rows)
+        if base is None or arm is base or rate is None or best_rate(base, rows) is None:
             continue
-        ours, theirs = (
-            {seed: run for (rate, seed), run in runs_of(one, rows).items() if rate == best and seed != TUNING_SEED}
-            for one, best in zip((arm, base), rates, strict=True)
-        )
+        ours, theirs = _of_seeds(arm, rows)[rate], _of_seeds(base, rows)
         for metric in METRICS[arm.task]:
+            ends = {r: [_end(runs[s].get(metric, [])) for s in runs if s in ours] for r, runs in theirs.items()}
+            means = {r: sum(values) / len(values) for r, values in ends.items() if values}
+            held = {r: mean for r, mean in means.items() if math.isfinite(mean)}  # where it breaks it is no rival
+            if not held:
+                continue
             for axis, what in enumerate(("steps", "seconds")):
-                pairs = [
-                    pair_ratio(ours[s]["curves"].get(metric, []), theirs[s]["curves"].get(metric, []), axis)
-                    for s in sorted(ours.keys() & theirs.keys())
-                ]
-                found[arm.task, arm.name, metric, what] = ratio_of([a for a, _ in pairs], [b for _, b in pairs])
-    named = {"\0".join(key): estimate for key, estimate in found.items()}
-    return {key: holm(named)["\0".join(key)] for key in found}
+                pairs = {
+                    r: [
+                        pair_ratio(ours[s].get(metric, []), theirs[r][s].get(metric, []), axis)
+                        for s in sorted(ours.keys() & theirs[r].keys())
+                    ]
+                    for r in held
+                }
+                found[arm.task, arm.name, metric, what] = against(pairs, min(held, key=lambda r: held[r]))
+    adjusted = holm({"\0".join(key): estimate for key, estimate in found.items()})
+    return {key: adjusted["\0".join(key)] for key in found}
+
+
+def _of_seeds(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[float, dict[int, Mapping[str, Curve]]]:
+    """An arm's curves by rate and seed, without the seed that tunes."""
+    found: dict[float, dict[int, Mapping[str, Curve]]] = {rate: {} for rate in RATES}
+    for (rate, seed), one in runs_of(arm, rows).items():
+        if seed != TUNING_SEED:
+            found[rate][seed] = one["curves"]
+    return found
+
+
+def _end(curve: Curve) -> float:
+    return curve[-1][2] if curve else math.inf
 
 
 def verdict(estimate: Estimate) -> str:
@@ -313,6 +453,84 @@ def lines(found: Mapping[tuple[str, str, str, str], Estimate]) -> Iterator[str]:
     yield f"p is Holm's over the {len(found)} rows; evidence is p of at most {LEVEL:g}."
 
 
+# Where it is kept ---------------------------------------------------------------------------------------------------
+
+COMMAND = "python -m benchmarks.quality"
+_COLUMNS = ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p of steps, seconds", "Steps are"]
+_VERDICTS = {"no evidence": "No evidence", "more": "More steps", "fewer": "Fewer"}
+_PLACE = "`benchmarks/gpu.sh` runs on a GPU"  # of docs/measured.md, in front of which the table stands
+_SECTION = f"""## Steps to an equal loss
+
+A diffusion transformer on digits and on pixels of photographs, and a GPT on Python code, all small: what each technique
+needs beside AdamW with a cosine until the worse of both ends. Ratios over {len(SEEDS)} seeds, with Student's intervals;
+below 1 is less. Both sides' rates are tuned over the same {len(RATES)} values, and p is Holm's over the whole table.
+
+<!-- figures: quality -->
+<!-- /figures -->
+
+"""
+
+
+def _shown(one: Estimate) -> str:
+    return f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+
+
+def kept(found: Mapping[tuple[str, str, str, str], Estimate]) -> list[dict[str, Any]]:
+    """Records for figures.json of all rows that every seed has run."""
+    records, now = [], figures.here()
+    for (task, name, metric, what), steps in found.items():
+        seconds = found[task, name, metric, "seconds"]
+        if what != "steps" or steps.n < len(SEEDS):
+            continue
+        ps = ", ".join("-" if one.p is None else f"{one.p:.3f}" for one in (steps, seconds))
+        values = {"steps": _shown(steps), "seconds": _shown(seconds), "p": ps, "verdict": verdict(steps)}
+        records.append(
+            {
+                "id": f"quality/{task}/{name}/{metric}",
+                "table": "quality",
+                "command": COMMAND,
+                "unit": "with it / without it, geometric mean over seeds, 95 % interval",
+                "figures": values,
+                "cells": [task, name, metric.removeprefix("val/").replace("_", " "), *(f"{{{key}}}" for key in values)],
+                "date": now["date"],
+                "threads": 1,
+                "environment": "quality",
+            }
+        )
+    return records
+
+
+def record(found: Mapping[tuple[str, str, str, str], Estimate]) -> None:
+    """Write the table into figures.json and docs/measured.md, and what did not help into LOG.md."""
+    source, now, records = json.loads(figures.FILE.read_text("utf-8")), figures.here(), kept(found)
+    source["environments"]["quality"] = {key: now[key] for key in ("versions", "machine")}
+    source["tables"]["quality"] = _COLUMNS
+    source["records"] = [one for one in source["records"] if one.get("table") != "quality"] + records
+    figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    page = figures.ROOT / "docs" / "measured.md"
+    text = page.read_text("utf-8")
+    if "<!-- figures: quality -->" not in text:
+        page.write_text(text.replace(_PLACE, _SECTION + _PLACE, 1), encoding="utf-8")
+    log = figures.ROOT / "LOG.md"
+    entry = "\n".join(textwrap.wrap(negative(found), 120, initial_indent="- ", subsequent_indent="  "))
+    text, day = log.read_text("utf-8"), f"## {now['date']}\n\n"
+    first = text.index("## ")
+    text = text if day in text else f"{text[:first]}{day}\n{text[first:]}"
+    log.write_text(text.replace(day, f"{day}{entry}\n", 1), encoding="utf-8")
+    print("now: python -m benchmarks.figures --write")
+
+
+def negative(found: Mapping[tuple[str, str, str, str], Estimate]) -> str:
+    """What the table has no evidence for, or evidence against, in one paragraph."""
+    by_verdict: dict[str, list[str]] = {}
+    for (task, name, metric, what), one in found.items():
+        if what == "steps" and one.n == len(SEEDS) and metric == METRICS[task][-1]:
+            by_verdict.setdefault(verdict(one), []).append(f"{name} on {task} {_shown(one)}")
+    said = [f"{title}: {'; '.join(by_verdict.get(key, ['-']))}." for key, title in _VERDICTS.items()]
+    how = f"{COMMAND}, {len(SEEDS)} seeds, rates tuned over {len(RATES)} values, p by Holm over {len(found)} rows"
+    return f"**Steps to an equal validation loss beside AdamW with a cosine** ({how}). {' '.join(said)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -320,6 +538,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--file", type=Path, default=None)
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
@@ -328,11 +547,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arms = [arm for arm in ARMS if arm in chosen or (arm.name == BASELINE and arm.task in tasks)]
     file = given.file or cache_root() / "quality.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    if not given.show:
+    if not (given.show or given.record):
         seeds = range(1, given.seeds + 1)
         count = run(arms, file, time.monotonic() + 60 * given.minutes, seeds)
         print(f"{count} pieces are known to be left" if count else "all has been run", flush=True)
-    print("\n".join(lines(table(arms, records(file)))))
+    found = table(arms, records(file))
+    print("\n".join(lines(found)))
+    if given.record:
+        record(found)
     return 0
 
 

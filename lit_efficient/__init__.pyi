@@ -15,6 +15,8 @@ from lit_efficient.evidence.verifying.verification import verify as verify
 from lit_efficient.evidence.tuning.tuned import tune as tune
 from lit_efficient.surgery import mix_in as mix_in
 from lit_efficient.mechanisms.adapters.merge import merge_adapters as merge_adapters
+from lit_efficient.mechanisms.adapters.several import mix_adapters as mix_adapters
+from lit_efficient.mechanisms.adapters.several import adapters_by_row as adapters_by_row
 from lit_efficient.callbacks.adaptive_gradient_clipping import adaptive_clip as adaptive_clip
 from lit_efficient.callbacks.contrastive_flow_matching import contrastive_flow_loss as contrastive_flow_loss
 from lit_efficient.callbacks.token_routing import draw_tokens as draw_tokens
@@ -182,6 +184,7 @@ from lit_efficient.models.text_encoder import TextEncoder as TextEncoder
 from lit_efficient.models.text_encoder import TextEncoderConfig as TextEncoderConfig
 from lit_efficient.models.dit import DiT as DiT
 from lit_efficient.models.dit import DiTConfig as DiTConfig
+from lit_efficient.models.class_token import ClassToken as ClassToken
 from lit_efficient.models.dit import DiTVariant as DiTVariant
 from lit_efficient.models.autoencoder import Autoencoder as Autoencoder
 from lit_efficient.models.autoencoder import AutoencoderConfig as AutoencoderConfig

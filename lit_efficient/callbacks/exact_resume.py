@@ -32,6 +32,7 @@ from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 
@@ -76,8 +77,7 @@ class ExactResume(Technique):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        sampler_arguments = trainer.distributed_sampler_kwargs or {}
-        self._rank = int(sampler_arguments.get("rank", trainer.global_rank))
+        self._rank = data_rank(trainer)
         self._world_size = int(trainer.world_size)
         if self._run_seed is None:
             own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed()) & (2**63 - 1)
@@ -166,11 +166,11 @@ class ExactResume(Technique):
         state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
         if self._reached:
             results = unfinished(trainer) if self._reached != "epoch" else []
-            if trainer.world_size > 1 and results:
+            if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
                 self._say("each process's part of the epoch's training metrics is not in the checkpoint")
-                results = []
+                results = [result for result in results if not result["logged"]["on_epoch"]]
             state |= {"reached": self._reached, "metrics": monitored(trainer), "results": results}
-        if not _window_is_open(trainer, pl_module):
+        if not _window_is_open(trainer):
             return
         if trainer.world_size > 1:
             self._say("a checkpoint inside an accumulation window: each process's gradients so far are not in it")
@@ -290,8 +290,6 @@ def _epoch(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
-def _window_is_open(trainer: Any, pl_module: Any) -> bool:
-    """Whether gradients have been gathered that no optimizer step has used yet (automatic optimization only)."""
-    if not pl_module.automatic_optimization or trainer.accumulate_grad_batches == 1 or trainer.state.fn != "fit":
-        return False
+def _window_is_open(trainer: Any) -> bool:
+    """Whether gradients have been gathered that no optimizer step has used yet."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0 and accumulates(trainer)

@@ -31,11 +31,6 @@ from lit_efficient.surgery import is_sharded, local
 LIMIT = 1e16  # the squares of a million such numbers can be added up in float32
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element of any tensor is NaN or infinite; one wait for the device. Shards count as a whole."""
-    return math.isfinite(largest(tensors))
-
-
 def largest(tensors: Iterable[Tensor]) -> float:
     """The largest magnitude of all elements, NaN if one is; one wait for the device. Shards count as a whole."""
     kinds: dict[Any, list[Tensor]] = {}
