@@ -269,7 +269,7 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
         assert equal(expected[:3], final_state(run)[:3]), path.name
 
 
-class Rows(Tiny):
+class Numbered(Tiny):
     """Of 24 rows, each a number, which the loss does not weigh; nothing is drawn."""
 
     def __init__(self, batch_size):
@@ -284,17 +284,17 @@ class Rows(Tiny):
         return (self.net(batch) - batch[:, :1].square()).pow(2).mean()
 
 
-@pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Rows changes seen")
+@pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Numbered changes seen")
 @pytest.mark.parametrize(("seen", "size", "accumulate"), [(16, 2, 4), (8, 2, 4), (16, 8, 1)])
 def test_another_number_of_processes_goes_on_at_the_row(tmp_path, seen, size, accumulate):
     """As if the checkpoint were of two processes with half of each batch; on as many rows an optimizer step."""
-    whole = Rows(4)
+    whole = Numbered(4)
     expected = final_state(fit(whole, [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=2))
     path = tmp_path / f"{seen // 4 - 1:03d}.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["callbacks"]["ExactResume"]["world_size"] = 2
     torch.save(checkpoint, path)
-    resumed = Rows(size)
+    resumed = Numbered(size)
     with pytest.warns(UserWarning, match=f"a step has {size} rows, not 4: the epoch goes on at its row {seen}, 0"):
         run = fit(resumed, [ExactResume()], path, max_epochs=2, accumulate_grad_batches=accumulate)
     assert resumed.seen == whole.seen[seen:]
@@ -302,14 +302,14 @@ def test_another_number_of_processes_goes_on_at_the_row(tmp_path, seen, size, ac
     torch.testing.assert_close(final_state(run)[0], expected[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Rows changes seen")
+@pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Numbered changes seen")
 def test_rows_that_are_no_whole_batches_are_seen_again(tmp_path):
-    fit(Rows(4), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1)
+    fit(Numbered(4), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1)
     path = tmp_path / "001.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["callbacks"]["ExactResume"]["world_size"] = 4
     torch.save(checkpoint, path)
-    resumed = Rows(3)
+    resumed = Numbered(3)
     with pytest.warns(UserWarning, match="a step has 3 rows, not 4: the epoch goes on at its row 6, 2 rows back"):
         fit(resumed, [ExactResume()], path, max_epochs=1)
     assert len(resumed.seen) == 18
