@@ -65,7 +65,7 @@ class ExactResume(Technique):
         self._run_seed: int | None = seed
         self._rank = 0
         self._world_size: int | None = None
-        self._rows = 0  # of a step of the checkpoint's run, which had another number of processes
+        self._rows = 0  # of a step of the checkpoint's run, which may have been another
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window, to be put back
         self._reached = ""  # what of a batch is over: "batch", "validation" or "epoch"; empty inside a step
         self._resumed: dict[str, Any] = {}  # the same of the checkpoint, with its metrics
@@ -155,8 +155,8 @@ class ExactResume(Technique):
             self._say(f"seed={self.seed}, but the checkpoint's run used {state_dict['seed']}: a new order from here on")
         else:
             self._run_seed = state_dict["seed"]
+        self._rows = state_dict.get("rows", 0)
         if self._world_size != state_dict["world_size"]:
-            self._rows = state_dict.get("rows", 0)
             known = "" if self._rows else "; its epoch goes on after as many batches, whatever rows they have"
             self._say(f"{self._world_size} processes, but the checkpoint's run used {state_dict['world_size']}{known}")
         self._gradients = state_dict.get("gradients")
@@ -191,7 +191,7 @@ class ExactResume(Technique):
             settle(checkpoint, epoch=state["reached"] == "epoch")  # the loops are restored after the callbacks
 
     def _keep_place(self, trainer: Any) -> None:
-        """Go on in the epoch where another number of processes was, whose steps had more rows, or fewer."""
+        """Go on in the epoch where the interrupted run was, whose steps had more rows, or fewer."""
         before, self._rows = self._rows, 0
         loaders = self._loaders or []
         now = loaders[0].step_rows if len(loaders) == 1 and [*loaders_in(combined_loader(trainer))] == loaders else 0
@@ -199,6 +199,9 @@ class ExactResume(Technique):
             return
         state = loaders[0].state_dict() if now else {"epoch": -1}
         if state["epoch"] != _epoch(trainer):
+            return
+        if not loaders[0].keeps_order:
+            self._say(f"a step has {now} rows, not {before}: the epoch goes on after as many batches, of other rows")
             return
         batches, rest = divmod(state["batches"] * before, now)
         loaders[0].load_state_dict({**state, "batches": batches})

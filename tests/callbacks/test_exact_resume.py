@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from lit_efficient.callbacks.ema import EMA
 from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler, keyed_loader
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader
 from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler
 from tests import processes
@@ -285,14 +286,16 @@ class Numbered(Tiny):
 
 
 @pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Numbered changes seen")
-@pytest.mark.parametrize(("seen", "size", "accumulate"), [(16, 2, 4), (8, 2, 4), (16, 8, 1)])
-def test_another_number_of_processes_goes_on_at_the_row(tmp_path, seen, size, accumulate):
-    """As if the checkpoint were of two processes with half of each batch; on as many rows an optimizer step."""
+@pytest.mark.parametrize(
+    ("seen", "size", "accumulate", "processes"), [(16, 2, 4, 2), (8, 2, 4, 2), (16, 8, 1, 2), (16, 8, 1, 1)]
+)
+def test_another_number_of_rows_goes_on_at_the_row(tmp_path, seen, size, accumulate, processes):
+    """As if the checkpoint were of processes with a part of each batch; on as many rows an optimizer step."""
     whole = Numbered(4)
     expected = final_state(fit(whole, [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=2))
     path = tmp_path / f"{seen // 4 - 1:03d}.ckpt"
     checkpoint = torch.load(path, weights_only=True)
-    checkpoint["callbacks"]["ExactResume"]["world_size"] = 2
+    checkpoint["callbacks"]["ExactResume"]["world_size"] = processes
     torch.save(checkpoint, path)
     resumed = Numbered(size)
     with pytest.warns(UserWarning, match=f"a step has {size} rows, not 4: the epoch goes on at its row {seen}, 0"):
@@ -313,6 +316,22 @@ def test_rows_that_are_no_whole_batches_are_seen_again(tmp_path):
     with pytest.warns(UserWarning, match="a step has 3 rows, not 4: the epoch goes on at its row 6, 2 rows back"):
         fit(resumed, [ExactResume()], path, max_epochs=1)
     assert len(resumed.seen) == 18
+
+
+class Keyed(Numbered):
+    """Whose batches are drawn whole."""
+
+    def train_dataloader(self):
+        rows = {(i, 0): torch.full((4,), i / 24) for i in range(24)}
+        sampler = KeyedBatchSampler(range(24), self.arguments["batch_size"])
+        return keyed_loader(rows, sampler, torch.stack)
+
+
+@pytest.mark.filterwarnings("ignore:.*Keyed changes seen")
+def test_batches_that_are_drawn_whole_are_others_where_they_have_another_size(tmp_path):
+    fit(Keyed(4), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1)
+    with pytest.warns(UserWarning, match="a step has 8 rows, not 4: the epoch goes on after as many batches, of other"):
+        fit(Keyed(8), [ExactResume()], tmp_path / "001.ckpt", max_epochs=1)
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "1"])

@@ -89,9 +89,15 @@ class ResumableLoader(PlannedLoader):
 
     @property
     def step_rows(self) -> int:
-        """Items that a batch has in all processes together, where the order does not depend on it; else 0."""
-        sampler, size = self._innermost_sampler, self._indices_of_batch
-        return size * sampler.num_replicas if isinstance(sampler, ResumableSampler) else 0
+        """Items that a batch has in all processes together, where the sampler tells; else 0."""
+        sampler: Any = self._innermost_sampler
+        size = sampler.batch_size if isinstance(sampler, KeyedBatchSampler) else self._indices_of_batch
+        return size * sampler.num_replicas if size else 0
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the order of its items is the same whatever number of them a batch has."""
+        return isinstance(self._innermost_sampler, ResumableSampler)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator on purpose: Lightning calls iter() before it has restored its counters, and workers would prefetch
