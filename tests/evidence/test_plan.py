@@ -149,7 +149,7 @@ class Recurrent(Network):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows = batch[0].reshape(-1, 16).repeat(self.steps // 16, 1).view(self.steps, -1, 16)
-        return 1e4 * (self.network(rows)[0] - 1).square().mean()  # far from where LBFGS stops, which remembers nothing then
+        return 1e4 * (self.network(rows)[0] - 1).square().mean()  # or LBFGS stops, and remembers nothing
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.history:
