@@ -85,6 +85,7 @@ def answer(capsys, *words: str) -> tuple[int, dict]:
 PARAMETERS = sum(p.numel() for p in Tower().parameters())
 
 
+@pytest.mark.turns(2, family="plans that try much")
 def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
     pytest.importorskip("matplotlib")
     code, whole = answer(capsys, "--device-memory", "400KiB", "--output", "step.png")
@@ -105,6 +106,7 @@ def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["step.png", "tower.yaml"]  # and no run
 
 
+@pytest.mark.turns(2, family="plans that try much")
 def test_advice_is_what_the_same_command_finds_with_it(capsys):
     limit = ["--device-memory", "200KiB"]
     code, whole = answer(capsys, *limit)

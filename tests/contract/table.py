@@ -138,10 +138,10 @@ CASES: dict[str, Row] = {
         lambda: GradualUnfreezing([".*"], every_n_steps=1),
     ),
     "HiddenAlignment": Row(
-        lambda: HiddenAlignment(2, _teacher(), hidden=8, source="0"),
+        lambda: HiddenAlignment(2, _teacher(), hidden=6, source="0"),
         effects.aligns_hidden_tokens,
         lambda: HiddenAlignment(2, _teacher(WIDTH), weight=0.0, projection="none", source="0"),
-        beside=dict.fromkeys(_TOKENS, lambda: HiddenAlignment(2, _teacher_of_tokens(), hidden=8, source="0")),
+        beside=dict.fromkeys(_TOKENS, lambda: HiddenAlignment(2, _teacher_of_tokens(), hidden=6, source="0")),
     ),
     "IA3": Row(
         lambda: IA3(targets=["up"], feedforward=["down"]),
