@@ -66,8 +66,8 @@ def _power_ema() -> PowerEMA:
     return PowerEMA(sigma_rels=[0.1, 0.25], dirpath=str(effects.SNAPSHOTS))
 
 
-def _lr_finder(apply: bool = True) -> LRFinder:
-    return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=6, early_stop_threshold=None, apply=apply)
+def _lr_finder(apply: bool = True, max_lr: float = 3.0) -> LRFinder:
+    return LRFinder(min_lr=1e-3, max_lr=max_lr, num_steps=6, early_stop_threshold=None, apply=apply)
 
 
 class Teacher(nn.Sequential):
@@ -168,7 +168,13 @@ CASES: dict[str, Row] = {
             ("MixtureOfDepths", "MixtureOfExperts"), lambda: LowBitOptimizer(min_size=0, keep_32bit=())
         ),
     ),
-    "LRFinder": Row(_lr_finder, effects.rate_is_the_suggested_one, lambda: _lr_finder(apply=False)),
+    "LRFinder": Row(
+        _lr_finder,
+        effects.rate_is_the_suggested_one,
+        lambda: _lr_finder(apply=False),
+        # Its best loss is a number, which logits that explode have no digits for.
+        beside={"LabelSmoothing": lambda: _lr_finder(max_lr=0.1)},
+    ),
     # half the batch, accumulated: the same gradient up to rounding
     "MaxBatchSize": Row(lambda: MaxBatchSize(max_size=2), effects.batches_are_smaller, MaxBatchSize),
     "OffloadOptimizer": Row(OffloadOptimizer, effects.states_are_streamed, OffloadOptimizer, changes=False),
