@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], list[Any]],
 }
 
 
+@pytest.mark.turns(3, always=["gpt", "llama"])
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_a_real_step(name: str) -> None:
     make, callbacks, arguments = CASES[name]

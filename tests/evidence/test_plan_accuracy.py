@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
 
+@pytest.mark.turns(4, always=["Llama-names0-32-true"])
 @pytest.mark.parametrize(
     ("model", "names", "precision"),
     [

@@ -210,6 +210,7 @@ def test_errors_name_what_is_wrong():
             tune(source, **arguments)
 
 
+@pytest.mark.turns(2, family="whole searches")
 def test_a_live_fit_is_tuned(tmp_path):
     """Real plans and runs, of a loader's batch size and one technique."""
     source = LiveFit(trainer(max_steps=2, limit_val_batches=0), Toy(), data())
