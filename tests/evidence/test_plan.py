@@ -162,14 +162,14 @@ class Recurrent(Network):
 def test_an_lstm_on_a_cpu_and_a_history_that_grows_are_counted(steps: int, history: int) -> None:
     def source() -> tuple[L.Trainer, L.LightningModule, DataLoader[Any]]:
         torch.manual_seed(0)
-        trainer = L.Trainer(accelerator="cpu", max_steps=8, max_epochs=-1, **QUIET)
+        trainer = L.Trainer(accelerator="cpu", max_steps=20 if history else 3, max_epochs=-1, **QUIET)
         return trainer, Recurrent(steps, history), DataLoader(Rows(True), 4)
 
     planned = le.plan(LiveFit(*source()))
     trainer, module, loader = source()
     trainer.callbacks.append(meter := StepMeter())
     trainer.fit(module, loader)
-    assert planned.peak == pytest.approx(meter.steps[-1].peak, rel=0.01)
+    assert planned.peak == pytest.approx(max(step.peak for step in meter.steps), rel=0.01)
     assert [note.partition(":")[0] for note in planned.notes] == (["LBFGS"] if history else [])
 
 
