@@ -70,7 +70,7 @@ class SelectiveBackprop(BatchChanges):
     """
 
     phase = Phase.LOSS
-    draws_work = True
+    draws_work = spares = True
     conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "samples of low loss are not trained on")}
 
