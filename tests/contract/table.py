@@ -5,7 +5,9 @@ A public technique without a row fails the suite.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -212,10 +214,19 @@ NAMES = sorted(CASES)
 
 def make_all(*names: str) -> list[Technique]:
     """The named techniques, each at a setting that goes with the others."""
+    return [make() for make in _makers(*names)]
+
+
+def _makers(*names: str) -> list[Callable[[], Technique]]:
     return [
-        next((CASES[name].beside[other] for other in names if other in CASES[name].beside), CASES[name].make)()
+        next((CASES[name].beside[other] for other in names if other in CASES[name].beside), CASES[name].make)
         for name in names
     ]
+
+
+@functools.cache
+def _example(make: Callable[[], Technique]) -> Technique:
+    return make()
 
 
 def network_of(*names: str) -> type[nn.Module]:
@@ -255,7 +266,7 @@ def case(*names: str) -> Case:
 def allowed(*names: str) -> bool:
     """Whether no conflict is declared between them."""
     try:
-        check_conflicts(make_all(*names))
+        check_conflicts([_example(make) for make in _makers(*names)])  # thousands of sets are asked for
     except ConflictError:
         return False
     return True

@@ -1,7 +1,7 @@
 """Every pair of techniques: refused with a reason, or both effects hold and the run resumes bit-exactly.
 
-Pairs that share a phase run alone each time, and of all others a tenth does, another one from commit to commit; those
-that share a hook run each time, too, a few pairs in one run. ``pytest --all-pairs`` runs every pair alone.
+Pairs that share a phase run alone each time, and of all others one of twenty does, another one from commit to commit;
+those that share a hook run each time, too, many pairs in one run. ``pytest --all-pairs`` runs every pair alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from tests.contract.table import CASES, NAMES, allowed, case
 from tests.turns import commit
 
 PAIRS = [pair for pair in itertools.combinations(NAMES, 2) if allowed(*pair)]
-SHARE = 10
-SIZE = 6  # of a group
+SHARE = 20
+SIZE = 8  # of a group
 SLOW = "Compile"  # seconds for each of many techniques; COMPILED in table.py is its group
-# In whose networks the others of a group have other layers than their effects expect.
+# Whose networks are their own: one of them in a group, with what a pair test has beside it, too.
 OWN = {"MixtureOfDepths", "MixtureOfExperts", "NEFTune", "TokenRouting"}
+ALONE = {"PeftAdapter", "QuantizeBase"}  # which refuse each other in networks of other techniques
 # What nearly all define, to say what they are or to clean up; the order of two of these cannot matter.
 COMMON = {"arguments", "check", "describe", "on_exception", "on_fit_start", "record", "setup", "__init__", "teardown"}
 
@@ -57,10 +58,10 @@ def groups() -> list[tuple[str, ...]]:
     groups, left = [], {pair for pair in PAIRS if meet(*pair) and SLOW not in pair}
     while left:
         group = [*min(left)]
-        while len(group) < SIZE and not OWN.intersection(group):
+        while len(group) < SIZE:
             new = {n: len(left.intersection(_pairs([*group, n]))) for n in NAMES if n not in (SLOW, *OWN, *group)}
             best = sorted((n for n in new if new[n] > len(left.intersection(_pairs(group)))), key=lambda n: -new[n])
-            name = next((n for n in best if allowed(*group, n)), None)
+            name = next((n for n in best if not {*group, n} >= ALONE and allowed(*group, n)), None)
             if name is None:
                 break
             group.append(name)

@@ -20,7 +20,7 @@ from tests.ranks import sharded
 from tests.support import Net, Toy, assert_equal
 
 # The quickest, of what is used most; the others each night.
-FIRST = ("clipping", "accumulation", "tied", "ChunkedCrossEntropy", "GradualUnfreezing")
+FIRST = ("clipping", "accumulation", "tied", "borrowed", "ChunkedCrossEntropy", "GradualUnfreezing")
 TRIED = (*sorted(CASES.keys() - {"Compile"}), "NonFiniteGuard", "SignalCheckpoint")  # the first takes minutes
 # What each process rounds or draws by the rows that it sees, and what takes another batch: not what one computes.
 OWN_ROUNDING = {"Float8Precision", "KahanSummation", "LowBitOptimizer", "QuantizationAwareTraining"}
@@ -95,10 +95,38 @@ def test_units_replicas_formats_and_communication(tmp_path: Path) -> None:
     run_ranks(sharded.units, tmp_path)
 
 
+@pytest.mark.turns(4, family="ranks")
+def test_two_processes_share_the_layers_of_a_plan_as_one_trains(tmp_path: Path) -> None:
+    """Ours, and one of Hugging Face; tied weights, clipping, and a folder of shards that one process goes on from."""
+    run_ranks(sharded.sharing, tmp_path)
+    for network in sharded.SHARING:
+        found = torch.load(tmp_path / f"{network.__name__}.pt", weights_only=True)
+        _, losses, weights = sharded.fit(list, network, gradient_clip_val=0.05)
+        torch.testing.assert_close(found["losses"], losses, rtol=1e-4, atol=1e-5)
+        assert found["held"] < 0.7 * sum(tensor.numel() for tensor in weights.values())
+    _, straight, _ = sharded.fit(list, sharded.Tied, gradient_clip_val=0.05)
+    _, losses, _ = sharded.fit(list, sharded.Tied, 2, str(tmp_path / "shared.ckpt"), gradient_clip_val=0.05,
+                               plugins=[SafeCheckpointIO()])  # fmt: skip
+    torch.testing.assert_close(losses, straight[len(straight) // 2 :], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_four_processes_share_layers_and_shard_and_two_go_on_with_their_checkpoint(tmp_path: Path) -> None:
+    run_ranks(sharded.sharing_and_sharding, tmp_path, processes=4)
+    _, losses, _ = sharded.fit(list, sharded.Tied, gradient_clip_val=0.05)
+    torch.testing.assert_close(torch.load(tmp_path / "losses.pt", weights_only=True), losses, rtol=1e-4, atol=1e-5)
+    run_ranks(sharded.from_four, tmp_path)
+    _, losses, _ = sharded.fit(list, sharded.Tied)
+    found = torch.load(tmp_path / "from_four.pt", weights_only=True)
+    torch.testing.assert_close(found, losses[len(losses) // 2 :], rtol=1e-5, atol=1e-5)
+
+
 def test_arguments_out_of_range_are_refused() -> None:
     for arguments, said in (
         ({"replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"gather_dtype": "float16"}, "gather_dtype"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be a whole number of at least 1"),
+        ({"tensor_parallel": 2, "replicas": 2}, "replicas must be 1 with tensor_parallel above 1"),
         ({"reshard_after_forward": 1.5}, "reshard_after_forward"),
         ({"offload": 1}, "offload must be true or false"),
         ({"blocks": []}, "blocks must be auto or patterns"),
