@@ -161,7 +161,9 @@ TECHNIQUES = (
     *("EMA", "PowerEMA", "CheckpointAverage", "ScheduleFree", "LowBitOptimizer", "LoRA", "TokenWeightedAccumulation"),
     *("OptimizerInBackward", "OffloadOptimizer", "GaLore", "APOLLO", "StochasticDepth", "ActivationCheckpointing"),
     *("SNRWeighting", "QuantizeBase+LoRA", "EMA+OptimizerInBackward", "EMA+LowBitOptimizer", "KahanSummation"),
-    *("StochasticRounding", "EMA+KahanSummation"),
+    *("StochasticRounding", "EMA+KahanSummation", "AdaptiveGradientClipping", "GradientClipping", "WeightClipping"),
+    *("SpikeGuard", "GradientNoiseScale", "SelectiveBackprop", "LossCurriculum", "LabelSmoothing", "MixtureOfExperts"),
+    *("MixtureOfDepths", "BatchRamp", "OptimizerSchedule", "ActivationOffload", "QuantizationAwareTraining"),
 )
 BESIDE = ("nothing", "accumulation", "clipping", *OPTIMIZERS, *TECHNIQUES)
 
@@ -329,7 +331,7 @@ PIECES = (
         5,
         "numbers-guarded",
         "NaN, Inf, 1e25 or 1e38 in an input, the loss, a gradient, activations, the rate or the validation's loss of "
-        "one batch, in four precisions, beside each of 30 optimizers and techniques, with NonFiniteGuard raising or "
+        "one batch, in four precisions, beside each of 45 optimizers and techniques, with NonFiniteGuard raising or "
         "skipping: weights, averages and optimizers' states are finite at the end, a step that is left out is counted "
         "and changes nothing, a validation changes nothing",
         lambda: _cases(False),
