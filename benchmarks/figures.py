@@ -121,7 +121,9 @@ def of_cards() -> dict[str, str]:
     for record in RECORDS.values():
         if "technique" not in record or "cells" not in record:
             continue
-        if record["table"] == "techniques":
+        if "reason" in record["figures"]:
+            text = f"on the small GPT, DiT and ResNet: {record['figures']['reason'].replace('`', '')}"
+        elif record["table"] == "techniques":
             columns, (_, *results) = SOURCE["tables"]["techniques"][1:], (filled(record, c) for c in record["cells"])
             pairs = (f"{column.lower()} {result}" for column, result in zip(columns, results))
             text = f"with it beside without it, on a small GPT / DiT / ResNet: {'; '.join(pairs)} ({record['command']})"

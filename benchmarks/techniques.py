@@ -69,22 +69,33 @@ LOKR = {"peft_type": "LOKR", "r": 8, "alpha": 16, "target_modules": "all-linear"
 # What is not measured with its default arguments, by name and model ("": all models).
 SETTINGS: dict[tuple[str, str], Setting] = {
     ("APOLLO", ""): Setting(lambda: [le.APOLLO(rank=16)], partial(torch.optim.AdamW, lr=1e-2), shown="rank=16"),
+    ("BatchRamp", ""): with_callback("BatchRamp", milestones=[20]),
     ("CheckpointAverage", ""): with_callback("CheckpointAverage", last_k=5, every_n_steps=5),
     ("Compile", ""): Setting(lambda: [le.Compile()], traced=False),
     ("EMA", ""): with_callback("EMA", decay=0.99),
     ("FusedAdamW", ""): stepped("FusedAdamW", lr=2e-3),
     ("GroupedAdafactor", ""): stepped("GroupedAdafactor", lr=1e-2),
     ("GaLore", ""): Setting(lambda: [le.GaLore(rank=16)], partial(torch.optim.AdamW, lr=1e-2), shown="rank=16"),
+    ("GradientClipping", ""): with_callback("GradientClipping", max_norm=1.0),
+    ("GradientNoiseScale", "DiT"): Setting(
+        lambda: [le.GradientNoiseScale(every_n_steps=1)],
+        trainer={"accumulate_grad_batches": 2},
+        shown="each step, 2 batches a step",
+    ),
     ("GradualUnfreezing", ""): with_callback("GradualUnfreezing", every_n_steps=20),
     ("KahanSummation", "DiT"): in_bfloat16("KahanSummation"),
     ("KeepFloat32", "DiT"): in_bfloat16("KeepFloat32"),
     ("Lion", ""): stepped("Lion", lr=4e-4, weight_decay=0.1),
     ("MuonAdamW", ""): stepped("MuonAdamW", lr=2e-3),
     ("LowBitOptimizer", ""): with_callback("LowBitOptimizer", bits=8),
+    ("LossCurriculum", ""): with_callback("LossCurriculum", steps=30),
     ("MaxBatchSize", ""): with_callback("MaxBatchSize", max_size=128),
+    ("OptimizerSchedule", ""): with_callback("OptimizerSchedule", weight_decay=[0.04, 0.4]),
     ("PeftAdapter", ""): Setting(lambda: [le.PeftAdapter(LOKR)], shown="LoKr, r=8"),
     ("PowerEMA", ""): Setting(lambda: [le.PowerEMA(sigma_rels=[0.05, 0.1])], shown="sigma_rels=[0.05, 0.1]"),
     ("PrefixTuning", ""): with_callback("PrefixTuning", num_virtual_tokens=16, init="random"),
+    ("PromptTuning", "GPT"): with_callback("PromptTuning", num_virtual_tokens=16, init="random"),
+    ("ResolutionRamp", "ResNet"): with_callback("ResolutionRamp", steps=30),
     ("QuantizeBase", ""): Setting(
         lambda: [le.QuantizeBase(), le.LoRA(rank=8)], beside=lambda: [], shown="nf4, with LoRA(rank=8)"
     ),
@@ -96,27 +107,35 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("ScheduleFreeAdamW", ""): Setting(
         lambda: [le.ScheduleFree()], partial(le.ScheduleFreeAdamW, lr=2e-3), shown="lr=0.002"
     ),
+    ("SequenceLengthRamp", "GPT"): with_callback("SequenceLengthRamp", start=64, end=128, steps=30),
     ("StochasticRounding", "DiT"): in_bfloat16("StochasticRounding"),
     ("StochasticDepth", ""): with_callback("StochasticDepth", rate=0.5),
+    ("ThroughputMeter", ""): with_callback("ThroughputMeter"),
     ("TokenWeightedAccumulation", ""): Setting(
         lambda: [le.TokenWeightedAccumulation()], trainer={"accumulate_grad_batches": 2}, shown="2 batches a step"
     ),
+    ("WeightClipping", ""): with_callback("WeightClipping", bound=1.0),
     ("HiddenAlignment", "DiT"): Setting(
         lambda: [le.HiddenAlignment(2, "data.judge", teacher_layer=r"body\.5", hidden=128)],
         shown="block=2, the data's classifier as teacher",
     ),
 }
 
-# What says nothing on these three, and why.
+# What says nothing on these three, and why: that is its row of the table.
 ELSEWHERE = {
+    "ActivationOffload": "refused on a CPU, whose memory is where it would offload to; `benchmarks/ladder_gpu.py` has it",
+    "BlockSwap": "refused on a CPU, whose memory is where the blocks would wait; `benchmarks/ladder_gpu.py` has it",
+    "ContrastiveFlowMatching": "needs a prediction of the flow, and the DiT here predicts x0",
     "DataLoaderTuner": "what it brings is the data's, and it measures that itself",
-    "ExactResume": "benchmarks/exact_resume.py",
+    "EmptyCache": "a CPU has no such cache",
+    "ExactResume": "`benchmarks/exact_resume.py`",
     "FastMatmul": "sets nothing on a CPU",
-    "Float8Precision": "only emulated on a CPU",
+    "Float8Precision": "only emulated on a CPU; `benchmarks/ladder_gpu.py` has it",
     "FeatureMatching": "a teacher of one's own is most of its cost",
     "LatentAlignment": "aligns an autoencoder's training, which is none of the three",
     "LRFinder": "ends before the first step that counts",
-    "Tiling": "says what it would pad",
+    "OffloadOptimizer": "refused on a CPU, where the states lie already; `benchmarks/ladder_gpu.py` has it",
+    "Tiling": "changes nothing: it says what it would pad",
 }
 
 
@@ -124,8 +143,8 @@ def names() -> list[str]:
     """Techniques and optimizers, in the order of their names."""
     cards = [card for card in read_cards() if card.slot.startswith("trainer") or card.slot == "optimizer"]
     kinds = {card.name: getattr(le, card.name) for card in cards}
-    chosen = (name for name, kind in kinds.items() if issubclass(kind, Declaration | torch.optim.Optimizer))
-    return sorted(name for name in chosen if name not in ELSEWHERE)
+    chosen = {name for name, kind in kinds.items() if issubclass(kind, Declaration | torch.optim.Optimizer)}
+    return sorted((chosen | {name for name, _ in SETTINGS}) - ELSEWHERE.keys())
 
 
 def setting_of(name: str, model: str) -> Setting | None:
@@ -212,41 +231,36 @@ def show(results: dict[tuple[str, str], dict[str, Any]]) -> None:
 
 
 def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """Put the rows into figures.json, in the place of those of before."""
+    """Put the rows into figures.json, each in the place of the one of before; what is not in the folder stays."""
     now = figures.here()
     source = json.loads(figures.FILE.read_text("utf-8"))
-    source["environments"]["techniques"] = {key: now[key] for key in ("versions", "machine")}
-    titles = [
-        "Technique",
-        "Time of a step",
-        "Memory at its peak",
-        "Weights",
-        "Gradients",
-        "States",
-        "Activations",
-        "Loss",
-    ]
-    source["tables"]["techniques"] = titles
-    kept = [record for record in source["records"] if record.get("table") != "techniques"]
+    environment = f"techniques/{now['date']}"
+    source["environments"][environment] = {key: now[key] for key in ("versions", "machine")}
+    rows = {record["technique"]: record for record in source["records"] if record.get("table") == "techniques"}
+    common = {"table": "techniques", "command": COMMAND, "date": now["date"], "threads": 1, "environment": environment}
     for name in measured_names(results):
         found = cells(name, results)
         ran = [model for model in MODELS if "time" in results.get((name, model), {})]
         shown = next((setting.shown for model in ran if (setting := setting_of(name, model))), "")
-        kept.append(
-            {
-                "id": f"techniques/{name}",
-                "table": "techniques",
-                "technique": name,
-                "command": COMMAND,
-                "unit": "with it / without it, on GPT / DiT / ResNet; '-': refused, or nothing there",
-                "figures": found,
-                "cells": [f"`{name}`" + (f" ({shown})" if shown else ""), *(f"{{{kind}}}" for kind in found)],
-                "date": now["date"],
-                "threads": 1,
-                "environment": "techniques",
-            }
-        )
-    source["records"] = kept
+        rows[name] = {
+            "id": f"techniques/{name}",
+            "technique": name,
+            **common,
+            "unit": "with it / without it, on GPT / DiT / ResNet; '-': refused, or nothing there",
+            "figures": found,
+            "cells": [f"`{name}`" + (f" ({shown})" if shown else ""), *(f"{{{kind}}}" for kind in found)],
+        }
+    for name, reason in ELSEWHERE.items():
+        rows[name] = {
+            "id": f"techniques/{name}",
+            "technique": name,
+            **common,
+            "unit": "why there are none",
+            "figures": {"reason": reason},
+            "cells": [f"`{name}`", "{reason}", *[""] * (len(COLUMNS) - 1)],
+        }
+    kept = [record for record in source["records"] if record.get("table") != "techniques"]
+    source["records"] = [*kept, *(rows[name] for name in sorted(rows))]
     figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

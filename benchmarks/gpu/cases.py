@@ -106,9 +106,13 @@ CASES: dict[str, Case] = {
     "AttentionBackend efficient": Case(lambda: [le.AttentionBackend("efficient")]),
     "AttentionBackend flash": Case(lambda: [le.AttentionBackend("flash")], precision=("bf16-mixed",)),
     "MemoryEfficientLayers": Case(lambda: [le.MemoryEfficientLayers("torch")]),
+    "MemoryEfficientLayers liger": Case(
+        lambda: [le.MemoryEfficientLayers("liger")], "llama", needs=("transformers", "liger_kernel"), cuda_only="Triton"
+    ),
     "Tiling": Case(lambda: [le.Tiling(pad_vocabulary=64)]),
     "ActivationOffload": Case(lambda: [le.ActivationOffload(min_bytes=1)], cuda_only="the CPU refuses it"),
     "BlockSwap + LoRA": Case(lambda: [le.BlockSwap(), le.LoRA(rank=4)], cuda_only="the CPU refuses it"),
+    "BlockSwap trained": Case(lambda: [le.BlockSwap(trained=True)], cuda_only="the CPU refuses it"),
     "EmptyCache": Case(lambda: [le.EmptyCache(every_n_steps=2)], cuda_only="the CPU refuses it"),
     "DevicePrefetcher": Case(lambda: [le.DevicePrefetcher()], cuda_only="the CPU refuses it"),
     "ThroughputMeter": Case(lambda: [le.ThroughputMeter()]),

@@ -26,6 +26,9 @@ _WIDTHS = ("hidden_size", "width", "dim", "d_model", "n_embd", "embed_dim")
 _WITHOUT = {"labels", "use_cache", "past_key_values"}  # a teacher gives features, not losses
 
 
+CLASS = "class token"  # beside the layers' patterns
+
+
 class Teacher:
     """A frozen network and the layers whose features are wanted.
 
@@ -40,6 +43,7 @@ class Teacher:
         skip_tokens: How many tokens before those of the patches :meth:`of_images` leaves out; ``None``: as many as the
             network says it has.
         tokens: Whether an empty pattern stands, for :meth:`of_images`, for what a model of timm has before it pools.
+        class_layer: Of which :meth:`of_images` gives the class token, or the one vector an image, as ``CLASS``.
     """
 
     def __init__(
@@ -52,7 +56,10 @@ class Teacher:
         statistics: tuple[list[float], list[float]] | None = None,
         skip_tokens: int | None = None,
         tokens: bool = False,
+        class_layer: str | None = None,
     ) -> None:
+        layers = [*layers, *([] if class_layer is None else [class_layer])]
+        self.class_layer = class_layer
         self.network = network.eval().requires_grad_(False)
         self.layers = {layer: only_module(network, layer, who) for layer in layers}
         self.who = who
@@ -111,7 +118,17 @@ class Teacher:
             found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}
         patch = _side(getattr(config, "patch_size", None) or getattr(embedding, "patch_size", None))
         patches = (images.shape[-2] // patch) * (images.shape[-1] // patch) if patch and images.ndim == 4 else 0
-        return {k: t[:, self._skipped(t.shape[1], patches) :] if t.ndim == 3 else t for k, t in found.items()}
+        skipped = {k: self._skipped(t.shape[1], patches) if t.ndim == 3 else 0 for k, t in found.items()}
+        features = {k: t[:, skipped[k] :] if t.ndim == 3 else t for k, t in found.items()}
+        if self.class_layer is not None:
+            one = found[self.class_layer]
+            if one.ndim != 2 and not skipped[self.class_layer]:
+                raise ConfigurationError(
+                    f"{self.who}: head.class_layer {self.class_layer!r} of {type(self.network).__name__} gives "
+                    f"{list(one.shape)}, and no class token or one vector an image: name another layer"
+                )
+            features[CLASS] = one if one.ndim == 2 else one[:, 0]
+        return features
 
     def _check_gradient(self, images: Tensor, found: list[Tensor]) -> None:
         """Refuse, before the run's own backward pass, what torch would refuse there in words of its own."""

@@ -84,7 +84,8 @@ class MuonAdamW(Optimizer):
         cautious_decay: Decay a weight only where its sign is that of the update, which lowers it anyway.
 
     The first step warns where the weights of Muon's matrices have been trained by another optimizer, as their singular
-    values say: fine-tuning by Muon what Adam pretrained was found to bring nothing, or harm.
+    values say: fine-tuning by Muon what Adam pretrained was found to bring nothing (https://arxiv.org/abs/2511.06086)
+    or harm (https://arxiv.org/abs/2605.10468).
 
     Raises:
         ConfigurationError: For a value out of range, and for a group of Muon's that holds anything but matrices.
@@ -145,8 +146,8 @@ class MuonAdamW(Optimizer):
             rank_zero_warn(
                 "MuonAdamW starts from weights that were trained before, and not by Muon: a quarter of their largest "
                 f"singular values are over {ratio:.1f} times those of random matrices. On what Adam pretrained, "
-                "Muon was found no better than AdamW (arXiv 2502.16982), or worse and more sensitive to its rate, "
-                "except for adapters (arXiv 2605.10468): compare with AdamW, use a smaller rate, or train a LoRA"
+                "Muon was found no better than AdamW (arXiv 2511.06086), or worse the larger its updates, less so for "
+                "adapters (arXiv 2605.10468): compare with AdamW, use a smaller rate, or train a LoRA"
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

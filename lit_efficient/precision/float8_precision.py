@@ -6,7 +6,8 @@ Saves: time on GPUs from Ada and Hopper on, whose products in float8 run at twic
 Costs: 3 bits of mantissa in each operand (2 in tensorwise gradients); casts, which layers below some 1000 do not repay
 Source: Micikevicius et al. (2022), https://arxiv.org/abs/2209.05433; kernels and recipes: torchao
 
-Weights keep their names, types and values, so checkpoints are those of a run without it. It saves no memory.
+Weights keep their names, types and values, so checkpoints are those of a run without it. It saves no memory. Shards are
+gathered in their own type, not in float8.
 """
 
 from collections.abc import Iterator, Mapping
@@ -72,7 +73,7 @@ class Float8Precision(PrecisionTechnique):
         recipe: ``tensorwise``: one scale a tensor, fastest; ``rowwise``: one a row, more exact;
             ``rowwise_with_gw_hp``: the weights' gradients in high precision, too.
         precision: Of all else, as ``Trainer(precision=...)``, which this takes the place of: ``bf16-mixed``,
-            ``bf16-true`` or ``32-true``.
+            ``bf16-true`` or ``32-true``; not fp16: its losses need scaling, and all GPUs with float8 have bf16.
         modules: ``blocks``: linear layers inside the repeated blocks; ``all``; or regular expressions for the ends of
             dotted names of what is converted, with all inside it.
         skip: Regular expressions for those that stay; none need match.

@@ -12,7 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lit_efficient import ConfigurationError, PeftAdapter, QuantizeBase, merge_adapters, restore
+from lit_efficient import (
+    ConfigurationError,
+    DiT,
+    DiTConfig,
+    DiTVariant,
+    PeftAdapter,
+    QuantizeBase,
+    merge_adapters,
+    restore,
+)
 from lit_efficient.application import apply
 from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.disabled import disabled
@@ -185,6 +194,44 @@ def test_a_strangers_convolutions_and_a_checkpoint_of_the_base() -> None:
     merge_adapters(module)
     torch.testing.assert_close(module.net(x), y, rtol=1e-4, atol=1e-4)
     assert module.state_dict().keys() == other.keys()
+
+
+@pytest.mark.parametrize("kind", ["LOKR", "VERA"])  # of its own state, and of state that layers share
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what peft says of tiny layers
+def test_a_diffusion_transformer_trains_and_merges_as_under_peft(kind: str) -> None:
+    from peft import get_peft_model
+
+    def make() -> DiT:
+        torch.manual_seed(0)
+        network = DiT(DiTConfig(width=16, depth=2, heads=2, variant=DiTVariant("rope", qk_norm=True)))
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, std=0.2)  # its last layers begin as zeros
+        return network
+
+    def output(network: nn.Module) -> torch.Tensor:
+        latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+        result: torch.Tensor = network(latents, torch.tensor([0.2, 0.7]), torch.tensor([1, 3]))
+        return result
+
+    options = {"peft_type": kind, **FIELDS[kind], "target_modules": ["qkv", "attention.out", "mlp.0"]}
+    module = L.LightningModule()
+    module.net = make()
+    apply(module, [PeftAdapter(options)])
+    base = make()
+    torch.manual_seed(0)
+    theirs = get_peft_model(base, peft_config(options)).base_model.model
+    for network in (module.net, theirs):
+        optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=0.05)
+        for _ in range(2):
+            optimizer.zero_grad()
+            output(network).square().mean().backward()
+            optimizer.step()
+    y = output(module.net)
+    assert torch.equal(y, output(theirs))
+    assert (y - output(make())).abs().max() > 1e-3
+    merge_adapters(module)
+    torch.testing.assert_close(output(module.net), y, rtol=1e-4, atol=1e-4)
+    assert module.net.state_dict().keys() == make().state_dict().keys()
 
 
 def test_what_starts_from_the_weights_starts_again_from_a_base_that_is_loaded() -> None:

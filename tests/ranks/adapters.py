@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lit_efficient import LoRA, PrefixTuning, QuantizeBase
+from lit_efficient import LoRA, PeftAdapter, PrefixTuning, QuantizeBase
 from lit_efficient.application import apply
 from lit_efficient.errors import CheckpointError, ConflictError
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
@@ -90,10 +90,15 @@ def prefix() -> list[Any]:
     return [PrefixTuning(init_tokens=[1, 2])]
 
 
+def lokr() -> list[Any]:
+    return [PeftAdapter({"peft_type": "LOKR", "r": 2, "target_modules": ["up", "down"]})]
+
+
 CASES: tuple[tuple[Make, type[torch.nn.Module], bool, set[str]], ...] = (
     (lora, Small, False, {"lora_A", "lora_B"}),
     (quantised_dora, Small, True, {"lora_A", "lora_B", "lora_magnitude"}),
     (prefix, AttentionNet, False, {"prefix_keys", "prefix_values"}),
+    (lokr, Small, True, {"default"}),  # net.blocks.0.up.lokr_w1.default
 )
 
 
