@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.trust_rows import Piece
 from benchmarks.trust_rows.resumes import quiet
+from lit_efficient.models.gpt import GPTBlock
 from lit_efficient.testing import Block, Toy, data
 
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e25": 1e25, "1e38": 1e38}
@@ -57,7 +58,7 @@ class Fault(L.Callback):
         elif self.place == "gradient":
             self._hooks.append(parameter.register_hook(self._spoiled))
         elif self.place == "activation":
-            block = next(part for part in pl_module.modules() if isinstance(part, Block))
+            block = next(part for part in pl_module.modules() if isinstance(part, Block | GPTBlock))
             self._hooks.append(block.register_forward_hook(lambda module, args, out: out * self.value))
         elif self.place == "weight":
             parameter.data.view(-1)[0] = self.value
