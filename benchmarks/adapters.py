@@ -199,7 +199,15 @@ def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
 
     path = Path(__file__).with_name("figures.json")
     source = json.loads(path.read_text("utf-8"))
-    source["tables"]["adapters"] = ["Method", "Trains", "Adapter", "Peak beyond the base", "Time of a step", "Loss", "Rate"]
+    source["tables"]["adapters"] = [
+        "Method",
+        "Trains",
+        "Adapter",
+        "Peak beyond the base",
+        "Time of a step",
+        "Loss",
+        "Rate",
+    ]
     now_here = here()
     environment = {key: now_here[key] for key in ("versions", "machine")}
     source["environments"]["adapters"] = environment
