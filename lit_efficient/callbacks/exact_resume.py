@@ -25,13 +25,15 @@ from torch import Tensor
 
 from lit_efficient.declaration import Report
 from lit_efficient.errors import check_number
-<<<<<<< HEAD
-from lit_efficient.internals.lightning_data import restore_loader_states
-from lit_efficient.internals.lightning_loops import accumulates, end_batch, end_epoch, settle, stops_now
-=======
 from lit_efficient.internals.lightning_data import combined_loader, restore_loader_states
-from lit_efficient.internals.lightning_loops import accumulates, count_batches, end_batch, end_epoch, settle
->>>>>>> main
+from lit_efficient.internals.lightning_loops import (
+    accumulates,
+    count_batches,
+    end_batch,
+    end_epoch,
+    settle,
+    stops_now,
+)
 from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.metering import gradients_of
@@ -198,7 +200,6 @@ class ExactResume(Technique):
             self._resumed = {key: state[key] for key in ("reached", "metrics", "results")}
             settle(checkpoint, epoch=state["reached"] == "epoch")  # the loops are restored after the callbacks
 
-<<<<<<< HEAD
     def _stands(self, trainer: Any) -> dict[str, Any]:
         """What of the last batch is over, and the metrics until then."""
         results = unfinished(trainer) if self._reached != "epoch" else []
@@ -212,7 +213,7 @@ class ExactResume(Technique):
         if stops_now(trainer) and not trainer.is_last_batch:
             loop = copy.deepcopy(trainer.fit_loop.state_dict())
             self._cut = {"loop": loop, "epoch": trainer.current_epoch, "stands": self._stands(trainer)}
-=======
+
     def _keep_place(self, trainer: Any) -> None:
         """Go on in the epoch where another number of processes was, whose steps had more rows, or fewer."""
         before, self._rows = self._rows, 0
@@ -229,7 +230,6 @@ class ExactResume(Technique):
         self._say(
             f"a step has {now} rows, not {before}: the epoch goes on at its row {batches * now}, {rest} rows back"
         )
->>>>>>> main
 
     def _go_on(self, trainer: Any) -> None:
         """Have the rest of the checkpoint's last batch done: Lightning would go on to the next one."""

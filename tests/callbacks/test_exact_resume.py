@@ -269,7 +269,6 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
         assert equal(expected[:3], final_state(run)[:3]), path.name
 
 
-<<<<<<< HEAD
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_longer_fit_goes_on_in_the_epoch_that_the_last_step_cut_short(tmp_path):
     """Lightning ends the epoch of a fit's last step: its own last checkpoint, and one that is saved later, say so."""
@@ -287,7 +286,8 @@ def test_a_longer_fit_goes_on_in_the_epoch_that_the_last_step_cut_short(tmp_path
             )
             assert resumed.seen == whole.seen[steps:], (steps, name)
             assert equal(expected, result), (steps, name)
-=======
+
+
 class Numbered(Tiny):
     """Of 24 rows, each a number, which the loss does not weigh; nothing is drawn."""
 
@@ -332,7 +332,6 @@ def test_rows_that_are_no_whole_batches_are_seen_again(tmp_path):
     with pytest.warns(UserWarning, match="a step has 3 rows, not 4: the epoch goes on at its row 6, 2 rows back"):
         fit(resumed, [ExactResume()], path, max_epochs=1)
     assert len(resumed.seen) == 18
->>>>>>> main
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "1"])
