@@ -84,7 +84,7 @@ class HiddenAlignment(Alignment):
     def __init__(
         self,
         block: int | str,
-        teacher: str | nn.Module | None,
+        teacher: str | nn.Module | None = None,
         teacher_layer: str = "",
         weight: float = 0.5,
         stop_at: int | GradientConflict | None = None,
