@@ -5,9 +5,9 @@
 The base learns the code of Python's standard library byte by byte; each adapter then learns this repository's documents
 beside it, on the same rows, at the best of two rates. A line each: parameters that train, bytes of them, peak bytes of
 a step beyond the base (every tensor counted; on a GPU the allocator's), time of a step in parts of our LoRA's (which
-steps beside it, in turns, at the first rate; medians), loss on held-out documents. Each line is written to ``--out`` as it is found, and
-not made again: the table can be made in pieces. ``--write`` puts the lines that are there into benchmarks/figures.json;
-a document shows them between the markers of the table ``adapters``.
+steps beside it, in turns, at the first rate; medians), loss on held-out documents. Each line is written to ``--out`` as
+it is found, and not made again: the table can be made in pieces. ``--write`` puts the lines that are there into
+benchmarks/figures.json; a document shows them between the markers of the table ``adapters``.
 """
 
 from __future__ import annotations
@@ -199,7 +199,15 @@ def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
 
     path = Path(__file__).with_name("figures.json")
     source = json.loads(path.read_text("utf-8"))
-    source["tables"]["adapters"] = ["Method", "Trains", "Adapter", "Peak beyond the base", "Time of a step", "Loss", "Rate"]
+    source["tables"]["adapters"] = [
+        "Method",
+        "Trains",
+        "Adapter",
+        "Peak beyond the base",
+        "Time of a step",
+        "Loss",
+        "Rate",
+    ]
     now_here = here()
     environment = {key: now_here[key] for key in ("versions", "machine")}
     source["environments"]["adapters"] = environment
