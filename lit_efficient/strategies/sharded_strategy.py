@@ -162,7 +162,7 @@ class ShardedStrategy(ShardingBase):
         if hooked is not None:
             raise ConfigurationError(
                 f"ShardedStrategy: a hook on the gradient of {hooked!r} would be lost, for a shard takes the place of "
-                "the parameter: register it in on_fit_start, if it can do with parts of gradients, or use strategy='ddp'"
+                "the parameter: use strategy='ddp', or register it in on_fit_start, if parts of gradients will do"
             )
         found = [block for _, block in find_blocks(module, self.blocks, who="ShardedStrategy")]
         ends, heads = ends_of(module, found)
