@@ -1,12 +1,13 @@
-"""Which techniques reach an equal loss in fewer steps: two small trainings, many seeds, and what they are evidence of.
+"""Which techniques reach an equal loss in fewer steps: three small trainings, many seeds, and what that is evidence of.
 
     python -m benchmarks.quality --minutes 60          goes on where it stopped
     python -m benchmarks.quality --only TokenRouting   arms that have one of these in their names, and their baselines
     python -m benchmarks.quality --show                the table of what has been run
 
-An arm is a technique in one of two trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
-judged by the Fréchet distance of its samples (no FID) and by its validation loss, and ``python``, a GPT on Python's
-standard library, judged by its validation loss. Losses are the task's own, whatever a technique trains on.
+An arm is a technique in one of three trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
+and ``photos``, one on pixels of crops of two photographs, both judged by the Fréchet distance of samples (no FID) and
+by validation loss, and ``python``, a GPT on Python's standard library, judged by validation loss. Losses are the task's
+own, whatever a technique trains on.
 
 Each arm, the baseline too, is first run at the same three rates with a seed of its own, and then, at the best of them,
 with the other seeds. Of each seed's pair of runs the worse end is the level: the steps, and the CPU seconds of
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,15 +42,19 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 import lit_efficient as le
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, ratio_of
 from lit_efficient.files.cache import cache_root
-from lit_efficient.optimizers.schedules import warmup_cosine
+from lit_efficient.losses.snr import RULES
+from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
 
 RATES = (1e-3, 3e-3, 9e-3)
 TUNING_SEED, SEEDS = 100, (1, 2, 3, 4, 5)
-METRICS = {"digits": ("val/frechet_distance", "val/loss"), "python": ("val/loss",)}  # the first one is tuned for
-STEPS, EVALUATIONS = {"digits": 320, "python": 240}, 8
+_IMAGES = ("val/frechet_distance", "val/loss")
+METRICS = {"digits": _IMAGES, "photos": _IMAGES, "python": ("val/loss",)}  # the first one is tuned for
+STEPS, EVALUATIONS = {"digits": 320, "photos": 320, "python": 240}, 8
 BASELINE = "baseline"
 
 Curve = list[tuple[int, float, float]]  # steps, seconds, metric
+Schedule = Callable[[int, int, float], float]  # the factor on the rate at a step, of steps of warm-up and of all
 
 
 @dataclass(frozen=True)
@@ -56,81 +62,176 @@ class Arm:
     """A technique in one training.
 
     Args:
-        task: ``digits`` or ``python``.
+        task: ``digits``, ``photos`` or ``python``.
         name: Of the arm, in the table.
         callbacks: Makes what the trainer gets; the same each time.
-        optimizer: Makes another optimizer than AdamW of the module and the rate; the schedule stays.
+        optimizer: Makes another optimizer than AdamW of the module and the rate.
+        schedule: Of the rate.
         settings: Arguments of the training's module that differ.
+        steps: Of the run, where a batch of ``batches`` times the rows makes fewer do.
+        batches: How many batches of the training one has.
     """
 
     task: str
     name: str
     callbacks: Callable[[], list[Any]] = list
     optimizer: Callable[[Any, float], torch.optim.Optimizer] | None = None
+    schedule: Schedule = warmup_cosine
     settings: Mapping[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    batches: int = 1
 
     @property
     def recipe(self) -> str:
         """What it is made of, in twelve letters."""
         made = [one.record() for one in self.callbacks()]
-        code = "" if self.optimizer is None else repr(self.optimizer.__code__.co_consts)
-        text = json.dumps([made, code, repr(self.settings), STEPS[self.task], EVALUATIONS], sort_keys=True)
+        code = [_code_of(f.__code__) for f in (self.optimizer, self.schedule) if f is not None]
+        numbers = [self.steps or STEPS[self.task], EVALUATIONS, self.batches]
+        text = json.dumps([made, repr(code), repr(self.settings), numbers], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _code_of(code: CodeType) -> list[Any]:
+    return [*code.co_names, *(_code_of(one) if isinstance(one, CodeType) else one for one in code.co_consts)]
+
+
+def constant(step: int, warmup: int, total: float) -> float:
+    """A warm-up alone."""
+    return warmup_factor(step, warmup)
+
+
+def stable_decay(step: int, warmup: int, total: float) -> float:
+    """`WarmupStableDecay`'s: the last fifth falls."""
+    return warmup_factor(step, warmup) * decay_factor((step - 0.8 * total) / (0.2 * total))
+
+
+def linear(step: int, warmup: int, total: float) -> float:
+    """`WarmupLinear`'s."""
+    return warmup_factor(step, warmup) * decay_factor((step - warmup) / (total - warmup))
+
+
+def _seesaw(task: str) -> Arm:
+    """Half a cosine in two doublings of the batch, on as many rows; see `seesaw_milestones`."""
+    steps = STEPS[task]
+    milestones = le.seesaw_milestones(steps, 2)
+    last = milestones[-1] + round((1 - math.acos(-0.5) / math.pi) * steps / 4)
+
+    def schedule(step: int, warmup: int, total: float) -> float:
+        return warmup_factor(step, warmup) * 2 ** (-0.5 * sum(step >= one for one in milestones))
+
+    ramp = partial(le.BatchRamp, milestones)
+    return Arm(task, "BatchRamp Seesaw", lambda: [ramp()], schedule=schedule, steps=last, batches=4)
 
 
 def _repa(**arguments: Any) -> list[Any]:
     return [le.HiddenAlignment(2, "data.judge", r"body\.5", hidden=64, **arguments)]
 
 
-_IREPA = {"projection": "conv", "head": le.AlignmentHead(spatial_norm=1.0)}
+def _everywhere(task: str) -> list[Arm]:
+    """What is for any training."""
+    return [
+        Arm(task, "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
+        Arm(task, "Lion", optimizer=lambda module, rate: le.Lion(module.parameters(), rate / 10, weight_decay=0.5)),
+        Arm(task, "ScheduleFreeAdamW", lambda: [le.ScheduleFree()], _schedule_free, constant),
+        Arm(task, "WarmupStableDecay", schedule=stable_decay),
+        Arm(task, "WarmupLinear", schedule=linear),
+        Arm(task, "EMA", lambda: [le.EMA()]),
+        Arm(task, "EMA, constant rate", lambda: [le.EMA()], schedule=constant),
+        Arm(task, "CheckpointAverage, constant rate", lambda: [le.CheckpointAverage(5, 10)], schedule=constant),
+        Arm(task, "BatchRamp", lambda: [le.BatchRamp([0.5])]),
+        _seesaw(task),
+        Arm(task, "Initialise normal", lambda: [le.Initialise()]),
+        Arm(task, "Initialise orthogonal", lambda: [le.Initialise("orthogonal", residual="zero")]),
+        Arm(task, "StochasticDepth", lambda: [le.StochasticDepth(0.2)]),
+        Arm(task, "MixtureOfExperts, equal FLOPs", lambda: [le.MixtureOfExperts(4, 1)]),
+        Arm(task, "SelectiveBackprop", lambda: [le.SelectiveBackprop(0.5)]),
+        Arm(task, "LossCurriculum", lambda: [le.LossCurriculum()]),
+    ]
 
-ARMS = [  # a line each
+
+def _schedule_free(module: Any, rate: float) -> torch.optim.Optimizer:
+    return le.ScheduleFreeAdamW(module.parameters(), rate, (0.9, 0.99), weight_decay=0.05)
+
+
+_IREPA = {"projection": "conv", "head": le.AlignmentHead(spatial_norm=1.0)}
+_REG = {"backbone": le.DiTConfig(depth=4, variant=le.DiTVariant(class_token=le.ClassToken(32)))}
+_ROUTED = [("tread", {}), ("tread, whole at the end", {"stop_at": 270}), ("sprint", {"mode": "sprint", "stop_at": 270})]
+
+ARMS = [
     Arm("digits", BASELINE),
-    Arm("digits", "TokenRouting tread", lambda: [le.TokenRouting(0.5)]),
-    Arm("digits", "TokenRouting tread, whole at the end", lambda: [le.TokenRouting(0.5, stop_at=270)]),
-    Arm("digits", "TokenRouting sprint", lambda: [le.TokenRouting(0.5, mode="sprint", stop_at=270)]),
+    *(Arm("digits", f"TokenRouting {said}", lambda how=how: [le.TokenRouting(0.5, **how)]) for said, how in _ROUTED),
     Arm("digits", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
     Arm("digits", "HiddenAlignment REPA", _repa),
     Arm("digits", "HiddenAlignment iREPA", partial(_repa, **_IREPA)),
+    Arm("digits", "HiddenAlignment REG", partial(_repa, head=le.AlignmentHead(class_layer="")), settings=_REG),
     Arm("digits", "HiddenAlignment until half", partial(_repa, stop_at=160)),
     Arm("digits", "HiddenAlignment until conflict", partial(_repa, stop_at=le.GradientConflict(every=10))),
-    Arm("digits", "SNRWeighting min_snr", lambda: [le.SNRWeighting()]),
-    Arm("digits", "SNRWeighting soft_min_snr", lambda: [le.SNRWeighting("soft_min_snr")]),
-    Arm("digits", "SNRWeighting p2", lambda: [le.SNRWeighting("p2")]),
-    Arm("digits", "SNRWeighting debiased", lambda: [le.SNRWeighting("debiased")]),
-    Arm("digits", "SNRWeighting truncated", lambda: [le.SNRWeighting("truncated")]),
-    Arm("digits", "SNRWeighting sigma_sqrt", lambda: [le.SNRWeighting("sigma_sqrt")]),
-    Arm("digits", "SNRWeighting cosmap", lambda: [le.SNRWeighting("cosmap")]),
-    Arm("digits", "EMA", lambda: [le.EMA()]),
-    Arm("digits", "BatchRamp", lambda: [le.BatchRamp([0.5])]),
-    Arm("digits", "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
+    *(Arm("digits", f"SNRWeighting {rule}", lambda rule=rule: [le.SNRWeighting(rule)]) for rule in RULES),
+    *_everywhere("digits"),
+    Arm("photos", BASELINE),
+    *(Arm("photos", f"TokenRouting {said}", lambda how=how: [le.TokenRouting(0.5, **how)]) for said, how in _ROUTED),
+    Arm("photos", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
+    Arm("photos", "ResolutionRamp", lambda: [le.ResolutionRamp(0.5, 0.3, multiple_of=2)]),
     Arm("python", BASELINE),
-    Arm("python", "MuonAdamW", optimizer=lambda module, rate: le.MuonAdamW(le.muon_groups(module), rate)),
-    Arm("python", "EMA", lambda: [le.EMA()]),
-    Arm("python", "BatchRamp", lambda: [le.BatchRamp([0.5])]),
+    *_everywhere("python"),
     Arm("python", "SequenceLengthRamp", lambda: [le.SequenceLengthRamp(32, 128, 0.3)]),
-    Arm("python", "StochasticDepth", lambda: [le.StochasticDepth(0.2)]),
+    Arm("python", "MixtureOfDepths", lambda: [le.MixtureOfDepths(0.5)]),
+    Arm("python", "NEFTune", lambda: [le.NEFTune()]),
+    Arm("python", "LabelSmoothing", lambda: [le.LabelSmoothing(0.1)]),
 ]
 
 
 # A piece ------------------------------------------------------------------------------------------------------------
 
 
-def make_digits(rate: float, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+def make_digits(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
     """The training of ``configs/tasks/latent_diffusion.yaml``, one block deeper and without guidance."""
     backbone = le.DiTConfig(depth=4)
     given = {"backbone": backbone, "guidance_scale": 1.0, "sampling_steps": 10, "samples": le.Samples(128)}
-    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), le.LatentDigits()
+    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), le.LatentDigits(batch_size=64 * batches)
 
 
-def make_python(rate: float, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+class Pixels(torch.nn.Module):
+    """An autoencoder that leaves images as they are."""
+
+    image_channels, latent_channels, factor = 3, 3, 1
+
+    def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Their values."""
+        return images, None
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return latents
+
+
+class PhotoPixels(le.PhotoCrops):
+    """Crops of the photographs, kept in memory, whose latents are their pixels."""
+
+    preload = True
+    latent_shape = (3, 16, 16)
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(16, crops=40, batch_size=batch_size, classes="band")
+        self.codec = LatentCodec(Pixels(), torch.zeros(3), torch.full((3,), 0.5))  # type: ignore[arg-type]
+
+
+def make_photos(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
+    """Diffusion on 64 tokens of two by two pixels each."""
+    backbone = le.DiTConfig(channels=3, size=16, patch_size=2, depth=4, num_classes=6)
+    given = {"backbone": backbone, "guidance_scale": 1.0, "sampling_steps": 10, "samples": le.Samples(96)}
+    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), PhotoPixels(16 * batches)
+
+
+def make_python(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
     """The training of ``configs/tasks/language_model.yaml``, half as wide."""
     given = {"model": le.GPTConfig(dim=64, depth=4, num_heads=4, max_length=128)}
-    data = le.PythonCorpus(vocab_size=2048, sequence_length=128, batch_size=8, val_batch_size=32, val_fraction=0.005)
+    sizes = {"sequence_length": 128, "batch_size": 8 * batches, "val_batch_size": 32}
+    data = le.PythonCorpus(vocab_size=2048, val_fraction=0.005, **sizes)
     return le.LanguageModeling(**{**given, "learning_rate": rate, **settings}), data
 
 
-MAKE = {"digits": make_digits, "python": make_python}
+MAKE = {"digits": make_digits, "photos": make_photos, "python": make_python}
 
 
 class Watch(Callback):
@@ -158,15 +259,15 @@ class Watch(Callback):
 def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
     """One run's curves, by metric."""
     seed_everything(seed, verbose=False)
-    module, data = MAKE[arm.task](rate, arm.settings)
-    steps, watch = STEPS[arm.task], Watch(METRICS[arm.task])
+    module, data = MAKE[arm.task](rate, arm.settings, arm.batches)
+    steps, watch = arm.steps or STEPS[arm.task], Watch(METRICS[arm.task])
 
     def configure_optimizers() -> Any:
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer: Any = le.FusedAdamW(trainable, rate, betas=(0.9, 0.99), weight_decay=0.05)
         if arm.optimizer is not None:
             optimizer = arm.optimizer(module, rate)
-        factor = partial(warmup_cosine, warmup=steps // 10, total=float(module.trainer.estimated_stepping_batches))
+        factor = partial(arm.schedule, warmup=STEPS[arm.task] // 10, total=float(steps))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -289,8 +390,8 @@ def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[
                     for s in sorted(ours.keys() & theirs.keys())
                 ]
                 found[arm.task, arm.name, metric, what] = ratio_of([a for a, _ in pairs], [b for _, b in pairs])
-    named = {"\0".join(key): estimate for key, estimate in found.items()}
-    return {key: holm(named)["\0".join(key)] for key in found}
+    adjusted = holm({"\0".join(key): estimate for key, estimate in found.items()})
+    return {key: adjusted["\0".join(key)] for key in found}
 
 
 def verdict(estimate: Estimate) -> str:

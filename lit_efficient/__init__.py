@@ -206,6 +206,7 @@ PUBLIC: dict[str, str] = {
     "TextEncoderConfig": "models.text_encoder",
     "DiT": "models.dit",
     "DiTConfig": "models.dit",
+    "ClassToken": "models.class_token",
     "DiTVariant": "models.dit",
     "Autoencoder": "models.autoencoder",
     "AutoencoderConfig": "models.autoencoder",

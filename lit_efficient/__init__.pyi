@@ -182,6 +182,7 @@ from lit_efficient.models.text_encoder import TextEncoder as TextEncoder
 from lit_efficient.models.text_encoder import TextEncoderConfig as TextEncoderConfig
 from lit_efficient.models.dit import DiT as DiT
 from lit_efficient.models.dit import DiTConfig as DiTConfig
+from lit_efficient.models.class_token import ClassToken as ClassToken
 from lit_efficient.models.dit import DiTVariant as DiTVariant
 from lit_efficient.models.autoencoder import Autoencoder as Autoencoder
 from lit_efficient.models.autoencoder import AutoencoderConfig as AutoencoderConfig

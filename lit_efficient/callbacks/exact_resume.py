@@ -157,11 +157,11 @@ class ExactResume(Technique):
         state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
         if self._reached:
             results = unfinished(trainer) if self._reached != "epoch" else []
-            if trainer.world_size > 1 and results:
+            if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
                 self._say("each process's part of the epoch's training metrics is not in the checkpoint")
-                results = []
+                results = [result for result in results if not result["logged"]["on_epoch"]]
             state |= {"reached": self._reached, "metrics": monitored(trainer), "results": results}
-        if not _window_is_open(trainer, pl_module):
+        if not _window_is_open(trainer):
             return
         if trainer.world_size > 1:
             self._say("a checkpoint inside an accumulation window: each process's gradients so far are not in it")
@@ -264,8 +264,6 @@ def _epoch(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
-def _window_is_open(trainer: Any, pl_module: Any) -> bool:
-    """Whether gradients have been gathered that no optimizer step has used yet (automatic optimization only)."""
-    if not pl_module.automatic_optimization or trainer.accumulate_grad_batches == 1 or trainer.state.fn != "fit":
-        return False
+def _window_is_open(trainer: Any) -> bool:
+    """Whether gradients have been gathered that no optimizer step has used yet."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0 and accumulates(trainer)

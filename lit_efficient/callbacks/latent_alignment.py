@@ -94,8 +94,9 @@ class LatentAlignment(Alignment):
         self.decoder = decoder
         self.images = images
         self.image_size = image_size
-        if head.spatial_norm is not None:
-            raise refusal("LatentAlignment", "head.spatial_norm", "None: it is for HiddenAlignment", head.spatial_norm)
+        for name in ("spatial_norm", "class_layer"):
+            if (given := getattr(head, name)) is not None:
+                raise refusal("LatentAlignment", f"head.{name}", "None: it is for HiddenAlignment", given)
         self.head, self.seed = head, head.seed
         self.check_common()
 

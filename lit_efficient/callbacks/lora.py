@@ -29,6 +29,7 @@ from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, LowRan
 from lit_efficient.mechanisms.adapters.peft_folder import read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.peft_format import placement
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
+from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.mechanisms.adapters.targets import (
     ALL_LINEAR,
@@ -63,6 +64,9 @@ class LoRA(Technique):
         modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
         save_base: Whether checkpoints hold the frozen weights, too.
         seed: Of the adapters' start, which is the same on all ranks.
+        beside: Folders as for ``start_from``, by names: adapters that rest on the same base until
+            :func:`~lit_efficient.mechanisms.adapters.several.mix_adapters` switches or mixes them with the trained one,
+            ``default``, or ``adapters_by_row`` chooses for each row. Variants lora and rslora.
         start_from: A folder that peft has saved (or ``export --format peft``) to start from. Its rank, alpha, targets,
             dropout, variant, bias and modules_to_save are taken; those that are given, too, must be the same.
 
@@ -94,6 +98,7 @@ class LoRA(Technique):
         save_base: bool = False,
         seed: int = 0,
         start_from: str | None = None,
+        beside: dict[str, str | dict[str, str | int | float | list[str]]] | None = None,
     ) -> None:
         super().__init__()
         check_number("LoRA", "rank", rank, least=1, whole=True)
@@ -115,6 +120,11 @@ class LoRA(Technique):
         self.save_base = save_base
         self.seed = seed
         self.start_from = start_from
+        self.beside = beside
+        folders = {name: read_adapter(one)[0] if isinstance(one, str) else one for name, one in (beside or {}).items()}
+        self._beside = {name: check_fields(name, fields) for name, fields in folders.items()}
+        if beside and variant not in ("lora", "rslora"):
+            raise refusal("LoRA", "beside", f"left out for variant {variant}, whose update is no sum", [*beside])
         if start_from is not None:
             self._take(start_from)
 
@@ -129,8 +139,9 @@ class LoRA(Technique):
                 raise refusal("LoRA", name, f"{value!r}, as in start_from, or left out", given)
 
     def arguments(self) -> dict[str, Any]:
-        """Without ``start_from``: a checkpoint holds what it gave."""
-        return {name: value for name, value in super().arguments().items() if name != "start_from"}
+        """Without ``start_from``, and ``beside`` without folders: a checkpoint holds what they gave."""
+        own = {name: value for name, value in super().arguments().items() if name != "start_from"}
+        return own | ({"beside": self._beside} if self.beside else {})
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -165,6 +176,9 @@ class LoRA(Technique):
             trained += [layer.bias for _, layer in targets if isinstance(getattr(layer, "bias", None), nn.Parameter)]  # type: ignore[misc]
         if self.start_from is not None:
             start_adapters(module, read_adapter(self.start_from)[1], trained, self.start_from)
+        for name, fields in self._beside.items():
+            folder = (self.beside or {})[name]
+            rest_beside(module, name, fields, read_adapter(folder)[1] if isinstance(folder, str) else None)
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
         return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))
@@ -198,6 +212,8 @@ class LoRA(Technique):
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         trim(module, checkpoint)
         checkpoint["lit_efficient"][cls.keeps] = placement(module)
+        if (mix := active_mix(module)) is not None:
+            checkpoint["lit_efficient"][cls.keeps]["mix"] = mix
         checkpoint["lit_efficient"]["quantized"] = quantization_of(module)
 
     @classmethod
@@ -206,8 +222,11 @@ class LoRA(Technique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the adapters were trained beside."""
+        """Compare the base with the one that the adapters were trained beside, and mix as when it was saved."""
         check(module, checkpoint)
+        mix = (checkpoint.get("lit_efficient", {}).get(cls.keeps) or {}).get("mix")
+        if mix is not None and cls.is_in(module):
+            mix_adapters(module, mix)
 
     def _check_targets(
         self,

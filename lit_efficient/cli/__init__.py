@@ -22,6 +22,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -43,7 +44,7 @@ from lit_efficient.cli.run import (
 from lit_efficient.cli.run_events import RunEvents
 from lit_efficient.cli.run_folder import RunFolder, candidates, keep_rows, place_loggers
 from lit_efficient.cli.run_log import RunLog
-from lit_efficient.cli.secrets import masked, masking, redacted, remember
+from lit_efficient.cli.secrets import hide_words, masked, masking, redacted, remember
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import state_of
@@ -218,6 +219,8 @@ class LitEfficientCLI(OpenCLI):
         setattr(made.strategy, "save_checkpoint", partial(masking, made.strategy.save_checkpoint))  # noqa: B010
         for logger in made.loggers:
             setattr(logger, "log_hyperparams", partial(masking, logger.log_hyperparams))  # noqa: B010
+            if isinstance(logger, WandbLogger):
+                hide_words()
         if self.folder and self.folder.goes_on and made.is_global_zero:
             for logger in made.loggers:
                 keep_rows(logger, self.folder.step)

@@ -54,6 +54,9 @@ def candidates(word: str | None, root: Path) -> list[Path]:
     """Checkpoints, newest first, that ``--ckpt_path last`` may mean, or a job that its scheduler has started again.
 
     Of a run that has none yet they are those of its parent, the one that it started from first.
+
+    Raises:
+        CheckpointError: If the parent lies outside of ``root``: what a record says is somebody's who wrote it.
     """
     folder: Path | None = None
     if word:
@@ -70,6 +73,10 @@ def candidates(word: str | None, root: Path) -> list[Path]:
         first = None
         if isinstance(parent, str):  # of older runs relative to where they were started
             first = real(path if (path := place / parent).exists() else Path(parent))
+            if not Path(os.path.realpath(first)).is_relative_to(os.path.realpath(root)):
+                raise CheckpointError(
+                    f"{place} has saved nothing, and began from {first}, outside of {root}: give it as --ckpt_path"
+                )
         place = first.parent if first else None
     return []
 

@@ -3,8 +3,10 @@
 Known by the names of their keys, in configs and in the environment, and by their form, as passwords in URLs are.
 """
 
+import functools
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -83,6 +85,22 @@ def redacted(words: Iterable[str]) -> list[str]:
             shown.append(word)
         hides = secret and not equals
     return shown
+
+
+def hide_words() -> None:
+    """Have W&B note command lines without secrets: it reads ``sys.argv`` where a run of it begins."""
+    import wandb
+
+    if getattr(wandb.init, "func", None) is not _with_hidden_words:
+        wandb.init = functools.partial(_with_hidden_words, wandb.init)
+
+
+def _with_hidden_words(begin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    words, sys.argv = sys.argv, redacted(sys.argv)  # afterwards as before: who starts other processes reads it
+    try:
+        return begin(*arguments, **options)
+    finally:
+        sys.argv = words
 
 
 def _is_secret(key: Any, value: Any) -> bool:

@@ -345,7 +345,15 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
 
 def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     arguments = arguments_behind(checkpoint, "adapters")
-    return (None, {}) if arguments is None else (checkpoint["lit_efficient"]["adapters"], arguments)
+    if arguments is None:
+        return None, {}
+    where = checkpoint["lit_efficient"]["adapters"]
+    if where.get("mix") is not None:
+        raise ConfigurationError(
+            f"export: the checkpoint was validated with the mixture {where['mix']} of adapters, and would be exported "
+            "with the trained one alone: mix_adapters(module, ['default']) before saving, or restore and merge_adapters"
+        )
+    return where, arguments
 
 
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

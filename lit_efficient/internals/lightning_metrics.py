@@ -35,10 +35,13 @@ def names_logged(trainer: Any) -> set[str]:
 
 
 def unfinished(trainer: Any) -> list[dict[str, Any]]:
-    """What metrics of the training epoch have gathered so far: how each was logged, and its states."""
+    """What metrics of the training epoch have gathered so far: how each was logged, and its states.
+
+    Those of a step are among them: Lightning writes what a step did not log again with the value before.
+    """
     found = []
     for item in trainer.fit_loop.epoch_loop._results.values():
-        if item.has_reset or not item.meta.on_epoch:
+        if item.has_reset:
             continue
         meta, reduce = item.meta, item.meta.reduce_fx
         logged = {name: getattr(meta, name) for name in (*_LOGGED, "metric_attribute")}

@@ -121,12 +121,15 @@ class AlignmentHead:
         spatial_norm: Share of their mean over an image that the teacher's tokens lose, above 0 and at most 1, before
             each feature is divided by its deviation over the image (iREPA, with projection ``conv``); None: as they
             are. For HiddenAlignment.
+        class_layer: Pattern for the teacher's layer with the class token, or one vector an image, that a DiT with
+            ``variant.class_token`` is to denoise beside the latents (REG). For HiddenAlignment.
     """
 
     widths: list[int] | None = None
     seed: int = 0
     skip_tokens: int | None = None
     spatial_norm: float | None = None
+    class_layer: str | None = None
 
     def __post_init__(self) -> None:
         check_number("AlignmentHead", "spatial_norm", self.spatial_norm, above=0, most=1, null=True)

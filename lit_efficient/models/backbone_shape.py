@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.models.class_token import ClassToken
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class BackboneShape:
         pooled_width: Features of a pooled text; 0: it takes none.
         masks_text: Whether it can leave tokens of the text out.
         learned_variance: Whether it has a second half of output channels, which is not trained.
+        class_token: What it denoises beside the latents.
     """
 
     name: str
@@ -45,6 +47,7 @@ class BackboneShape:
     pooled_width: int = 0
     masks_text: bool = True
     learned_variance: bool = False
+    class_token: ClassToken | None = None
 
     @property
     def conditions(self) -> set[str]:

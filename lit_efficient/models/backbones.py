@@ -77,6 +77,7 @@ def shape_of(spec: BackboneSpec) -> BackboneShape:
             sides=Sides(spec.patch_size),
             num_classes=spec.num_classes,
             text_width=spec.context_width,
+            class_token=spec.variant.class_token,
         )
     return diffusers_backbones.shape_of(spec)
 

@@ -22,6 +22,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.internals.hugging_face_loading import Replacing, replacing_config
+from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.read_weights import read_layers
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def build(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         else:
             check_sums(spec.name_or_path)
+            check_bounds("CausalLMConfig", spec.name_or_path, config, AutoModelForCausalLM)
             model = AutoModelForCausalLM.from_pretrained(
                 spec.name_or_path or "",
                 config=config,

@@ -9,8 +9,9 @@ tensor after the other and keeps this process's slice: the weights are those of 
 for bit, on the CPU. Costs: each tensor is drawn twice, by every process; in memory one tensor at a time.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,44 @@ _ASKED = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SMALL = 1024  # elements; what is smaller is made at once: code may ask for its numbers
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor on the meta device stood; code may give it another shape or other memory later."""
+
+    storage: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> int:
+        return storage_id(self.storage)
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor with numbers that an operation was given, and how often it had been changed by then."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What was done: arguments, result, random state before it, and the format of what named none."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    state: Tensor | None
+    dtype: torch.dtype
+
+
 class _Ordinary(TorchFunctionMode):
     """What stands on the meta device says that it does not: initialisers of torch's do nothing there."""
 
@@ -47,8 +86,8 @@ class DeferredDraws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._notes: list[tuple[Any, Any, Any, Any, Tensor | None]] = []  # operator, arguments, result, random state
-        self._named: dict[str, Tensor] = {}
+        self._notes: list[_Note] = []
+        self._named: dict[str, Any] = {}  # a place, or the tensor itself
         self._beside = ExitStack()
 
     def __enter__(self) -> "DeferredDraws":
@@ -68,7 +107,7 @@ class DeferredDraws(TorchDispatchMode):
             state = _generator(kwargs).get_state()
             with no_dispatch_modes():
                 draw(_scratch(tensor), *args, **kwargs)
-            self._notes.append((draw, (tensor.detach(), *args), kwargs, tensor.detach(), state))
+            self._note(draw, _kept((tensor, *args)), kwargs, tensor, state)
             return tensor
 
         return truncated
@@ -78,6 +117,7 @@ class DeferredDraws(TorchDispatchMode):
         makes = getattr(func, "overloadpacket", None) in _MAKE and not any(map(_is_meta, tree_leaves((args, kwargs))))
         if makes and kwargs.get("device") in (None, torch.device("cpu")) and _elements(func, args) >= _SMALL:
             kwargs["device"] = torch.device("meta")
+        as_given = _kept((args, kwargs))  # it may change them
         result = func(*args, **kwargs)
         if not any(map(_is_meta, tree_leaves((args, kwargs, result)))):
             return result
@@ -85,13 +125,16 @@ class DeferredDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = _generator(kwargs).get_state()
             func(*tree_map(_scratch, args), **_on_cpu(tree_map(_scratch, kwargs)))
-        self._notes.append((func, args, kwargs, result, state))
+        self._note(func, *as_given, result, state)
         return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, state: Tensor | None) -> None:
+        self._notes.append(_Note(func, args, kwargs, _kept(result), state, torch.get_default_dtype()))
 
     def note(self, module: nn.Module) -> None:
         """Keep what stands for each parameter and buffer of a module, before it is sharded or moved."""
         named = _tensors(module)
-        self._named = {name: t.detach() if _is_meta(t) else t.detach().clone() for name, t in named.items()}
+        self._named = {name: _place_of(t) if _is_meta(t) else t.detach().clone() for name, t in named.items()}
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
@@ -111,39 +154,74 @@ class DeferredDraws(TorchDispatchMode):
                 raise ConfigurationError(f"DeferredDraws: {name!r} is sharded in strides, not in slices")
             local(tensor).copy_(whole[part])
 
-    def _drawn(self, wanted: Tensor) -> Tensor:
+    def _drawn(self, wanted: Any) -> Tensor:
         """What would stand in a tensor."""
-        if not _is_meta(wanted):
-            return wanted
-        needed, chosen = {_storage(wanted)}, []
+        if not isinstance(wanted, _Place):
+            return wanted  # type: ignore[no-any-return]
+        needed, chosen = {wanted.key}, []
         for note in reversed(self._notes):
-            func, args, kwargs, result, _ = note
-            written = [t for t in tree_leaves((args, kwargs)) if _is_meta(t)] if changes_arguments(func) else []
-            if any(_storage(t) in needed for t in [*written, *filter(_is_meta, tree_leaves(result))]):
+            given = _places((note.args, note.kwargs))
+            written = given if changes_arguments(note.func) else []
+            if any(place.key in needed for place in [*written, *_places(note.result)]):
                 chosen.append(note)
-                needed |= {_storage(t) for t in tree_leaves((args, kwargs)) if _is_meta(t)}
-        real: dict[int, Tensor] = {}
+                needed |= {place.key for place in given}
+        real: dict[int, torch.UntypedStorage] = {}
 
-        def realized(tensor: Any) -> Any:
-            if not _is_meta(tensor):
-                return tensor
-            place = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return torch.as_strided(real[_storage(tensor)], *place).view(tensor.dtype)
+        def realized(value: Any) -> Any:
+            if isinstance(value, _Given):
+                if value.tensor._version != value.version:
+                    raise ConfigurationError(
+                        f"DeferredDraws: a tensor of {tuple(value.tensor.shape)} that weights were made of was changed "
+                        "after it: make them of a copy"
+                    )
+                return value.tensor
+            return value.of(real[value.key]) if isinstance(value, _Place) else value
 
-        for func, args, kwargs, result, state in reversed(chosen):
-            given = _on_cpu(tree_map(realized, kwargs))
-            if state is not None:
-                given = given | ({"generator": torch.Generator()} if "generator" in kwargs else {})
-                generator = _generator(given)
-                before = generator.get_state()
-                generator.set_state(state)
-            made = func(*tree_map(realized, args), **given)
-            if state is not None:
-                generator.set_state(before)
-            for meta, own in zip(tree_leaves(result), tree_leaves(made)):
-                if _is_meta(meta):
-                    real.setdefault(_storage(meta), own)
-        return realized(wanted)
+        for note in reversed(chosen):
+            kwargs = _on_cpu(tree_map(realized, note.kwargs))
+            if note.state is not None:
+                kwargs = kwargs | ({"generator": torch.Generator()} if "generator" in kwargs else {})
+            with _as_then(note, _generator(kwargs)):
+                made = note.func(*tree_map(realized, note.args), **kwargs)
+            for place, own in zip(tree_leaves(note.result), tree_leaves(made)):
+                if isinstance(place, _Place):
+                    real.setdefault(place.key, own.untyped_storage())
+        return wanted.of(real[wanted.key])
+
+
+@contextmanager
+def _as_then(note: _Note, generator: torch.Generator) -> Iterator[None]:
+    """Draw as when a note was taken, and go on as before."""
+    state, dtype = generator.get_state(), torch.get_default_dtype()
+    if note.state is not None:
+        generator.set_state(note.state)
+    torch.set_default_dtype(note.dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        generator.set_state(state)
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    return _Place(tensor.untyped_storage(), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+def _kept(tree: Any) -> Any:
+    """Arguments or results as they are now: places of meta tensors; of others small ones copied."""
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if _is_meta(value):
+            return _place_of(value)
+        return value.detach().clone() if value.numel() < _SMALL else _Given(value, value._version)
+
+    return tree_map(kept, tree)
+
+
+def _places(tree: Any) -> list[_Place]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, _Place)]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -153,10 +231,6 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_id(tensor.untyped_storage())
 
 
 def _elements(func: Any, args: Any) -> int:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.models.class_token import ClassToken, TokenPort, apart, with_token
 from lit_efficient.models.dit_layers import DiTBlock, grid_positions, modulate, rotary_table, sinusoids
 
 Positions = Literal["sincos", "rope"]
@@ -40,13 +41,17 @@ class DiTVariant:
         qk_norm: Normalise queries and keys, which keeps large networks and large learning rates stable in bfloat16.
         time_embedding: Frequencies that the time is embedded with: compact has 64, diffusers the 256 of its DiT, which
             an export to its layout needs.
+        class_token: A token of the image's content that is noised and drawn with its latents (REG); null: none.
     """
 
     positions: Positions = "sincos"
     qk_norm: bool = False
     time_embedding: TimeEmbedding = "compact"
+    class_token: ClassToken | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.class_token, dict):  # as checkpoints store it
+            object.__setattr__(self, "class_token", ClassToken(**self.class_token))
         check_choice("DiTConfig", "variant.positions", self.positions, get_args(Positions))
         check_choice("DiTConfig", "variant.qk_norm", self.qk_norm, (True, False))
         check_choice("DiTConfig", "variant.time_embedding", self.time_embedding, get_args(TimeEmbedding))
@@ -126,6 +131,8 @@ class DiT(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, patch * patch * config.channels)
+        beside = config.variant.class_token
+        self.class_token = None if beside is None else TokenPort(beside.features, width)
         positions = grid_positions(config.size // patch, width) if config.variant.positions == "sincos" else None
         self.register_buffer("positions", positions, persistent=False)
         self._initialise()
@@ -146,7 +153,8 @@ class DiT(nn.Module):
         """Predict.
 
         Args:
-            x: Noisy latents, [B, C, H, W]; height and width are multiples of the patch size.
+            x: Noisy latents, [B, C, H, W]; height and width are multiples of the patch size. Rows of a class token
+                stand behind them (see :mod:`lit_efficient.models.class_token`).
             t: Times, [B] in [0, 1].
             y: Labels, [B] int64; for networks with classes.
             context: Text tokens, [B, L, context_width]; for networks with text.
@@ -159,6 +167,9 @@ class DiT(nn.Module):
             ConfigurationError: For a condition that is missing, or that the network has no use for, and for other
                 shapes.
         """
+        token = None
+        if self.class_token is not None:
+            x, token = apart(x, self.class_token.enter.in_features)
         self._check_inputs(x, y, context, context_mask)
         dtype = self.patch_in.weight.dtype  # of a layer that is not quantised
         patch = self.config.patch_size
@@ -171,13 +182,19 @@ class DiT(nn.Module):
             rotary = rotary_table(grid, self.config.width // self.config.heads, x.device)
         else:
             tokens = tokens + self._positions(grid).to(dtype)
+        if self.class_token is not None:
+            tokens = torch.cat([tokens, self.class_token.enter(token.to(dtype))[:, None]], 1)  # type: ignore[union-attr]
+            if rotary is not None:  # it has no place: turned by nothing
+                rotary = torch.cat([rotary, torch.eye(2, 1, device=x.device).expand(2, rotary.shape[2])[:, None]], 1)
         if context is not None:
             context = context.to(dtype)
         for block in self.blocks:
             tokens = block(tokens, c, context=context, context_mask=context_mask, rotary_emb=rotary)
         shift, scale = self.modulation(F.silu(c)).chunk(2, dim=-1)
-        patches = self.patch_out(modulate(self.norm(tokens), shift, scale)).transpose(1, 2)
-        return F.fold(patches, (x.shape[2], x.shape[3]), patch, stride=patch)
+        tokens = modulate(self.norm(tokens), shift, scale)
+        ends = tokens if self.class_token is None else tokens[:, :-1]
+        latents = F.fold(self.patch_out(ends).transpose(1, 2), (x.shape[2], x.shape[3]), patch, stride=patch)
+        return latents if self.class_token is None else with_token(latents, self.class_token.leave(tokens[:, -1]))
 
     def _embed_time(self, t: Tensor) -> Tensor:
         kind = self.config.variant.time_embedding
@@ -221,5 +238,5 @@ class DiT(nn.Module):
         for name, parameter in self.named_parameters():
             if name in ("time.0.weight", "time.2.weight", "label.weight"):
                 nn.init.normal_(parameter, std=0.02)
-            elif "modulation" in name or name.startswith("patch_out") or ".cross.out." in name:
+            elif "modulation" in name or name.startswith(("patch_out", "class_token.leave")) or ".cross.out." in name:
                 nn.init.zeros_(parameter)

@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.torch_trees import tree_map
+from lit_efficient.models.bounds import check_bounds
 from lit_efficient.surgery import match_modules, moved, own_draws
 
 _IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
 _DATA = "data."
 _WIDTHS = ("hidden_size", "width", "dim", "d_model", "n_embd", "embed_dim")
 _WITHOUT = {"labels", "use_cache", "past_key_values"}  # a teacher gives features, not losses
+
+
+CLASS = "class token"  # beside the layers' patterns
 
 
 class Teacher:
@@ -39,6 +43,7 @@ class Teacher:
         skip_tokens: How many tokens before those of the patches :meth:`of_images` leaves out; ``None``: as many as the
             network says it has.
         tokens: Whether an empty pattern stands, for :meth:`of_images`, for what a model of timm has before it pools.
+        class_layer: Of which :meth:`of_images` gives the class token, or the one vector an image, as ``CLASS``.
     """
 
     def __init__(
@@ -51,7 +56,10 @@ class Teacher:
         statistics: tuple[list[float], list[float]] | None = None,
         skip_tokens: int | None = None,
         tokens: bool = False,
+        class_layer: str | None = None,
     ) -> None:
+        layers = [*layers, *([] if class_layer is None else [class_layer])]
+        self.class_layer = class_layer
         self.network = network.eval().requires_grad_(False)
         self.layers = {layer: only_module(network, layer, who) for layer in layers}
         self.who = who
@@ -110,7 +118,17 @@ class Teacher:
             found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}
         patch = _side(getattr(config, "patch_size", None) or getattr(embedding, "patch_size", None))
         patches = (images.shape[-2] // patch) * (images.shape[-1] // patch) if patch and images.ndim == 4 else 0
-        return {k: t[:, self._skipped(t.shape[1], patches) :] if t.ndim == 3 else t for k, t in found.items()}
+        skipped = {k: self._skipped(t.shape[1], patches) if t.ndim == 3 else 0 for k, t in found.items()}
+        features = {k: t[:, skipped[k] :] if t.ndim == 3 else t for k, t in found.items()}
+        if self.class_layer is not None:
+            one = found[self.class_layer]
+            if one.ndim != 2 and not skipped[self.class_layer]:
+                raise ConfigurationError(
+                    f"{self.who}: head.class_layer {self.class_layer!r} of {type(self.network).__name__} gives "
+                    f"{list(one.shape)}, and no class token or one vector an image: name another layer"
+                )
+            features[CLASS] = one if one.ndim == 2 else one[:, 0]
+        return features
 
     def _check_gradient(self, images: Tensor, found: list[Tensor]) -> None:
         """Refuse, before the run's own backward pass, what torch would refuse there in words of its own."""
@@ -190,11 +208,13 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     try:
+        config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
             check_sums(spec)
+            check_bounds(who, spec, config, AutoModel)
             return AutoModel.from_pretrained(spec, trust_remote_code=False)
         with own_draws(0):
-            return AutoModel.from_config(AutoConfig.from_pretrained(spec, trust_remote_code=False))
+            return AutoModel.from_config(config)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         allowed = f"a module, data.NAME, or the folder, name or config.json of a transformers model ({reason})"

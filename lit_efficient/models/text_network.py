@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
+from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive
 from lit_efficient.surgery import moved, own_draws
@@ -298,6 +299,7 @@ def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:
     architecture = _architecture(config)
     config.use_cache = False
     check_sums(spec.name_or_path, spec.subfolder)
+    check_bounds(_OWNER, spec.name_or_path, config, architecture, spec.subfolder)
     model = architecture.from_pretrained(
         spec.name_or_path,
         config=config,

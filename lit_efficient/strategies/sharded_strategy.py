@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,7 +33,7 @@ from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.mechanisms.adapters.base import has_frozen_base
-from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, checkpoint_keys
+from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
@@ -181,7 +182,7 @@ class ShardedStrategy(ShardingBase):
             fully_shard(unit, reshard_after_forward=False if stays else self.reshard_after_forward, **how)
         rest = count(p for p in module.parameters() if not is_sharded(p))
         fully_shard(module, reshard_after_forward=False, **how)
-        gather_when_called(module)
+        gather_when_called(module, units)
         blocks = sum(any(unit is block for block in found) for unit in units)
         total = count(module.parameters())
         kinds = ", ".join(sorted({type(unit).__name__.removeprefix("FSDP") for unit in units[:blocks]}))
@@ -272,9 +273,11 @@ class ShardedStrategy(ShardingBase):
         path, module = Path(self.broadcast(checkpoint_path)), self._module
         check_everywhere(self, path)
         aside = kept_aside(path)
-        present = checkpoint_keys(path) if aside else set()
+        present = checkpoint_keys(path) if aside or path.is_dir() else set()
+        if path.is_dir():
+            check_surplus(module, present - aside, path)
         if aside and not has_frozen_base(module):
-            check_adapters(module, {*present, *aside}, path)
+            check_adapters(module, {*present, *aside & module.state_dict().keys()}, path)
         with asking_for(module, present) if aside else nullcontext():
             if path.is_file():
                 return load_file(path, module, self.optimizers)
@@ -315,6 +318,7 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
     saved, own = checkpoint.pop("state_dict"), module.state_dict()
     if missing := [name for name in own if name not in saved] if module.strict_loading else []:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of the module: {', '.join(missing[:3])}")
+    check_surplus(module, saved, path)
     found = {}
     for name in own.keys() & saved.keys():
         found[name] = _placed(saved[name], own[name], f"{path}: {name!r}")
@@ -384,8 +388,12 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
             tensor.data.copy_(there)
 
 
-def gather_when_called(root: Any) -> None:
-    """Let what lies outside of a step, such as generation in a callback, find the weights of the rest gathered."""
+def gather_when_called(root: Any, units: Sequence[Any]) -> None:
+    """Let what is called outside of its unit's forward pass find its weights gathered.
+
+    Outside of a step, as generation in a callback is, these are weights of the rest; in a step, parts of a block that
+    the network calls by themselves, as diffusers' DiT does with the first block's embedding.
+    """
 
     def gather(*_: Any) -> None:
         root.unshard()
@@ -393,6 +401,15 @@ def gather_when_called(root: Any) -> None:
     for part in _outside(root):
         if any(True for _ in part.parameters()):
             part.register_forward_pre_hook(torch.compiler.disable(gather))
+    for unit in units:
+        for part in unit.modules():
+            if part is not unit and part._parameters:
+                part.register_forward_pre_hook(partial(_gather_part, unit))
+
+
+def _gather_part(unit: Any, part: nn.Module, _: object) -> None:
+    if not torch.compiler.is_compiling() and any(map(is_sharded, part._parameters.values())):
+        unit.unshard()
 
 
 def _outside(root: nn.Module) -> Iterator[nn.Module]:

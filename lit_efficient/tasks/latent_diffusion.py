@@ -26,18 +26,21 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.files.moved import takes_moved_keys
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
+from lit_efficient.models.class_token import apart, with_token
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiTConfig
 from lit_efficient.models.dit_to_diffusers import diffusers_fields
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
+from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, described, to_uint8
 from lit_efficient.tasks.latent_source import LatentSource
@@ -129,6 +132,9 @@ class LatentDiffusion(LatentGenerator):
                 condition = condition.dropped(hidden, self.conditioning.null(self.device))
         encoded = latent_source.with_posterior(batch, self.codec)
         output = self._losses(encoded, condition, self.process, None)
+        if self.shape.class_token is not None:
+            output["sample_loss"] = output["sample_loss"] + self.shape.class_token.weight * output.pop("class_loss")
+            output["loss"] = output["sample_loss"].mean()
         self.log("train/loss", output["loss"], prog_bar=logs_in_bar(output["loss"]), batch_size=count)
         return output
 
@@ -167,15 +173,36 @@ class LatentDiffusion(LatentGenerator):
         self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None
     ) -> dict[str, Tensor]:
         """The loss protocol's dictionary; every draw comes from ``generator`` (None: the global one)."""
-        x0 = latent_source.draw_latents(batch, generator)
+        x0, beside = latent_source.draw_latents(batch, generator), self.shape.class_token
+        if beside is not None:
+            x0 = with_token(x0, self._class_features(batch, beside.features))
         t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process)
         eps, seen = diffusion.draw_noise(x0, process, generator)
         output = self(diffusion.add_noise(x0, seen, t, process), t, condition)
         wanted = diffusion.target(x0, eps, t, process, self.prediction)
+        of_token = {}
+        if beside is not None:
+            (output, drawn), (wanted, meant) = apart(output, beside.features), apart(wanted, beside.features)
+            of_token = {"class_loss": (drawn - meant).square().mean(dim=1)}
         sample_loss = (output - wanted).square().flatten(1).mean(dim=1)
         snr = process.log_snr(t)
         losses = {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t, "log_snr": snr}
-        return losses | {"predicted": output, "target": wanted}
+        return losses | {"predicted": output, "target": wanted} | of_token
+
+    def _class_features(self, batch: dict[str, Any], features: int) -> Tensor:
+        """What an encoder says of each clean image, [B, features]."""
+        callbacks: list[Any] = getattr(trainer_of(self), "callbacks", None) or []
+        source = next((one for one in callbacks if getattr(one, "gives_class_token", False)), None)
+        if "class_token" not in batch and source is None:
+            raise ConfigurationError(
+                "LatentDiffusion: the backbone has a variant.class_token, and nothing says an image's: let batches "
+                "hold class_token [B, features], or add HiddenAlignment with head.class_layer, whose teacher gives it"
+            )
+        given = batch["class_token"] if "class_token" in batch else source.class_token(self, batch)  # type: ignore[union-attr]
+        found: Tensor = moved(given, self.device)
+        allowed = f"[B, {features}], as variant.class_token.features says"
+        check("the class token", list(found.shape), allowed, found.ndim == 2 and found.shape[1] == features)
+        return found
 
     def _evaluate(self, stage: str, batch: dict[str, Any], batch_idx: int) -> None:
         seed = FIXED_SEED + batch_idx * self.trainer.world_size + self.global_rank
@@ -192,6 +219,8 @@ class LatentDiffusion(LatentGenerator):
         self._by_noise.add(losses["sample_loss"], losses["log_snr"])
         shared: dict[str, Any] = {"batch_size": latent_source.batch_size(batch), "sync_dist": True}
         self.log(f"{stage}/loss", losses["loss"], prog_bar=True, **shared)
+        if "class_loss" in losses:
+            self.log(f"{stage}/class_loss", losses["class_loss"].mean(), **shared)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         average = next((callback for callback in callbacks if isinstance(callback, ShadowWeights)), None)
         if average is not None:

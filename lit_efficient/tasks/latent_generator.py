@@ -29,6 +29,7 @@ from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 from lit_efficient.models import backbones
 from lit_efficient.models.backbone_shape import BackboneShape
+from lit_efficient.models.class_token import apart, rows_of
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiTConfig
@@ -338,15 +339,18 @@ class LatentGenerator(LightningModule):
             raise ConfigurationError(
                 f"LatentDiffusion: sample needs size, height and width of the latents: {self.shape.name} says none."
             )
-        noise = draw_noise((count, self.shape.channels, *size), generator, self.device)
+        beside = self.shape.class_token
+        rows = 0 if beside is None else rows_of(beside.features, self.shape.channels, size[1])
+        noise = draw_noise((count, self.shape.channels, size[0] + rows, size[1]), generator, self.device)
         nothing = partial(self.conditioning.null, self.device)
         steps = self.sampling_steps if steps is None else steps
         drawn = []
         for start in range(0, count, _SAMPLED_AT_ONCE):
-            rows = slice(start, start + _SAMPLED_AT_ONCE)
-            predict = guided(self, condition.rows(rows), nothing, scale, self.sampler.guidance_rescale)
-            drawn.append(sample_latents(predict, noise[rows], steps, self.process, self.prediction, self.sampler))
-        return torch.cat(drawn)
+            part = slice(start, start + _SAMPLED_AT_ONCE)
+            predict = guided(self, condition.rows(part), nothing, scale, self.sampler.guidance_rescale)
+            drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, self.sampler))
+        whole = torch.cat(drawn)
+        return whole if beside is None else apart(whole, beside.features)[0]
 
     def _check_nothing(self) -> None:
         """Refuse guidance without the empty caption's embedding, of which a text encoder is needed."""

@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lit_efficient.callbacks.ema import EMA
@@ -273,9 +274,46 @@ def test_bad_seeds_are_refused(seed):
         ExactResume(seed)
 
 
+def test_without_any_seed_the_run_has_torchs_in_63_bits(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    torch.manual_seed(-2)
+    trainer([technique := ExactResume()], max_epochs=1, limit_train_batches=1).fit(Tiny())
+    assert technique.state_dict()["seed"] == 2**63 - 2
+
+
 def test_the_seed_of_the_run_is_kept():
     for technique, seed in ((ExactResume(), 77), (ExactResume(3), 3)):
         fit(Tiny(), [technique], seed=77, max_epochs=1, limit_train_batches=2)
         assert technique.state_dict() == {"seed": seed, "world_size": 1}
     assert ExactResume(3).state_dict() == {"seed": 3, "world_size": 1}
     assert ExactResume().state_dict() == {}
+
+
+class Sometimes(Tiny):
+    """Logs a step's figure in every third step: Lightning writes it again until there is another."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss)
+        if batch_idx % 3 == 0:
+            self.log("train/third", loss)
+        return loss
+
+
+class Rows(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
+
+
+def test_rows_have_what_an_earlier_step_logged(tmp_path):
+    settings = {"max_epochs": 1, "accumulate_grad_batches": 1, "log_every_n_steps": 1}
+    whole, rest = Rows(), Rows()
+    fit(Sometimes(), [ExactResume(), SaveEveryBatch(tmp_path)], logger=whole, **settings)
+    fit(Sometimes(), [ExactResume()], tmp_path / "005.ckpt", logger=rest, **settings)
+    assert len(whole.rows) > 8
+    assert rest.rows == whole.rows[-len(rest.rows) :]
+    assert "train/third" in rest.rows[0][1]

@@ -12,6 +12,7 @@ from torch import nn
 
 from lit_efficient import (
     EMA,
+    IA3,
     CheckpointAverage,
     ConfigurationError,
     ExactResume,
@@ -207,6 +208,17 @@ def test_beside_a_quantised_base_the_head_stays_whole(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(saved["net.head.weight"], module.net.head.weight)
     assert "net.stem.weight" not in saved
+
+
+def test_beside_a_frozen_base_the_head_is_no_part_of_it(tmp_path: Path) -> None:
+    """A checkpoint of a resumed run says the same of the base as the one that it went on from."""
+    for number, resumed in enumerate((None, tmp_path / "0.ckpt")):
+        run = _fit([ReplaceHead(16), IA3([], ["down"]), ExactResume(0)], max_epochs=1 + number, ckpt_path=resumed)
+        run.save_checkpoint(tmp_path / f"{number}.ckpt")
+    bases = [torch.load(tmp_path / f"{n}.ckpt", weights_only=True)["lit_efficient"]["base"] for n in (0, 1)]
+    assert bases[0] == bases[1]
+    assert bases[0]
+    assert not any("head" in name for name in bases[0])
 
 
 @pytest.mark.turns(4, family="resumed")

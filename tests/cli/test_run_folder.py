@@ -15,8 +15,9 @@ import torch
 from lightning.pytorch import Callback
 
 from lit_efficient.cli.run_folder import candidates, checkpoints
+from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
-from lit_efficient.files.runs import hold, new_folder
+from lit_efficient.files.runs import hold, new_folder, point_latest
 from tests import processes
 from tests.cli.toy_runs import fit, refused
 from tests.support import assert_equal
@@ -182,6 +183,16 @@ def test_last_of_a_run_without_any_is_the_one_that_it_started_from(caplog, monke
     assert fit(*arguments, "--model.scale=2", "--trainer.max_epochs=3") == 0
     assert last()["global_step"] == 12
     assert f"ckpt_path: {first / 'last.ckpt'} starts the run" in caplog.text
+
+
+@pytest.mark.parametrize("parent", ["../../../elsewhere/last.ckpt", "elsewhere/last.ckpt"])
+def test_a_record_leads_to_no_checkpoint_outside(parent, tmp_path):
+    """A run's folder may be somebody else's."""
+    run = new_folder(RUNS)
+    point_latest(run)
+    (run / "run.json").write_text(json.dumps({"parent": str(Path(parent).absolute()) if parent[0] == "e" else parent}))
+    with pytest.raises(CheckpointError, match=r"began from .*elsewhere/last\.ckpt, outside of runs/base: give it as"):
+        candidates("last", RUNS)
 
 
 def test_a_truncated_checkpoint_is_passed_over_with_a_warning():

@@ -1,6 +1,7 @@
 """Secrets train and are not written."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from lit_efficient.cli import secrets
 from lit_efficient.cli.preflight import check_config
-from lit_efficient.cli.secrets import masked, masking, names_a_secret, redacted, remember
+from lit_efficient.cli.secrets import hide_words, masked, masking, names_a_secret, redacted, remember
 from lit_efficient.errors import ConfigurationError
 from tests.cli.toy_runs import fit
 from tests.support_cli import Recorder
@@ -96,6 +97,17 @@ def test_secrets_are_not_in_the_command_line():
     assert redacted(["--data.url=https://host/x?n=1&X-Amz-Signature=hidden"]) == ["--data.url=***"]
     plain = ["--data.url=https://host/x?page=2", "--trainer.max_time={hours: 2}", "--model.token_count=3"]
     assert redacted(plain) == plain
+
+
+def test_wandb_notes_the_command_line_without_them_and_others_read_it_whole(monkeypatch):
+    import wandb
+
+    monkeypatch.setattr("sys.argv", words := ["lit_efficient", "fit", f"--model.api_key={SECRET}"])
+    monkeypatch.setattr(wandb, "init", lambda: wandb.Settings()._args)
+    hide_words()
+    hide_words()
+    assert wandb.init() == ["fit", "--model.api_key=***"]
+    assert sys.argv is words
 
 
 def test_a_run_has_the_secret_and_nothing_that_it_writes(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lit_efficient import CausalLMConfig, ConfigurationError, QuantizeBase
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import build, resolve
+from lit_efficient.models.teachers import find_teacher
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -142,6 +144,18 @@ def test_too_many_token_ids_are_refused(folder: str) -> None:
     for spec in (CausalLMConfig(config_fields=FAMILIES["llama"], resize_vocabulary=True), CausalLMConfig(folder)):
         with pytest.raises(ConfigurationError, match=r"the data has 98 token ids, the model 97.*set resize_vocabulary"):
             build(spec, {"vocab_size": 98})
+
+
+@pytest.mark.parametrize(("field", "asked"), [("num_hidden_layers", 2**30), ("vocab_size", 2**40)])
+def test_a_configuration_that_asks_for_far_more_than_its_files_is_refused(folder: str, field: str, asked: int) -> None:
+    """Before memory or hours are spent on it."""
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: asked}))
+    for read in (lambda: build(CausalLMConfig(folder)), lambda: find_teacher(folder, [""], who="FeatureMatching")):
+        with pytest.raises(
+            ConfigurationError, match=r"asks for [\d,]{13,} (layers|parameters).*not belong"
+        ):
+            read()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])  # an own head, a tied one, logits that are capped

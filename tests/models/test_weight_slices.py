@@ -49,7 +49,25 @@ def gpt() -> nn.Module:
     return GPT(GPTConfig(97, dim=64, depth=2, num_heads=2, max_length=64))
 
 
-@pytest.mark.parametrize("make", [llama, gpt, slices.made])
+def turned() -> nn.Module:
+    """Code that gives a tensor another shape, memory or format after it was drawn, and changes what it was made of."""
+    wide = nn.Linear(128, 64)
+    nn.init.orthogonal_(wide.weight)  # of fewer rows than columns: turned in place
+    copied = nn.Linear(64, 128)
+    copied.weight.data = wide.weight.data.t().contiguous()
+    factor = torch.full((4,), 0.5)
+    with torch.no_grad():
+        wide.weight[:, :4].mul_(factor)
+        factor.fill_(7.0)
+    torch.set_default_dtype(torch.bfloat16)  # as from_config(dtype=...) does
+    try:
+        half = nn.Linear(64, 64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return nn.Sequential(wide, copied, half, nn.Linear(64, 64).bfloat16())
+
+
+@pytest.mark.parametrize("make", [llama, gpt, slices.made, turned])
 def test_deferred_draws_are_those_of_a_network_that_is_built_as_usual(make: Any) -> None:
     torch.manual_seed(3)
     plain, after = make(), torch.get_rng_state()
@@ -70,6 +88,18 @@ def test_deferred_draws_are_those_of_a_network_that_is_built_as_usual(make: Any)
     network.register_buffer("late", torch.zeros(1))
     with pytest.raises(ConfigurationError, match="'late' was not there when it was noted"):
         draws.fill(network)
+
+
+def test_weights_of_numbers_that_changed_later_are_refused() -> None:
+    with DeferredDraws() as draws:
+        network = nn.Linear(64, 64)
+        numbers = torch.arange(4096.0).view(64, 64)
+        with torch.no_grad():
+            network.weight.add_(numbers)
+        numbers.zero_()
+    draws.note(network)
+    with pytest.raises(ConfigurationError, match=r"a tensor of \(64, 64\) that weights were made of was changed"):
+        draws.fill(network.to_empty(device="cpu"))
 
 
 def test_a_folder_of_transformers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from lit_efficient import (
     SignalCheckpoint,
     StochasticRounding,
 )
-from lit_efficient.errors import LitEfficientError
+from lit_efficient.errors import CheckpointError, LitEfficientError
 from lit_efficient.models.gpt import GPT, GPTConfig
 from tests.contract.row import Row
 from tests.contract.table import CASES, network_of
@@ -43,6 +43,19 @@ class Tied(AttentionNet):
     def __init__(self) -> None:
         super().__init__()
         self.gpt = GPT(GPTConfig(8, dim=WIDTH, depth=2, num_heads=2, hidden_dim=32, max_length=64))
+
+
+class Borrowed(Net):
+    """Calls a layer of its first block by itself, after the blocks, which two parents hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.also = nn.Module()
+        self.also.blocks = self.blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        return y + self.blocks[0].down(self.blocks[0].up(x))
 
 
 class Trained(Toy):
@@ -105,6 +118,7 @@ def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         ("NonFiniteGuard", NonFiniteGuard, Net, {}),
         ("SignalCheckpoint", SignalCheckpoint, Net, {}),
         ("tied", L.Callback, Tied, {}),
+        ("borrowed", L.Callback, Borrowed, {"gradient_clip_val": 0.05}),
         ("BlockSwap", BlockSwap, Net, {}),  # the row's refuses nothing
         ("KahanSummation", KahanSummation, Net, {"precision": "bf16-true"}),  # the row's network mixes formats
         ("StochasticRounding", StochasticRounding, Net, {"precision": "bf16-true"}),
@@ -146,10 +160,21 @@ def worlds() -> None:
     half.save_checkpoint("two.ckpt", weights_only=False)  # over one that is there
     half, _, _ = fit(list, Net, 1, sharding={"save_distributed_checkpoint": False})
     half.save_checkpoint("two_file.ckpt", weights_only=False)
+    for path in ("two.ckpt", "two_file.ckpt"):  # no tensor of a checkpoint goes unseen
+        with pytest.raises(CheckpointError, match=f"{path} holds 6 tensors that the module lacks: net.blocks.3"):
+            fit(list, Shorter, 2, path, sharding={})
     _, losses, _ = fit(list, Net, 2, "one.ckpt", sharding={})
     if dist.get_rank() == 0:
         torch.save(losses, "from_one.pt")
     dist.barrier()
+
+
+class Shorter(Net):
+    """Without the last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks[-1]
 
 
 class Scalar(Net):

@@ -22,7 +22,7 @@ from tests.ranks import sharded
 from tests.support import Net, Toy, assert_equal
 
 # The quickest, of what is used most; the others each night.
-FIRST = ("clipping", "accumulation", "tied", "ChunkedCrossEntropy", "GradualUnfreezing")
+FIRST = ("clipping", "accumulation", "tied", "borrowed", "ChunkedCrossEntropy", "GradualUnfreezing")
 TRIED = (*sorted(CASES.keys() - {"Compile"}), "NonFiniteGuard", "SignalCheckpoint")  # the first takes minutes
 # What each process rounds or draws by the rows that it sees, and what takes another batch: not what one computes.
 OWN_ROUNDING = {"Float8Precision", "KahanSummation", "LowBitOptimizer", "QuantizationAwareTraining"}

@@ -1,5 +1,6 @@
 """Which columns hold images, labels and captions, and what may stand in them."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,24 @@ def image_column(wanted: str, names: Sequence[str], holding: Sequence[str], wher
     return usual
 
 
-def bytes_of(value: Any, place: str) -> bytes:
-    """The encoded image in a cell: bytes, or {"bytes", "path"} of which one may be missing.
+def file_in(folder: Path, path: str, place: str) -> Path:
+    """The file in a data set's folder that a row names.
+
+    Raises:
+        ConfigurationError: If it lies elsewhere: a data set of somebody else's would have any file read.
+    """
+    inside = os.path.abspath(folder)
+    file = Path(os.path.normpath(os.path.join(inside, path)))
+    if not file.is_relative_to(inside):
+        raise ConfigurationError(
+            f"ImageData: {place} names the image {path}, which is not in {folder}. Images that lie elsewhere are put "
+            "into the rows by save_to_disk and to_parquet of datasets."
+        )
+    return file
+
+
+def bytes_of(value: Any, place: str, folder: Path) -> bytes:
+    """The encoded image in a cell: bytes, or {"bytes", "path"} of which one may be missing; the path is in a folder.
 
     Raises:
         ConfigurationError: If there is none.
@@ -75,7 +92,7 @@ def bytes_of(value: Any, place: str) -> bytes:
         content, path = value.get("bytes"), value.get("path")
         if content is None and path:
             try:
-                return Path(path).read_bytes()
+                return file_in(folder, path, place).read_bytes()
             except OSError as error:
                 raise ConfigurationError(f"ImageData: {place}: its image {path} cannot be read: {error}.") from error
         value = content

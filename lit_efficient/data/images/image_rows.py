@@ -13,6 +13,7 @@ from lit_efficient.data.images.image_columns import (
     check_caption,
     check_label,
     chosen_column,
+    file_in,
     image_column,
 )
 from lit_efficient.errors import ConfigurationError
@@ -47,6 +48,7 @@ class SavedTable:
                 raise ConfigurationError(f"ImageData: {path} has no split {split!r}; it has {', '.join(self._rows)}.")
             self._rows = self._rows[split]
         self.name = path.name
+        self._folder = path if path.is_dir() else path.parent
         features, types = self._rows.features, self._rows.data.schema
         images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
         images = images or [field.name for field in types if _holds_bytes(field.type)]
@@ -85,7 +87,7 @@ class SavedTable:
 
     def read(self, row: int) -> bytes:
         """The image's bytes, or those of the file that the row names."""
-        return bytes_of(self._rows[row][self.image], self.place(row))
+        return bytes_of(self._rows[row][self.image], self.place(row), self._folder)
 
     def _linked(self) -> list[Path]:
         """Files that rows name instead of holding their bytes."""
@@ -97,7 +99,7 @@ class SavedTable:
             return []
         absent = compute.is_null(compute.struct_field(column, "bytes"))
         paths = compute.filter(compute.struct_field(column, "path"), absent).to_pylist()
-        return [Path(path) for path in paths if path]
+        return [file_in(self._folder, path, self.name) for path in paths if path]
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -130,7 +130,9 @@ def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     mark = module.__dict__.get(_MARK)
     if mark is None:
         return
-    checkpoint["lit_efficient"]["base"] = dict(mark["digests"])
+    # What trains after all was frozen when the base was: a new head, before a later technique says that it trains.
+    trains = held(module) | {name for name, p in module.named_parameters() if p.requires_grad}
+    checkpoint["lit_efficient"]["base"] = {name: d for name, d in mark["digests"].items() if name not in trains}
     if mark["save"]:
         return
     now = digests(module)

@@ -31,6 +31,7 @@ from lit_efficient.models.expert_layers import GroupedLayer
 from lit_efficient.surgery import mix_in
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
+OWN = "default"  # the name of the adapter that trains, where others stand beside it
 ON_INT4 = ("qalora", "rounded")  # which merge into an int4 weight, and need one
 
 
@@ -79,6 +80,8 @@ class LowRank(ReadsAdapted):
     lora_scale: float
     lora_dropout: float
     lora_draw: str
+    lora_others: Mapping[str, float] = {}  # scales of adapters that rest beside it
+    lora_mix: Mapping[str, Any] | None = None  # how much of each takes part, a number or one a row; None: OWN alone
     lora_inside: bool = False  # the layer makes more than a product of its weight, as routers do that return choices
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +95,8 @@ class LowRank(ReadsAdapted):
             self.lora_inside = True
             return self._read_sum(x, *args, **kwargs)
         h = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+        if self.lora_mix is not None:
+            return self._plus_mixed(y, x, h)
         delta = self._low_rank(h, self.lora_A, self.lora_B)
         if self.lora_variant == "pissa":
             delta = delta - self._low_rank(h, self.lora_A0, self.lora_B0)
@@ -107,8 +112,32 @@ class LowRank(ReadsAdapted):
         own = y if self.bias is None else y - self._over_rows(self.bias.to(y.dtype))
         return y + (ratio * (own + delta) - own)
 
+    def _plus_mixed(self, y: Tensor, x: Tensor, dropped: Tensor) -> Tensor:
+        """``y`` and what the adapters of :attr:`lora_mix` add to it."""
+        for name, weight in (self.lora_mix or {}).items():
+            a, b, scale = self._factors(name)
+            delta = scale * self._low_rank(dropped if name == OWN else x, a, b)
+            if isinstance(weight, Tensor) and len(weight) != len(delta):
+                raise ConfigurationError(
+                    f"LoRA: {self.lora_draw.partition('/')[2]!r} got {list(x.shape)}, and adapters are chosen for "
+                    f"{len(weight)} rows: it is called with other rows than the batch's"
+                )
+            factor = weight.view(-1, *[1] * (delta.ndim - 1)) if isinstance(weight, Tensor) else weight
+            y = y + (factor * delta).to(y.dtype)
+        return y
+
+    def _factors(self, name: str) -> tuple[Tensor, Tensor, float]:
+        if name == OWN:
+            return self.lora_A, self.lora_B, self.lora_scale
+        return getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}"), self.lora_others[name]
+
     def _read_sum(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward on the sum of weight and adapter."""
+        if self.lora_mix is not None:
+            raise ConfigurationError(
+                f"LoRA: {self.lora_draw.partition('/')[2]!r} returns more than a product of its weight, and takes its "
+                "own adapter alone: leave the layer out of targets"
+            )
         if self.lora_dropout or self.lora_variant not in ("lora", "rslora"):
             raise ConfigurationError(
                 f"LoRA: {self.lora_draw.partition('/')[2]!r} returns more than a product of its weight, which takes "
@@ -206,9 +235,14 @@ class _LowRankEmbedding(LowRank):
         y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
         if self.adapter_off:
             return y
-        rows = F.embedding(x, self.lora_A.T, self.padding_idx) @ self.lora_B.T
+        if self.lora_mix is not None:
+            return self._plus_mixed(y, x, x)
+        rows = self._low_rank(x, self.lora_A, self.lora_B)
+        return y + (self.lora_scale * rows).to(y.dtype)
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         # Gemma's tables multiply what they look up: the adapter changes the table, not the product.
-        return y + (self.lora_scale * getattr(self, "embed_scale", 1.0) * rows).to(y.dtype)
+        return getattr(self, "embed_scale", 1.0) * (F.embedding(x, a.T, self.padding_idx) @ b.T)
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -268,8 +302,16 @@ def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> 
 def adapted_matrix(module: Any) -> Tensor:
     """:func:`merged_matrix` of an adapted layer."""
     tensors = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
-    added = {key: tensor for key, tensor in tensors.items() if key.startswith("lora_")}
-    return merged_matrix(base_matrix(module), added, module.lora_scale)
+    if module.lora_mix is None:
+        added = {key: tensor for key, tensor in tensors.items() if key.startswith("lora_")}
+        return merged_matrix(base_matrix(module), added, module.lora_scale)
+    weight = base_matrix(module)
+    for name, share in module.lora_mix.items():
+        if isinstance(share, Tensor):
+            raise ConfigurationError("LoRA: adapters that are chosen row by row cannot be merged into one weight")
+        a, b, scale = module._factors(name)
+        weight = merged_matrix(weight, {"lora_A": a, "lora_B": b}, share * scale)
+    return weight
 
 
 def add_low_rank(

@@ -142,12 +142,10 @@ def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
 
 
 def _strip(part: Any) -> None:
-    for added in ("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "lora_squared"):
-        if hasattr(part, added):
+    for added in [*part._parameters, *part._buffers, *part.__dict__]:
+        if added.startswith("lora_"):
             delattr(part, added)
     mix_out(part, LowRank)
-    for attribute in ("lora_variant", "lora_scale", "lora_dropout", "lora_draw"):
-        delattr(part, attribute)
 
 
 def _dequantize_base(root: nn.Module, name: str, part: Any) -> None:

@@ -59,7 +59,7 @@ def asking_for(module: Any, present: Collection[str]) -> Iterator[None]:
 
 
 def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> None:
-    """Refuse a checkpoint that lacks anything of ``module`` but its frozen base.
+    """Refuse a checkpoint that lacks anything of ``module`` but its frozen base, or holds more than it.
 
     Args:
         module: A module with a frozen base.
@@ -67,8 +67,9 @@ def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> N
         path: Where it is, for the error.
 
     Raises:
-        CheckpointError: Naming what is missing.
+        CheckpointError: Naming what is missing, or left over.
     """
+    check_surplus(module, present, path)
     own = module.state_dict().keys()
     wanted = own - frozen_keys(module, own)
     missing = sorted(wanted - set(present))
@@ -80,10 +81,19 @@ def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> N
         )
 
 
+def check_surplus(module: Any, present: Collection[str], path: Path) -> None:
+    """Refuse a checkpoint with tensors that ``module`` lacks: who asks for its own alone does not see that they go.
+
+    Raises:
+        CheckpointError: Naming what is left over.
+    """
+    over = sorted(set(present) - module.state_dict().keys())
+    if over and module.strict_loading:
+        raise CheckpointError(f"{path} holds {len(over)} tensors that the module lacks: {', '.join(over[:3])}")
+
+
 def checkpoint_keys(path: Path) -> set[str]:
     """The keys of the ``state_dict`` in a checkpoint: of one file, or of a folder of shards; no tensor is read."""
     if path.is_file():
         return set(read(path)["state_dict"])
-    prefix = "state_dict."
-    keys = read_metadata(path).state_dict_metadata
-    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+    return {places[1] for places in read_metadata(path).planner_data.values() if places[0] == "state_dict"}

@@ -27,7 +27,8 @@ def find_blocks(
     of transformers' ``GradientCheckpointingLayer``, or where there are none the members of every ``nn.ModuleList`` or
     ``nn.Sequential`` that holds two or more modules of one class, each with children of its own), and each class of
     modules of which two add something to their input, as a symbolic run of their code shows. Of blocks in blocks the
-    outer ones count, unless they are stages: those that run two or more of one class inside one after the other.
+    outer ones count, unless they are stages: those that run two or more of one class inside one after the other. A
+    block that stands in several places counts once.
 
     Args:
         root: Any module.
@@ -41,7 +42,7 @@ def find_blocks(
     """
     if patterns != "auto":
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-        return _outermost(match_modules(root, wanted, who=who))
+        return _once(root, _outermost(match_modules(root, wanted, who=who)))
     named = {name for module in root.modules() for name in repeated_blocks(module) if declared}
     found = _outermost([item for item in root.named_modules() if type(item[1]).__name__ in named])
     found = found or _Search(root).blocks()
@@ -50,7 +51,7 @@ def find_blocks(
             f"{who}: found no repeated blocks in {type(root).__name__}; name them: {example}, "
             f"for example. Top-level modules are: {', '.join(name for name, _ in root.named_children()) or 'none'}"
         )
-    return found
+    return _once(root, found)
 
 
 class _Search:
@@ -125,6 +126,12 @@ class _Search:
                 held = self.modules.get(place)
                 if isinstance(held, nn.ModuleList | nn.Sequential):
                     self.candidates |= {id(child) for child in held if _may_add(child) and has_matrices(child)}
+
+
+def _once(root: nn.Module, found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    blocks = {id(block): block for _, block in found}
+    names = {id(module): name for name, module in root.named_modules()}  # the first name of each
+    return [(names[key], block) for key, block in blocks.items()]
 
 
 def trained_blocks(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

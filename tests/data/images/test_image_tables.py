@@ -185,14 +185,21 @@ def as_dict(number):
 
 
 def test_rows_that_name_files_follow_their_content(tmp_path):
-    write(tmp_path / "files", [f"{n}.png" for n in range(COUNT)])
-    paths = [{"bytes": None, "path": str(tmp_path / "files" / f"{n}.png")} for n in range(COUNT)]
-    features = datasets.Features({"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}})
-    datasets.Dataset.from_dict({"image": paths}, features=features).save_to_disk(tmp_path / "saved")
-    data = opened(tmp_path / "saved")
+    def saved(*paths):
+        features = datasets.Features({"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}})
+        rows = [{"bytes": None, "path": str(path)} for path in paths]
+        datasets.Dataset.from_dict({"image": rows}, features=features).save_to_disk(tmp_path / "saved")
+        return opened(tmp_path / "saved")
+
+    write(tmp_path / "saved" / "files", [f"{n}.png" for n in range(COUNT)])
+    places = [tmp_path / "saved" / "files", "files"]
+    data = saved(*(f"{places[n % 2]}/{n}.png" for n in range(COUNT)))
     assert sorted(contents(data)) == list(range(COUNT))
-    picture(20).save(tmp_path / "files" / "3.png")
+    picture(20).save(tmp_path / "saved" / "files" / "3.png")
     assert opened(tmp_path / "saved").identity()["data"] != data.identity()["data"]
+    for path in (tmp_path / "secret.png", "../secret.png", "files/../../secret.png"):
+        with pytest.raises(ConfigurationError, match=r"saved names the image .*secret.png, which is not in .*saved"):
+            saved(path)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "dicts"])

@@ -21,6 +21,10 @@ def test_find_blocks_takes_the_outermost_repeated_blocks() -> None:
     assert [name for name, _ in find_blocks(nested, who="T")] == ["layers.0", "layers.1"]
     assert [name for name, _ in find_blocks(Net(), who="T")] == [f"blocks.{i}" for i in range(4)]
     assert [name for name, _ in find_blocks(Net(), r"blocks\.1", who="T")] == ["blocks.1"]
+    shared = Net()
+    shared.also = nn.Module()
+    shared.also.blocks = shared.blocks
+    assert [name for name, _ in find_blocks(shared, who="T")] == [f"blocks.{i}" for i in range(4)]
     with pytest.raises(ConfigurationError, match="T: found no repeated blocks in Sequential"):
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), who="T")
 

@@ -1,0 +1,66 @@
+"""A class token beside latents, noised and denoised with them (REG): what one tensor holds that samplers carry along.
+
+    x = [latents; token]: rows of channels * width values behind the rows of the latents, the last one filled up with 0
+    loss = mean (latents' error)^2 + weight * mean (token's error)^2
+
+Noise, targets and samplers treat each value alike, so all of them take the whole as they take latents.
+Source: Wu et al. (2025), https://arxiv.org/abs/2507.01467
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.errors import check_number
+
+
+@dataclass(frozen=True)
+class ClassToken:
+    """A token of an image's content, in the features of an encoder, that is drawn together with the image.
+
+    Args:
+        features: Of the encoder's vector for an image, which should have a variance of about 1.
+        weight: Of its part of the loss; 0.03 in the paper.
+    """
+
+    features: int
+    weight: float = 0.03
+
+    def __post_init__(self) -> None:
+        check_number("ClassToken", "features", self.features, least=1, whole=True)
+        check_number("ClassToken", "weight", self.weight, least=0)
+
+
+def rows_of(features: int, channels: int, width: int) -> int:
+    """Rows that a token takes behind those of latents [B, channels, h, width]."""
+    return -(-features // (channels * width))
+
+
+def with_token(latents: Tensor, token: Tensor) -> Tensor:
+    """Latents [B, c, h, w] and a token [B, D] as one tensor [B, c, h + rows, w].
+
+    Example:
+        >>> with_token(torch.zeros(1, 2, 3, 3), torch.ones(1, 7)).shape
+        torch.Size([1, 2, 5, 3])
+    """
+    batch, channels, _, width = latents.shape
+    rows = rows_of(token.shape[1], channels, width)
+    filled = F.pad(token, (0, rows * channels * width - token.shape[1]))
+    return torch.cat([latents, filled.view(batch, channels, rows, width).to(latents.dtype)], 2)
+
+
+def apart(x: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Latents and token of what :func:`with_token` has made."""
+    rows = rows_of(features, x.shape[1], x.shape[3])
+    return x[:, :, :-rows], x[:, :, -rows:].flatten(1)[:, :features]
+
+
+class TokenPort(nn.Module):
+    """How the token enters a transformer and leaves it; it begins with predicting zero, as the patches do."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(features, width)
+        self.leave = nn.Linear(width, features)
