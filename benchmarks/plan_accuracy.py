@@ -4,7 +4,8 @@
     python -m benchmarks.plan_accuracy --only Llama LoRA  cells that have one of these in their names, once more
     python -m benchmarks.plan_accuracy --drawn 15 --seed 7         further cells: other sizes, other pairs of techniques
     python -m benchmarks.plan_accuracy --show             the table of what has been measured
-    python -m benchmarks.plan_accuracy --record           into benchmarks/plan_accuracy.csv and figures.json
+    python -m benchmarks.plan_accuracy --record           into benchmarks/plan_accuracy.csv and figures.json; cells
+                                                          that the folder lacks stay there as they are
     python -m benchmarks.plan_accuracy --device cuda      on a GPU, against torch.cuda.max_memory_allocated
 
 A forked process for each cell: it plans, then it trains and counts. The error is (planned - measured) / measured of
@@ -52,7 +53,8 @@ def planned(cell: Cell, device: str) -> Row:
     kinds = dict(found.resident)
     kinds["weights"] += kinds.get("adapters", 0) + kinds.get("buffers", 0)  # as they are counted
     seconds = round(time.monotonic() - begin, 2)
-    return {"planned": found.peak, "by_plan": kinds, "notes": list(found.notes), "plan_seconds": seconds}
+    told = {"planned": found.peak, "by_plan": kinds, "notes": list(found.notes), "plan_seconds": seconds}
+    return told | ({"bound": found.at_most} if found.at_most else {})
 
 
 def row(cell: Cell, device: str) -> Row:
@@ -110,7 +112,8 @@ def run(wanted: Iterable[Cell], device: str, folder: Path, minutes: float) -> It
 
 def error(result: Row) -> float | None:
     """In percent; below 0 is planned too little."""
-    return 100 * (result["planned"] / result["measured"] - 1) if "measured" in result else None
+    known = "measured" in result and not result.get("bound")
+    return 100 * (result["planned"] / result["measured"] - 1) if known else None
 
 
 def summary(results: Iterable[Row]) -> dict[str, float | int]:
@@ -131,7 +134,8 @@ def said(result: Row) -> str:
     """A row for people."""
     mib = [f"{result[key] / 2**20:9.2f}" if key in result else f"{'-':>9}" for key in ("planned", "measured")]
     told = error(result)
-    shown = f"{told:+7.2f} %" if told is not None else result.get("refused") or result.get("failed")
+    bound = f"at most: {result['bound']}" if "bound" in result else ""
+    shown = f"{told:+7.2f} %" if told is not None else bound or result.get("refused") or result.get("failed")
     line = f"{result['name']:58} {' '.join(mib)} MiB  {shown}"
     if "by_count" not in result:
         return line
@@ -154,7 +158,8 @@ def write(sets: dict[str, list[Row]], path: Path) -> None:
                 told = error(result)
                 values = [result.get(key, "") for key in TITLES[1:-1]]
                 pairs = [result.get(side, {}).get(kind, "") for kind in KINDS for side in ("by_plan", "by_count")]
-                note = result.get("refused") or result.get("failed") or ""
+                bound = f"at most: {result['bound']}" if "bound" in result else ""
+                note = bound or result.get("refused") or result.get("failed") or ""
                 writer.writerow([name, *values, "" if told is None else f"{told:.2f}", *pairs, note])
 
 
@@ -186,6 +191,25 @@ def record(sets: dict[str, list[Row]]) -> None:
     }
     source["records"] = [*(other for other in source["records"] if other["id"] != one["id"]), one]
     figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def with_known(sets: dict[str, list[Row]], path: Path) -> dict[str, list[Row]]:
+    """The rows, and before them those of the table whose cells were not measured anew."""
+    new = {(name, *(str(row[key]) for key in TITLES[1:6])) for name, rows in sets.items() for row in rows}
+    found: dict[str, list[Row]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            if (line["set"], *(line[key] for key in TITLES[1:6])) in new:
+                continue
+            row: Row = {key: line[key] for key in TITLES[1:6]}
+            row |= {key: int(line[key]) for key in TITLES[6:8] if line[key]}
+            for side, title in (("by_plan", "planned"), ("by_count", "measured")):
+                sizes = {kind: int(line[f"{kind} {title}"]) for kind in KINDS if line[f"{kind} {title}"]}
+                row |= {side: sizes} if sizes else {}
+            note = "bound" if line["note"].startswith("at most: ") else "refused"
+            told = {note: line["note"].removeprefix("at most: ")} if line["note"] else {}
+            found.setdefault(line["set"], []).append(row | told)
+    return {name: [*found.get(name, []), *sets.get(name, [])] for name in {**found, **sets}}
 
 
 def load(path: Path) -> dict[str, Row]:
@@ -231,6 +255,7 @@ def main() -> int:
         print(f"{name}: {summary(rows)}")
     print("RESULT " + json.dumps({name: summary(rows) for name, rows in sets.items()}))
     if options.record:
+        sets = with_known(sets, TABLE)
         write(sets, TABLE)
         record(sets)
     return 0

@@ -102,10 +102,10 @@ def _gpt(size: Size) -> L.LightningModule:
     return le.LanguageModeling(_shape(size), warmup_steps=1)
 
 
-def _dit(size: Size) -> L.LightningModule:
+def _dit(size: Size, **arguments: Any) -> L.LightningModule:
     heads = size.width // 32
     backbone = le.DiTConfig(channels=4, size=size.length, patch_size=2, width=size.width, depth=size.depth, heads=heads)
-    return le.LatentDiffusion(backbone=backbone, samples=le.Samples(0))
+    return le.LatentDiffusion(backbone=backbone, samples=le.Samples(0), **arguments)
 
 
 def _of_transformers(kind: str, config: str, **fields: Any) -> nn.Module:
@@ -175,6 +175,12 @@ def _resnet(size: Size) -> L.LightningModule:
     return Images(partial(ResNet, widths, size.depth, CLASSES))
 
 
+def _biased_resnet(size: Size) -> L.LightningModule:
+    module: Any = _resnet(size)
+    module.net.stem[0] = nn.Conv2d(1, size.width, 3, 1, 1)
+    return module
+
+
 def _tokens(size: Size) -> Rows:
     ids = torch.randint(size.words, (ROWS, size.length), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in ids]
@@ -240,9 +246,17 @@ MODELS: dict[str, Model] = {
         (16, 32),
         ((24, 32, 64), (1, 2, 3), (16, 24)),
     ),
+    "ResNet with biases": Model(_biased_resnet, partial(_pixels, channels=1), Size(48, 2, 16), Size(8, 1, 8), (16, 32)),
     "Preference": Model(lambda size: le.Preference(_shape(size), warmup_steps=1), _pairs, _WORDS, _SMALL),
     "Autoencoder": Model(
         lambda size: Autoencoded(partial(Autoencoder, size.width)), _pixels, Size(32, 0, 32), Size(8, 0, 16)
+    ),
+    "DiT of flows": Model(
+        partial(_dit, prediction="flow", schedule="flow"),
+        partial(_pixels, name="latents", channels=4),
+        Size(192, 3, 16),
+        Size(64, 2, 8),
+        (8, 16),
     ),
     "DiT with features": Model(
         _dit,
@@ -313,12 +327,15 @@ SETTINGS: dict[str, How] = {
     "APOLLO": How(_named("APOLLO", rank=16), on=BLOCKS),
     "ActivationCheckpointing": How(_named("ActivationCheckpointing"), on=BLOCKS, turns=3),
     "ActivationOffload": How(_named("ActivationOffload", min_bytes=1024), on=TEXTS, cuda_only=SAME_MEMORY),
+    "AdaptiveGradientClipping": How(_named("AdaptiveGradientClipping", clip_factor=0.05)),
     "AttentionBackend": How(_named("AttentionBackend"), on=("GPT", "Llama")),
+    "BatchRamp": How(_named("BatchRamp", [1]), trainer={"accumulate_grad_batches": 2}),
     "BlockSwap": How(lambda: [le.BlockSwap(), le.LoRA(rank=4)], on=TEXTS, cuda_only=SAME_MEMORY),
     "ChannelsLast": How(_named("ChannelsLast"), on=("ResNet", "UNet")),
     "CheckpointAverage": How(_named("CheckpointAverage", last_k=2, every_n_steps=1)),
     "ChunkedCrossEntropy": How(_named("ChunkedCrossEntropy", chunk_size=64), on=(*TEXTS, "Qwen3-MoE"), turns=3),
     "Compile": How(_named("Compile"), on=("GPT",), counted=False),
+    "ContrastiveFlowMatching": How(_named("ContrastiveFlowMatching"), on=("DiT of flows",)),
     "EMA": How(_named("EMA"), turns=2),
     "EmptyCache": How(_named("EmptyCache", every_n_steps=1), cuda_only="its allocator keeps no cache"),
     "FeatureMatching": How(
@@ -332,6 +349,8 @@ SETTINGS: dict[str, How] = {
     ),
     "FusedAdamW": How(optimizer=_stepped("FusedAdamW")),
     "GaLore": How(_named("GaLore", rank=16), on=BLOCKS, turns=2),
+    "GradientClipping": How(_named("GradientClipping", max_norm=1.0)),
+    "GradientNoiseScale": How(_named("GradientNoiseScale", every_n_steps=1), trainer={"accumulate_grad_batches": 2}),
     "GradualUnfreezing": How(_named("GradualUnfreezing", [".*weight", ".*"], every_n_steps=1), on=BLOCKS),
     "GroupedAdafactor": How(optimizer=_stepped("GroupedAdafactor")),
     "HiddenAlignment": How(
@@ -342,31 +361,46 @@ SETTINGS: dict[str, How] = {
     "KahanSummation": How(_named("KahanSummation"), trainer={"precision": "bf16-true"}),
     "KeepFloat32": How(_named("KeepFloat32"), on=BLOCKS, trainer={"precision": "bf16-true"}),
     "LRFinder": How(_named("LRFinder", num_steps=4)),
+    "LabelSmoothing": How(_named("LabelSmoothing"), on=("GPT", "Llama")),
     "LatentAlignment": How(lambda: [le.LatentAlignment(_teacher(), images="images")], on=("Autoencoder",)),
     "Lion": How(optimizer=_stepped("Lion")),
     "LoRA": How(_named("LoRA", rank=8), on=BLOCKS, turns=3),
+    "LossCurriculum": How(_named("LossCurriculum"), on=("DiT", "GPT")),
     "LowBitOptimizer": How(_named("LowBitOptimizer"), turns=2),
     "MaxBatchSize": How(_named("MaxBatchSize", max_size=4), on=TEXTS),
     "MemoryEfficientLayers": How(_named("MemoryEfficientLayers", backend="torch"), on=("Llama", "GPT")),
+    "MixtureOfDepths": How(_named("MixtureOfDepths", capacity=0.5), on=("Llama", "GPT"), turns=2),
+    "MixtureOfExperts": How(_named("MixtureOfExperts", experts=4), on=("Llama", "GPT"), turns=2),
     "MuonAdamW": How(optimizer=_stepped("MuonAdamW")),
+    "NEFTune": How(_named("NEFTune"), on=TEXTS),
+    "NoBiasBeforeNorm": How(_named("NoBiasBeforeNorm"), on=("ResNet with biases",)),
     "OffloadOptimizer": How(_named("OffloadOptimizer", piece_mb=1), cuda_only=SAME_MEMORY),
     "OptimizerInBackward": How(_named("OptimizerInBackward"), turns=2),
+    "OptimizerSchedule": How(_named("OptimizerSchedule", weight_decay=[0.04, 0.4])),
     "PeftAdapter": How(lambda: [le.PeftAdapter(LOKR)], on=BLOCKS),
     "PowerEMA": How(_named("PowerEMA", sigma_rels=[0.05, 0.1])),
     "Preference": How(on=("Preference",)),
     "PrefixTuning": How(_named("PrefixTuning", num_virtual_tokens=8, init="random"), on=TEXTS),
+    "PromptTuning": How(_named("PromptTuning", num_virtual_tokens=8, init="random"), on=TEXTS),
     "QuantizationAwareTraining": How(_named("QuantizationAwareTraining"), on=BLOCKS),
     "QuantizeBase": How(lambda: [le.QuantizeBase(), le.LoRA(rank=8)], on=BLOCKS, turns=3),
     "ReplaceHead": How(_named("ReplaceHead", num_outputs=CLASSES), on=("ResNet", "ViT")),
+    "ResolutionRamp": How(_named("ResolutionRamp", start=0.5, steps=1), on=("ResNet",)),
     "SNRWeighting": How(_named("SNRWeighting", gamma=5.0), on=("DiT",)),
     "SafeCheckpointIO": How(plugins=_named("SafeCheckpointIO")),
     "ScheduleFreeAdamW": How(_named("ScheduleFree"), optimizer=_stepped("ScheduleFreeAdamW")),
+    "SelectiveBackprop": How(_named("SelectiveBackprop", keep=0.5), on=("GPT", "DiT")),
+    "SequenceLengthRamp": How(_named("SequenceLengthRamp", start=8, end=64, steps=1), on=TEXTS),
+    "SpikeGuard": How(_named("SpikeGuard")),
     "StochasticDepth": How(_named("StochasticDepth", rate=0.0), on=BLOCKS),
     "StochasticRounding": How(_named("StochasticRounding"), trainer={"precision": "bf16-true"}),
     "Tiling": How(_named("Tiling"), on=TEXTS),
+    "TokenRouting": How(_named("TokenRouting"), on=("DiT", "ViT"), turns=2),
     "TokenWeightedAccumulation": How(
         _named("TokenWeightedAccumulation"), on=TEXTS, trainer={"accumulate_grad_batches": 2}
     ),
+    "WeightClipping": How(_named("WeightClipping", 1.0)),
+    "WidthTransfer": How(_named("WidthTransfer", base_width=64, base_depth=2), on=("GPT", "Llama")),
 }
 
 

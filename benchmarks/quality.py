@@ -3,16 +3,19 @@
     python -m benchmarks.quality --minutes 60          goes on where it stopped
     python -m benchmarks.quality --only TokenRouting   arms that have one of these in their names, and their baselines
     python -m benchmarks.quality --show                the table of what has been run
+    python -m benchmarks.quality --record              puts it into figures.json, docs/measured.md and LOG.md
 
 An arm is a technique in one of three trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
 and ``photos``, one on pixels of crops of two photographs, both judged by the Fréchet distance of samples (no FID) and
 by validation loss, and ``python``, a GPT on Python's standard library, judged by validation loss. Losses are the task's
 own, whatever a technique trains on.
 
-Each arm, the baseline too, is first run at the same three rates with a seed of its own, and then, at the best of them,
-with the other seeds. Of each seed's pair of runs the worse end is the level: the steps, and the CPU seconds of
-training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is a fifth fewer; its
-interval and p are Student's over the logarithms of the seeds' ratios, and p is Holm's over all that is in the table.
+Each arm is first run at the same three rates with a seed of its own, and then, at the best of them, with the other
+seeds; the baseline is run with them at all three. Of each seed's pair of runs the worse end is the level: the steps,
+and the CPU seconds of training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is
+a fifth fewer; it and its interval are of the baseline at the rate that ends lowest, and Student's over the logarithms
+of the seeds' ratios. p is the largest of those against the baseline at each rate, because one seed finds the best of
+close rates by chance (LOG.md), and Holm's over all that is in the table.
 What is no evidence is printed as that. The pieces, at most half a minute each, are lines of ``quality.jsonl`` in the
 cache; a piece is its settings, and runs again when they change. Seconds depend on the machine: take an idle one.
 """
@@ -25,10 +28,11 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -40,6 +44,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 import lit_efficient as le
+from benchmarks import figures
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, ratio_of
 from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.snr import RULES
@@ -320,7 +325,8 @@ def best_rate(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> float | None:
 def left(arm: Arm, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] = SEEDS) -> Iterator[tuple[float, int]]:
     """Rates and seeds that an arm still needs, in order."""
     runs, best = runs_of(arm, rows), best_rate(arm, rows)
-    wanted = [(rate, TUNING_SEED) for rate in RATES] if best is None else [(best, seed) for seed in seeds]
+    rates = RATES if arm.name == BASELINE else [best]
+    wanted = [(rate, TUNING_SEED) for rate in RATES] if best is None else [(r, seed) for r in rates for seed in seeds]
     yield from (one for one in wanted if one not in runs)
 
 
@@ -371,27 +377,60 @@ def pair_ratio(curve: Curve, baseline: Curve, axis: int) -> tuple[float, float]:
     return reached(curve, level, axis), reached(baseline, level, axis)
 
 
+def against(pairs: Mapping[float, Sequence[tuple[float, float]]], best: float) -> Estimate:
+    """The ratio to the baseline at its best rate, with the p of the least evidence at any of its rates.
+
+    Args:
+        pairs: By the baseline's rate, what the arm and the baseline need with each seed.
+        best: One of these rates.
+    """
+    ratios = {rate: ratio_of([a for a, _ in two], [b for _, b in two]) for rate, two in pairs.items()}
+    shown = ratios[best]
+    known = [one for one in ratios.values() if one.p is not None]  # the same ratio each time: nothing like a rival
+    sides = {one.value > 1 for one in known}
+    p = None if shown.p is None else 1.0 if len(sides) > 1 else max(one.p for one in known if one.p is not None)
+    return replace(shown, p=p, n=min(one.n for one in ratios.values()))
+
+
 def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], Estimate]:
     """Ratios to the baseline by task, arm, metric and what is counted (steps, seconds); p is Holm's over all."""
     found: dict[tuple[str, str, str, str], Estimate] = {}
     baselines = {arm.task: arm for arm in arms if arm.name == BASELINE}
     for arm in arms:
-        base = baselines.get(arm.task)
-        if base is None or arm is base or None in (rates := (best_rate(arm, rows), best_rate(base, rows))):
+        base, rate = baselines.get(arm.task), best_rate(arm, rows)
+        if base is None or arm is base or rate is None or best_rate(base, rows) is None:
             continue
-        ours, theirs = (
-            {seed: run for (rate, seed), run in runs_of(one, rows).items() if rate == best and seed != TUNING_SEED}
-            for one, best in zip((arm, base), rates, strict=True)
-        )
+        ours, theirs = _of_seeds(arm, rows)[rate], _of_seeds(base, rows)
         for metric in METRICS[arm.task]:
+            ends = {r: [_end(runs[s].get(metric, [])) for s in runs if s in ours] for r, runs in theirs.items()}
+            means = {r: sum(values) / len(values) for r, values in ends.items() if values}
+            held = {r: mean for r, mean in means.items() if math.isfinite(mean)}  # where it breaks it is no rival
+            if not held:
+                continue
             for axis, what in enumerate(("steps", "seconds")):
-                pairs = [
-                    pair_ratio(ours[s]["curves"].get(metric, []), theirs[s]["curves"].get(metric, []), axis)
-                    for s in sorted(ours.keys() & theirs.keys())
-                ]
-                found[arm.task, arm.name, metric, what] = ratio_of([a for a, _ in pairs], [b for _, b in pairs])
+                pairs = {
+                    r: [
+                        pair_ratio(ours[s].get(metric, []), theirs[r][s].get(metric, []), axis)
+                        for s in sorted(ours.keys() & theirs[r].keys())
+                    ]
+                    for r in held
+                }
+                found[arm.task, arm.name, metric, what] = against(pairs, min(held, key=lambda r: held[r]))
     adjusted = holm({"\0".join(key): estimate for key, estimate in found.items()})
     return {key: adjusted["\0".join(key)] for key in found}
+
+
+def _of_seeds(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[float, dict[int, Mapping[str, Curve]]]:
+    """An arm's curves by rate and seed, without the seed that tunes."""
+    found: dict[float, dict[int, Mapping[str, Curve]]] = {rate: {} for rate in RATES}
+    for (rate, seed), one in runs_of(arm, rows).items():
+        if seed != TUNING_SEED:
+            found[rate][seed] = one["curves"]
+    return found
+
+
+def _end(curve: Curve) -> float:
+    return curve[-1][2] if curve else math.inf
 
 
 def verdict(estimate: Estimate) -> str:
@@ -414,6 +453,84 @@ def lines(found: Mapping[tuple[str, str, str, str], Estimate]) -> Iterator[str]:
     yield f"p is Holm's over the {len(found)} rows; evidence is p of at most {LEVEL:g}."
 
 
+# Where it is kept ---------------------------------------------------------------------------------------------------
+
+COMMAND = "python -m benchmarks.quality"
+_COLUMNS = ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p of steps, seconds", "Steps are"]
+_VERDICTS = {"no evidence": "No evidence", "more": "More steps", "fewer": "Fewer"}
+_PLACE = "`benchmarks/gpu.sh` runs on a GPU"  # of docs/measured.md, in front of which the table stands
+_SECTION = f"""## Steps to an equal loss
+
+A diffusion transformer on digits and on pixels of photographs, and a GPT on Python code, all small: what each technique
+needs beside AdamW with a cosine until the worse of both ends. Ratios over {len(SEEDS)} seeds, with Student's intervals;
+below 1 is less. Both sides' rates are tuned over the same {len(RATES)} values, and p is Holm's over the whole table.
+
+<!-- figures: quality -->
+<!-- /figures -->
+
+"""
+
+
+def _shown(one: Estimate) -> str:
+    return f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+
+
+def kept(found: Mapping[tuple[str, str, str, str], Estimate]) -> list[dict[str, Any]]:
+    """Records for figures.json of all rows that every seed has run."""
+    records, now = [], figures.here()
+    for (task, name, metric, what), steps in found.items():
+        seconds = found[task, name, metric, "seconds"]
+        if what != "steps" or steps.n < len(SEEDS):
+            continue
+        ps = ", ".join("-" if one.p is None else f"{one.p:.3f}" for one in (steps, seconds))
+        values = {"steps": _shown(steps), "seconds": _shown(seconds), "p": ps, "verdict": verdict(steps)}
+        records.append(
+            {
+                "id": f"quality/{task}/{name}/{metric}",
+                "table": "quality",
+                "command": COMMAND,
+                "unit": "with it / without it, geometric mean over seeds, 95 % interval",
+                "figures": values,
+                "cells": [task, name, metric.removeprefix("val/").replace("_", " "), *(f"{{{key}}}" for key in values)],
+                "date": now["date"],
+                "threads": 1,
+                "environment": "quality",
+            }
+        )
+    return records
+
+
+def record(found: Mapping[tuple[str, str, str, str], Estimate]) -> None:
+    """Write the table into figures.json and docs/measured.md, and what did not help into LOG.md."""
+    source, now, records = json.loads(figures.FILE.read_text("utf-8")), figures.here(), kept(found)
+    source["environments"]["quality"] = {key: now[key] for key in ("versions", "machine")}
+    source["tables"]["quality"] = _COLUMNS
+    source["records"] = [one for one in source["records"] if one.get("table") != "quality"] + records
+    figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    page = figures.ROOT / "docs" / "measured.md"
+    text = page.read_text("utf-8")
+    if "<!-- figures: quality -->" not in text:
+        page.write_text(text.replace(_PLACE, _SECTION + _PLACE, 1), encoding="utf-8")
+    log = figures.ROOT / "LOG.md"
+    entry = "\n".join(textwrap.wrap(negative(found), 120, initial_indent="- ", subsequent_indent="  "))
+    text, day = log.read_text("utf-8"), f"## {now['date']}\n\n"
+    first = text.index("## ")
+    text = text if day in text else f"{text[:first]}{day}\n{text[first:]}"
+    log.write_text(text.replace(day, f"{day}{entry}\n", 1), encoding="utf-8")
+    print("now: python -m benchmarks.figures --write")
+
+
+def negative(found: Mapping[tuple[str, str, str, str], Estimate]) -> str:
+    """What the table has no evidence for, or evidence against, in one paragraph."""
+    by_verdict: dict[str, list[str]] = {}
+    for (task, name, metric, what), one in found.items():
+        if what == "steps" and one.n == len(SEEDS) and metric == METRICS[task][-1]:
+            by_verdict.setdefault(verdict(one), []).append(f"{name} on {task} {_shown(one)}")
+    said = [f"{title}: {'; '.join(by_verdict.get(key, ['-']))}." for key, title in _VERDICTS.items()]
+    how = f"{COMMAND}, {len(SEEDS)} seeds, rates tuned over {len(RATES)} values, p by Holm over {len(found)} rows"
+    return f"**Steps to an equal validation loss beside AdamW with a cosine** ({how}). {' '.join(said)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -421,6 +538,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--file", type=Path, default=None)
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
@@ -429,11 +547,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arms = [arm for arm in ARMS if arm in chosen or (arm.name == BASELINE and arm.task in tasks)]
     file = given.file or cache_root() / "quality.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    if not given.show:
+    if not (given.show or given.record):
         seeds = range(1, given.seeds + 1)
         count = run(arms, file, time.monotonic() + 60 * given.minutes, seeds)
         print(f"{count} pieces are known to be left" if count else "all has been run", flush=True)
-    print("\n".join(lines(table(arms, records(file)))))
+    found = table(arms, records(file))
+    print("\n".join(lines(found)))
+    if given.record:
+        record(found)
     return 0
 
 

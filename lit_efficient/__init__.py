@@ -27,6 +27,8 @@ PUBLIC: dict[str, str] = {
     "tune": "evidence.tuning.tuned",
     "mix_in": "surgery",
     "merge_adapters": "mechanisms.adapters.merge",
+    "mix_adapters": "mechanisms.adapters.several",
+    "adapters_by_row": "mechanisms.adapters.several",
     "adaptive_clip": "callbacks.adaptive_gradient_clipping",
     "contrastive_flow_loss": "callbacks.contrastive_flow_matching",
     "draw_tokens": "callbacks.token_routing",

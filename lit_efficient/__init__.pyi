@@ -15,6 +15,8 @@ from lit_efficient.evidence.verifying.verification import verify as verify
 from lit_efficient.evidence.tuning.tuned import tune as tune
 from lit_efficient.surgery import mix_in as mix_in
 from lit_efficient.mechanisms.adapters.merge import merge_adapters as merge_adapters
+from lit_efficient.mechanisms.adapters.several import mix_adapters as mix_adapters
+from lit_efficient.mechanisms.adapters.several import adapters_by_row as adapters_by_row
 from lit_efficient.callbacks.adaptive_gradient_clipping import adaptive_clip as adaptive_clip
 from lit_efficient.callbacks.contrastive_flow_matching import contrastive_flow_loss as contrastive_flow_loss
 from lit_efficient.callbacks.token_routing import draw_tokens as draw_tokens

@@ -147,6 +147,7 @@ def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list
     return sorted(cards, key=lambda card: (not card.is_technique, order.index(card.slot), card.name))
 
 
+@functools.cache
 def _read_card(name: str, module: str, slot: str, path: Path, distribution: str = "") -> Card | None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)

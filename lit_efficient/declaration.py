@@ -96,6 +96,7 @@ class Declaration:
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
+    spares: ClassVar[bool] = False  # each step takes less than is measured
     draws_work: ClassVar[bool] = False  # what a step computes is drawn: figures of one step say little of another
     leaves_traces: ClassVar[bool] = False  # writes or stops outside of the process: steps that are undone leave it out
     tries_steps: ClassVar[bool] = False  # runs steps before the first one and undoes them

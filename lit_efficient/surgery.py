@@ -378,3 +378,9 @@ def own_draws(seed: int | None = None) -> Iterator[None]:
         if seed is not None:
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of all devices
         yield
+
+
+def inputs_first(layer: nn.Module) -> bool:
+    """Whether a layer's weight is [inputs, outputs, ...], as of transposed convolutions and of GPT-2's ``Conv1D``."""
+    conv1d = any(base.__name__ == "Conv1D" and hasattr(layer, "nf") for base in type(layer).__mro__)
+    return conv1d or isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)

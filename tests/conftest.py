@@ -19,6 +19,11 @@ from tests import processes
 from tests.budget import report
 from tests.turns import commit, family_of, resting
 
+# Files of a few long tests come first: whoever gets one of them last would run it while the others have nothing to do.
+FIRST = ("contract/test_pairs", "contract/test_together", "contract/test_alone", "cli/test_check", "test_main")
+FIRST += ("commands/test_plan", "evidence/test_plan", "evidence/test_plan_accuracy", "evidence/test_deep_networks")
+FIRST += ("evidence/test_compare", "evidence/test_tuning", "trust/test_pieces", "cuda/test_scaler")
+FIRST += ("configs/test_diffusion", "cli/test_compare")
 MEMORY = "/dev/shm"  # what is saved safely waits for the disk: thousands of times in these tests
 
 if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in pairwise(sys.argv):
@@ -48,8 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="run every pair of techniques, not a share of them")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # while all is imported: that stays, and need not be looked at again and again
+    if not config.getoption("numprocesses", None):  # whoever runs tests itself, before these import more
+        import torch  # noqa: F401
+
+        processes.keep_kernels_as_written()
 
 
 def pytest_unconfigure() -> None:
@@ -115,6 +124,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         for item, name in zip(family, names, strict=True):
             if name in rest:
                 item.add_marker("nightly")
+    places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return

@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +117,7 @@ def _serve(requests, modules):
                 warnings.simplefilter("ignore")
                 for module in modules:
                     importlib.import_module(module)
+                    keep_kernels_as_written()
             modules = ()
             gc.collect()
             gc.freeze()
@@ -161,11 +163,26 @@ def answer_signals():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def keep_kernels_as_written():
+    """Compile nothing of bitsandbytes, which compiles its kernels for CPUs anew for each shape, in seconds of gcc's."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.compile.__module__ == __name__ or ("-m", "nightly") in pairwise(sys.argv):
+        return
+    compile_it = torch.compile
+
+    def compile_others(model=None, **options):
+        theirs = getattr(model, "__module__", "").startswith("bitsandbytes.")
+        return model if theirs else compile_it(model, **options)
+
+    torch.compile = compile_others
+
+
 def prepare(heavy):
     """Fork the first server while this process is young; ``heavy``: and has imported what most tests need."""
     if heavy:
         for module in HEAVY:
             importlib.import_module(module)
+        keep_kernels_as_written()
     _servers["young"] = Server(HEAVY)
 
 

@@ -10,7 +10,10 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in (ROOT / "lit_efficient").rglob("*.py") if ">>> " in path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+DEAR = {"compare": [pytest.mark.turns(2, family="whole comparisons")]}
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=DEAR.get(path.stem, ())) for path in FILES])
 def test_the_examples_run(path: Path) -> None:
     module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     done = doctest.testmod(module)

@@ -91,7 +91,14 @@ def test_commands_without_a_trainer_answer_in_sentences(tmp_path, capsys):
     assert "Did you mean average?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--version"], ["configs"], ["fit", "-c", "missing.yaml"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--version"],
+        ["configs"],
+        pytest.param(["fit", "-c", "missing.yaml"], marks=pytest.mark.turns(4, family="whole programs")),
+    ],
+)
 def test_modules_in_the_working_directory_are_not_imported(words, tmp_path):
     for name in ("torch", "typing", "yaml", "json", "re", "lightning", "argparse", "lit_efficient_mine"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('somebody else runs')\n")

@@ -7,6 +7,7 @@ Costs: two norms and a product over the gradients an optimizer step; nothing is 
 Source: Brock et al. (2021), https://arxiv.org/abs/2102.06171, section 4.1
 
 A unit is what one output sees: ``w[i]`` of a weight of two dimensions or more, and all of a vector (a bias, a norm).
+Of weights that have their inputs first (GPT-2's) it is ``w[:, i]``, and of those of several experts ``w[e, i]``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,15 +19,20 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Report
 from lit_efficient.errors import check_number, refusal
 from lit_efficient.mechanisms.clipping import ClipsGradients
-from lit_efficient.surgery import match_parameters, name_pattern, parents
+from lit_efficient.surgery import inputs_first, match_parameters, name_pattern, parents
 
 
-def adaptive_clip(pairs: Iterable[tuple[Tensor, Tensor]], clip_factor: float = 0.01, eps: float = 1e-3) -> None:
+def adaptive_clip(
+    pairs: Iterable[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, tuple[int, ...]]],
+    clip_factor: float = 0.01,
+    eps: float = 1e-3,
+) -> None:
     """Clip gradients, in place, unit by unit.
 
     Args:
         pairs: Weights and their gradients, of the same shapes; DTensors count as a whole. Of a sparse gradient (which
-            must be coalesced) each row that it has is a unit.
+            must be coalesced) each row that it has is a unit. Where a unit is not ``w[i]``, the third value has the
+            dimensions that it is summed over.
         clip_factor: The largest norm of a unit's gradient, as a share of that of its weights, above 0.
         eps: Weights count as if their norm were at least this, above 0: those that start at zero must move.
 
@@ -43,24 +49,32 @@ def adaptive_clip(pairs: Iterable[tuple[Tensor, Tensor]], clip_factor: float = 0
     check_number("adaptive_clip", "clip_factor", clip_factor, above=0)
     check_number("adaptive_clip", "eps", eps, above=0)
     with torch.no_grad():
-        for weight, gradient in pairs:
+        for weight, gradient, *given in pairs:
             if gradient.is_sparse:
-                _clip(weight[gradient.indices()[0]], gradient.values(), clip_factor, eps)
-            else:
-                _clip(weight, gradient, clip_factor, eps)
+                weight, gradient = weight[gradient.indices()[0]], gradient.values()  # noqa: PLW2901
+            dims = given[0] if given else tuple(range(1, weight.ndim))
+            limit = _unit_norms(weight, dims).to(gradient.device).clamp(min=eps) * clip_factor
+            gradient.mul_((limit / _unit_norms(gradient, dims)).clamp(max=1.0))
 
 
-def _clip(weight: Tensor, gradient: Tensor, clip_factor: float, eps: float) -> None:
-    limit = _unit_norms(weight).to(gradient.device).clamp(min=eps) * clip_factor
-    gradient.mul_((limit / _unit_norms(gradient)).clamp(max=1.0))
-
-
-def _unit_norms(tensor: Tensor) -> Tensor:
-    """Norms of the rows, [N, 1, ...]; of a vector or a number its own, []. Formats of 16 bits are summed in float32."""
+def _unit_norms(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Norms over ``dims``, which stay as 1; of a vector or a number its own, []. 16 bits are summed in float32."""
     wide = torch.float32 if tensor.itemsize < 4 else None
     if tensor.ndim < 2:
         return torch.linalg.vector_norm(tensor, dtype=wide)
-    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True, dtype=wide)
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide)
+
+
+def input_dims(root: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+    """The dimensions that stand for inputs, of those parameters where they are not all but the first."""
+    found: dict[Tensor, tuple[int, ...]] = {}
+    for part in root.modules():
+        for p in part.parameters(recurse=False):
+            if p.ndim > 1 and inputs_first(part):
+                found[p] = (0, *range(2, p.ndim))
+            elif p.ndim == 3 and not isinstance(part, nn.Conv1d):  # of experts
+                found[p] = (1,) if getattr(part, "is_transposed", False) else (2,)
+    return found
 
 
 class AdaptiveGradientClipping(ClipsGradients):
@@ -100,19 +114,22 @@ class AdaptiveGradientClipping(ClipsGradients):
             name_pattern(pattern, "AdaptiveGradientClipping: skip")
         self.clip_factor, self.eps, self.skip = clip_factor, eps, tuple(skip)
         self._skipped: set[Tensor] = set()
+        self._dims: dict[Tensor, tuple[int, ...]] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         who = "AdaptiveGradientClipping: skip"
         self._skipped = {p for _, p in match_parameters(pl_module, self.skip, who=who)} if self.skip else set()
+        self._dims = input_dims(pl_module)
         super().on_train_start(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._skipped = set()  # no copy of the callback should hold weights
+        self._skipped, self._dims = set(), {}  # no copy of the callback should hold weights
         super().teardown(trainer, pl_module, stage)
 
     def clip(self, gradients: dict[Tensor, Tensor]) -> None:
-        kept = ((p.detach(), gradient) for p, gradient in gradients.items() if p not in self._skipped)
-        adaptive_clip(kept, self.clip_factor, self.eps)
+        kept = [(p, gradient) for p, gradient in gradients.items() if p not in self._skipped]
+        pairs = [(p.detach(), gradient, self._dims.get(p, tuple(range(1, p.ndim)))) for p, gradient in kept]
+        adaptive_clip(pairs, self.clip_factor, self.eps)
 
     def describe(self, module: nn.Module) -> Report:
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]

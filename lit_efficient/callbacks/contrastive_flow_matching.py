@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.technique import Technique
 
 
@@ -95,7 +96,7 @@ class ContrastiveFlowMatching(LossHooks, Technique):
         self._sizes.add(len(predicted))
         if len(predicted) < 2:
             return None
-        number, rank = module.trainer.fit_loop.total_batch_idx, module.trainer.global_rank
+        number, rank = module.trainer.fit_loop.total_batch_idx, data_rank(module.trainer)
         generator = torch.Generator(predicted.device).manual_seed(mix_seed(self.seed, number, rank))
         term = contrastive_flow_loss(predicted, target, draw_others(len(predicted), generator, predicted.device))
         module.log("train/contrastive_flow", term.detach(), batch_size=1)

@@ -24,14 +24,16 @@ from torch import Tensor
 
 from lit_efficient.declaration import Report
 from lit_efficient.errors import check_number
-from lit_efficient.internals.lightning_data import restore_loader_states
-from lit_efficient.internals.lightning_loops import accumulates, end_batch, end_epoch, settle
+from lit_efficient.internals.lightning_data import combined_loader, restore_loader_states
+from lit_efficient.internals.lightning_loops import accumulates, count_batches, end_batch, end_epoch, settle
 from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
+from lit_efficient.mechanisms.ranks import data_rank
+from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 
 
@@ -63,6 +65,7 @@ class ExactResume(Technique):
         self._run_seed: int | None = seed
         self._rank = 0
         self._world_size: int | None = None
+        self._rows = 0  # of a step of the checkpoint's run, which had another number of processes
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window, to be put back
         self._reached = ""  # what of a batch is over: "batch", "validation" or "epoch"; empty inside a step
         self._resumed: dict[str, Any] = {}  # the same of the checkpoint, with its metrics
@@ -74,8 +77,7 @@ class ExactResume(Technique):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        sampler_arguments = trainer.distributed_sampler_kwargs or {}
-        self._rank = int(sampler_arguments.get("rank", trainer.global_rank))
+        self._rank = data_rank(trainer)
         self._world_size = int(trainer.world_size)
         if self._run_seed is None:
             own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed()) & (2**63 - 1)
@@ -98,6 +100,7 @@ class ExactResume(Technique):
             loader.reseed(self._run_seed)  # strategies that restore late made them before the checkpoint was read
         # Lightning forgets to, if something (a scheduler that asks how long the run is) made it load the data early.
         restore_loader_states(trainer)
+        self._keep_place(trainer)
         self._go_on(trainer)
         gradients, self._gradients = self._gradients, None
         if gradients:
@@ -137,8 +140,12 @@ class ExactResume(Technique):
         return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's seed and its number of processes."""
-        return {} if self._run_seed is None else {"seed": self._run_seed, "world_size": self._world_size or 1}
+        """The run's seed, its number of processes, and the rows of a batch in all of them."""
+        if self._run_seed is None:
+            return {}
+        loaders = self._loaders or []
+        rows = {"rows": loaders[-1].step_rows} if len(loaders) == 1 else {}
+        return {"seed": self._run_seed, "world_size": self._world_size or 1, **rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the checkpoint's seed, and say where the run differs from the interrupted one."""
@@ -149,7 +156,9 @@ class ExactResume(Technique):
         else:
             self._run_seed = state_dict["seed"]
         if self._world_size != state_dict["world_size"]:
-            self._say(f"{self._world_size} processes, but the checkpoint's run used {state_dict['world_size']}")
+            self._rows = state_dict.get("rows", 0)
+            known = "" if self._rows else "; its epoch goes on after as many batches, whatever rows they have"
+            self._say(f"{self._world_size} processes, but the checkpoint's run used {state_dict['world_size']}{known}")
         self._gradients = state_dict.get("gradients")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -180,6 +189,23 @@ class ExactResume(Technique):
         elif "reached" in state:  # older ones have none
             self._resumed = {key: state[key] for key in ("reached", "metrics", "results")}
             settle(checkpoint, epoch=state["reached"] == "epoch")  # the loops are restored after the callbacks
+
+    def _keep_place(self, trainer: Any) -> None:
+        """Go on in the epoch where another number of processes was, whose steps had more rows, or fewer."""
+        before, self._rows = self._rows, 0
+        loaders = self._loaders or []
+        now = loaders[0].step_rows if len(loaders) == 1 and [*loaders_in(combined_loader(trainer))] == loaders else 0
+        if before == now or not before:
+            return
+        state = loaders[0].state_dict() if now else {"epoch": -1}
+        if state["epoch"] != _epoch(trainer):
+            return
+        batches, rest = divmod(state["batches"] * before, now)
+        loaders[0].load_state_dict({**state, "batches": batches})
+        count_batches(trainer, batches)
+        self._say(
+            f"a step has {now} rows, not {before}: the epoch goes on at its row {batches * now}, {rest} rows back"
+        )
 
     def _go_on(self, trainer: Any) -> None:
         """Have the rest of the checkpoint's last batch done: Lightning would go on to the next one."""

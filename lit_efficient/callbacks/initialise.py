@@ -20,13 +20,12 @@ from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_fx import has_parts, residual_ends
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.models.signs_of_training import sign_of_training
-from lit_efficient.surgery import count, match_modules
+from lit_efficient.surgery import count, inputs_first, match_modules
 from lit_efficient.technique import Technique
 
 SCHEMES = ("normal", "truncated_normal", "fan_in", "fan_out", "xavier", "orthogonal")
 RESIDUALS = ("scaled", "zero", "same")
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def draw_weight(weight: Tensor, scheme: str, scale: float, generator: torch.Generator) -> Tensor:
@@ -34,9 +33,10 @@ def draw_weight(weight: Tensor, scheme: str, scale: float, generator: torch.Gene
 
     Args:
         weight: [outputs, inputs, ...].
-        scheme: ``normal`` and ``truncated_normal`` (cut at two standard deviations) have the standard deviation
-            ``scale``; ``fan_in`` ``scale / sqrt(inputs)``, ``fan_out`` ``scale / sqrt(outputs)``, ``xavier`` ``scale *
-            sqrt(2 / (inputs + outputs))``; ``orthogonal`` has orthonormal rows or columns times ``scale``.
+        scheme: ``normal`` has the standard deviation ``scale``; ``truncated_normal`` is that, cut at two of it, which
+            leaves 0.88 ``scale``; ``fan_in`` has ``scale / sqrt(inputs)``, ``fan_out`` ``scale / sqrt(outputs)``,
+            ``xavier`` ``scale * sqrt(2 / (inputs + outputs))``; ``orthogonal`` has orthonormal rows or columns times
+            ``scale``.
         scale: Of the scheme.
         generator: Of the CPU.
     """
@@ -58,12 +58,14 @@ class Initialise(Technique):
 
     Which layers end a residual branch is read from the code of its blocks, and where a norm stands between such a layer
     and the sum, the norm's scale takes the place of the layer's. What is zero throughout stays so (as in adaLN-zero),
-    norms and all other parameters, too. A checkpoint that is loaded afterwards wins.
+    norms and all other parameters, too; a branch that a gate of zeros closes is not made zero as well, or neither would
+    ever learn. A checkpoint that is loaded afterwards wins.
 
     Args:
         weights: Of linear layers and convolutions: ``normal``, ``truncated_normal``, ``fan_in``, ``fan_out``,
             ``xavier`` or ``orthogonal``.
-        scale: Standard deviation for the first two, by default 0.02; else a factor, by default 1 (for ReLU: 1.414).
+        scale: Standard deviation for the first two, before the second is cut, by default 0.02; else a factor, by
+            default 1 (for ReLU: 1.414).
         embeddings: Standard deviation of embeddings, at least 0; ``None`` leaves them.
         residual: Of the N layers that end a residual branch: ``scaled`` divides by sqrt(N), ``zero`` begins with
             the identity, ``same`` does nothing.
@@ -137,8 +139,8 @@ class Initialise(Technique):
                 for bias in (getattr(layer, "bias", None), getattr(layer, "in_proj_bias", None)):
                     if bias is not None:
                         bias.zero_()
-        for layer, norm in ends:
-            if any(id(p) in drawn for p in _matrices(layer)):
+        for layer, norm, closed in ends:
+            if any(id(p) in drawn for p in _matrices(layer)) and not (closed and self.residual == "zero"):
                 self._soften(layer, norm, len(ends))
         scaled = f", {len(ends)} residual branches {self.residual}" if ends else ""
         zeros = f"; zero as before: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}" if kept else ""
@@ -175,7 +177,7 @@ class Initialise(Technique):
         scale = self.scale or (0.02 if self.weights in SCHEMES[:2] else 1.0)
         if parameter is getattr(layer, "in_proj_weight", None):  # three matrices in one
             fresh = torch.cat([draw_weight(one, self.weights, scale, generator) for one in parameter.chunk(3)])
-        elif isinstance(layer, _TRANSPOSED) or _is_conv1d(layer):  # inputs first
+        elif inputs_first(layer):
             fresh = draw_weight(parameter.transpose(0, 1), self.weights, scale, generator).transpose(0, 1)
         else:
             fresh = draw_weight(parameter, self.weights, scale, generator)
@@ -194,14 +196,18 @@ class Initialise(Technique):
             layer.bias.zero_()
 
 
-def _ends_of(root: nn.Module) -> list[tuple[Any, Any]]:
-    """The layers that end residual branches anywhere, each once, with the norm behind it or ``None``."""
-    found: dict[int, tuple[Any, Any]] = {}
+def _ends_of(root: nn.Module) -> list[tuple[Any, Any, bool]]:
+    """The layers that end residual branches anywhere, each once, with the norm behind it or ``None``, and whether a
+    gate keeps the branch at zero.
+    """
+    found: dict[int, tuple[Any, Any, bool]] = {}
     for part in root.modules():
-        for name, norm in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
+        for name, norm, closed in (
+            residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ()
+        ):
             layer = part.get_submodule(name)
             if _is_drawn(layer):
-                found.setdefault(id(layer), (layer, part.get_submodule(norm) if norm else None))
+                found.setdefault(id(layer), (layer, part.get_submodule(norm) if norm else None, closed))
     return list(found.values())
 
 
@@ -213,11 +219,7 @@ def _matrices(layer: Any) -> list[nn.Parameter]:
 
 def _is_drawn(layer: nn.Module) -> bool:
     kinds = (nn.Linear, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS)
-    return (isinstance(layer, kinds) or _is_conv1d(layer)) and all(p.is_floating_point() for p in _matrices(layer))
-
-
-def _is_conv1d(layer: nn.Module) -> bool:
-    return any(base.__name__ == "Conv1D" and hasattr(layer, "nf") for base in type(layer).__mro__)  # of transformers
+    return (isinstance(layer, kinds) or inputs_first(layer)) and all(p.is_floating_point() for p in _matrices(layer))
 
 
 def _offset(norm: Any) -> float:

@@ -12,9 +12,11 @@ The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.l
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
+from math import inf
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +25,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.capacity import capacity_line, learned_tokens
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, LowRank, add_low_rank, kind_of, scale_of
@@ -64,9 +67,9 @@ class LoRA(Technique):
         modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
         save_base: Whether checkpoints hold the frozen weights, too.
         seed: Of the adapters' start, which is the same on all ranks.
-        beside: Folders as for ``start_from``, by names: adapters that rest on the same base until
-            :func:`~lit_efficient.mechanisms.adapters.several.mix_adapters` switches or mixes them with the trained one,
-            ``default``, or ``adapters_by_row`` chooses for each row. Variants lora and rslora.
+        beside: Folders as for ``start_from``, by names: adapters that rest on the same base until ``mix_adapters``
+            (lit_efficient.mechanisms.adapters.several) switches or mixes them with the trained one, ``default``, or
+            ``adapters_by_row`` chooses for each row. Variants lora and rslora.
         start_from: A folder that peft has saved (or ``export --format peft``) to start from. Its rank, alpha, targets,
             dropout, variant, bias and modules_to_save are taken; those that are given, too, must be the same.
 
@@ -122,6 +125,7 @@ class LoRA(Technique):
         self.start_from = start_from
         self.beside = beside
         folders = {name: read_adapter(one)[0] if isinstance(one, str) else one for name, one in (beside or {}).items()}
+        self._weighed = False
         self._beside = {name: check_fields(name, fields) for name, fields in folders.items()}
         if beside and variant not in ("lora", "rslora"):
             raise refusal("LoRA", "beside", f"left out for variant {variant}, whose update is no sum", [*beside])
@@ -200,6 +204,18 @@ class LoRA(Technique):
             optimizer, self.lr_ratio, [p for g in optimizer.param_groups for p in g["params"] if id(p) in wanted]
         )
         return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Say once, of the first batch, whether the adapters hold what there is to learn."""
+        batches = min(trainer.num_training_batches, max(trainer.max_steps, 0) * trainer.accumulate_grad_batches or inf)
+        if self._weighed or batches == inf:
+            return
+        self._weighed = True
+        tokens = learned_tokens(batch)
+        named = pl_module.named_parameters()
+        held = count(p for name, p in named if name.rpartition(".")[2].startswith("lora_") and p.requires_grad)
+        if tokens and held:
+            rank_zero_info(f"LoRA: {capacity_line(tokens * batches * trainer.world_size, held, self.rank)}")
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         """The factors, ``modules_to_save`` and biases."""

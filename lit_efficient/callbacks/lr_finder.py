@@ -115,10 +115,11 @@ class LRFinder(Technique):
                 f"LRFinder: {type(module).__name__} optimizes manually, with rates and losses of its own; call "
                 "lit_efficient.mechanisms.trials.rate_range.suggest_lr on rates and losses that you have recorded"
             )
-        if trainer.world_size > 1 and not traits_of(trainer.strategy).replicates:
+        traits = traits_of(trainer.strategy)
+        if trainer.world_size > 1 and not (traits.replicates or traits.dtensors):
             raise ConflictError(
-                f"LRFinder cannot be combined with {type(trainer.strategy).__name__}: sharded weights cannot be put "
-                "back by one process; find the rate on DDP or one device"
+                f"LRFinder cannot be combined with {type(trainer.strategy).__name__}: it steps what no process can "
+                "put back; find the rate with ShardedStrategy, DDP or one device"
             )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

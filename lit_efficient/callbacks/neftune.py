@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.models.document_attention import document_starts
 from lit_efficient.models.token_embeddings import token_embeddings
 from lit_efficient.surgery import match_modules, mix_in
@@ -185,7 +186,7 @@ class NEFTune(Technique):
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         rows = {key: batch.get(key) for key in _ROWS} if isinstance(batch, Mapping) else {}
         for i, layer in enumerate(_noisy(pl_module)):
-            layer._noise_seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, i, trainer.global_rank)
+            layer._noise_seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, i, data_rank(trainer))
             layer._noise_rows = rows
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:

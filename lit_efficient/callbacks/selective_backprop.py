@@ -24,7 +24,7 @@ from lit_efficient.losses.selection import choose, selection_odds
 from lit_efficient.mechanisms.moving import rebuilt, tensors_in
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.ramps import BatchChanges
-from lit_efficient.mechanisms.ranks import gather_objects
+from lit_efficient.mechanisms.ranks import data_rank, gather_objects
 from lit_efficient.mechanisms.rewind import random_states, set_random_states
 from lit_efficient.models.modes import evaluating
 from lit_efficient.protocol import sample_losses
@@ -70,7 +70,7 @@ class SelectiveBackprop(BatchChanges):
     """
 
     phase = Phase.LOSS
-    draws_work = True
+    draws_work = spares = True
     conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "samples of low loss are not trained on")}
 
@@ -121,7 +121,7 @@ class SelectiveBackprop(BatchChanges):
         size, trainer = len(losses), self._trainer
         if not size:  # the step itself has to meet what the batch does to it
             return batch
-        seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, trainer.global_rank)
+        seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, data_rank(trainer))
         generator = torch.Generator("cpu").manual_seed(seed)
         odds = selection_odds(losses, self._past, self.beta)
         rows = choose(odds, max(1, -int(-self.keep * size // 1)), generator)

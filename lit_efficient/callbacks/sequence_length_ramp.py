@@ -19,8 +19,6 @@ from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.moving import rebuilt
 from lit_efficient.mechanisms.ramps import BatchChanges, check_steps, ramped, steps_of
 
-_LABELS = ("shift_labels", "labels")
-
 
 def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
     """A batch of shorter rows: the first ``length`` positions of each, or all of them in more rows.
@@ -98,7 +96,7 @@ class SequenceLengthRamp(BatchChanges):
 
     Raises:
         ConfigurationError: For an argument out of range, batches without such tokens, rows padded on the left, and with
-            ``fold`` masks [..., T, T].
+            ``fold`` masks [..., T, T] and several texts a row, as of pairs.
     """
 
     phase = Phase.LOSS
@@ -150,16 +148,19 @@ class SequenceLengthRamp(BatchChanges):
         length, ids = self.length_at(step), self._ids(batch)
         if length is None:
             return batch
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if (
-            isinstance(mask, Tensor)
-            and mask.shape == ids.shape
-            and bool(((mask[:, 0] == 0) & (mask[:, -1] != 0)).any())
-        ):
+        if any(bool(((mask[:, 0] == 0) & (mask[:, -1] != 0)).any()) for mask in _named(batch, "attention_mask", 2)):
             raise ConfigurationError(
                 "SequenceLengthRamp: rows are padded on the left, where they would be cut: pad on the right"
             )
+        sides = len(_named(batch, "input_ids", 2))
+        if sides > 1 and self.mode == "fold":
+            raise ConfigurationError(
+                f"SequenceLengthRamp: a batch of {sides} texts a row, as of pairs, cannot be folded: the pieces do not "
+                "belong together: use mode='cut'"
+            )
         shorter = shorten(batch, ids, length, self.mode == "fold")
+        for i in range(sides):  # the others, which may be of other lengths
+            shorter = shorten(shorter, _named(shorter, "input_ids", 2)[i], length)
         return shorter if _teaches(shorter) else batch
 
     def _ids(self, batch: Any) -> Tensor:
@@ -173,7 +174,12 @@ class SequenceLengthRamp(BatchChanges):
         return found if found.ndim == 2 else found[..., 0]
 
 
+def _named(batch: Any, end: str, ndim: int) -> list[Tensor]:
+    """The tensors of a batch that are called so, perhaps with more in front (``chosen_labels``)."""
+    items = batch.items() if isinstance(batch, Mapping) else ()
+    return [v for key, v in items if isinstance(v, Tensor) and v.ndim == ndim and str(key).endswith(end)]
+
+
 def _teaches(batch: Any) -> bool:
-    labels = [batch.get(key) for key in _LABELS] if isinstance(batch, Mapping) else []
-    found = [item for item in labels if isinstance(item, Tensor)]
-    return not found or bool((found[0] != IGNORE).any())
+    found = _named(batch, "shift_labels", 2) or _named(batch, "labels", 2)
+    return all(bool((labels != IGNORE).any()) for labels in found)

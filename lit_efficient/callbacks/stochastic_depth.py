@@ -28,6 +28,7 @@ from lit_efficient.mechanisms.blocks.residual import (
     without_cache,
 )
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.surgery import mix_in, moved
 from lit_efficient.technique import Technique
 
@@ -297,7 +298,7 @@ class StochasticDepth(Technique):
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         number = trainer.fit_loop.total_batch_idx
-        rank = trainer.global_rank if self.skip == "sample" else 0
+        rank = data_rank(trainer) if self.skip == "sample" else 0
         for i, block in enumerate(_droppable(pl_module)):
             block._drop_seed = mix_seed(self.seed, number, i, rank)
             drop = bool(torch.rand((), generator=_generator(block._drop_seed), device="cpu") < block._drop_rate)

@@ -26,6 +26,7 @@ from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.mechanisms.blocks.tokens import TokenAxes, find_axes, gather_tokens, scatter_tokens
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.models.teachers import width_of
 from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Technique
@@ -297,7 +298,7 @@ class TokenRouting(Technique):
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         route = _route_of(pl_module)
-        route.seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, trainer.global_rank)
+        route.seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, data_rank(trainer))
         route.open = self.stop_at is None or (trainer.global_step < self.stop_at and not self.worst_case)
         route.passes = 0
 

@@ -275,7 +275,7 @@ def _end_parameters(network: nn.Module) -> set[int]:
     """Identities of the parameters of layers, or norms behind them, that end residual branches."""
     found: set[int] = set()
     for part in network.modules():
-        for layer, norm in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
+        for layer, norm, _ in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
             found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
     return found
 

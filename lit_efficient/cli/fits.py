@@ -11,6 +11,7 @@ from jsonargparse import Namespace
 
 from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.cli.errors import explained
+from lit_efficient.cli.parsing import split_arguments
 from lit_efficient.cli.run_folder import place_loggers
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, give_arguments
 from lit_efficient.files import configs
@@ -50,6 +51,9 @@ class ConfigFit(FitSource):
         paths = [path for path in map(configs.located, given) if path.endswith((".yaml", ".yml"))]
         texts = [Path(path).read_text("utf-8") for path in paths if Path(path).is_file()]
         return f"{words} {texts} {super().identity(replace(change, overlays=()))}"
+
+    def packages(self) -> set[str]:
+        return set(split_arguments(self.argv)[1])
 
     def without_weights(self) -> "ConfigFit":
         return ConfigFit(self.argv, self.root, "meta")

@@ -9,11 +9,8 @@ command; a cache that is there already is checked from end to end.
 from __future__ import annotations
 
 import argparse
-import atexit
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +68,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _ranks() -> Any:
-    """Which of torchrun's processes this is; they wait for each other for as long as it takes."""
-    import torch
     from torch import distributed
 
     from lit_efficient.data.latents.latent_writer import Ranks
+    from lit_efficient.mechanisms.ranks import join_ranks
 
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return Ranks()
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("gloo", timeout=timedelta(days=30))
-    atexit.register(distributed.destroy_process_group)
-    return Ranks(distributed.get_rank(), distributed.get_world_size(), distributed.barrier)
+    rank, count = join_ranks()
+    return Ranks(rank, count, distributed.barrier) if count > 1 else Ranks()
 
 
 class Bar:

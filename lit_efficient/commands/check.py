@@ -137,6 +137,8 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     with _retried(device, lambda: _bytes(module)):
         module.configure_model()  # and the techniques
         trainer.precision_plugin.convert_module(module)
+    if hasattr(trainer.strategy, "check_network"):
+        trainer.strategy.check_network(module, trainer.world_size)
     with _retried(device, lambda: _bytes(module)), _steps_known(trainer, may_lack_data):
         configured = module.configure_optimizers()
     if configured is None and not module.automatic_optimization:

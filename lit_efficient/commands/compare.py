@@ -38,7 +38,14 @@ def run(argv: Sequence[str]) -> int:
     comparing = Comparing(
         ConfigFit(rest, root := options.folder or Path("runs", "compare")),
         [Change(Path(name).stem if name.endswith(".yaml") else name, overlays=(name,)) for name in names],
-        Schedule(options.steps, options.seeds, options.minutes, options.validations, options.narrow / 100 or None),
+        Schedule(
+            options.steps,
+            options.seeds,
+            options.minutes,
+            options.validations,
+            options.narrow / 100 or None,
+            options.cpu_time,
+        ),
         options.folder,
         partial(_data, [*rest, "-c", options.forgetting]) if options.forgetting else None,
         lambda line: print(line, file=sys.stderr, flush=True),
@@ -87,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metric", help="what is compared, lower is better (default: the validation loss)")
     parser.add_argument(
         "--forgetting", metavar="CONFIG", help="an overlay with other `data`, whose loss is taken before and after"
+    )
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="compare seconds that a CPU computes, where others use it, too"
     )
     parser.add_argument("--folder", type=Path, help="for the runs and the report (default: one below runs/compare)")
     return parser

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan_search import Found
     from lit_efficient.internals.lightning_strategies import Traits
 
-_DOES_NOT_FIT, _INTERRUPTED = 3, 130
+_DOES_NOT_FIT, _UNKNOWN, _INTERRUPTED = 3, 5, 130
 SOLVES = ("train_batch_size", "max_length", "lora_rank", "devices")
 
 
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         description="Say what a fit with these options will need: trace one step without values, and add up what lies "
         "in memory, by kind. Then the largest batch that fits, or what makes this one fit. Takes the options of fit: "
         "-c CONFIG, --trainer.precision bf16-mixed, ...",
-        epilog="exit codes: 0 fits, 3 does not, 2 what the user can mend",
+        epilog="exit codes: 0 fits, 3 does not, 5 cannot be said, 2 what the user can mend",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -100,6 +100,10 @@ class _Answer:
         say = None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
         self.predictions: Predictions = Predictions(self._predict, self.limit, say)
 
+    @property
+    def _precision(self) -> str:
+        return str(self.config["trainer"]["precision"])
+
     def _devices(self, trainer: dict[str, Any]) -> int:
         """How many processes train, as the options or the config have it."""
         if self.options.devices is not None:
@@ -141,10 +145,11 @@ class _Answer:
             return plan(self.source, change, device=self.kernels)
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
-        from lit_efficient.evidence.planning.plan_devices import largest_unit, per_device
+        from lit_efficient.evidence.planning.plan_devices import gathered_bytes, per_device
 
         sharded = devices > 1 and self.traits.shards
-        return per_device(alone, devices, self.traits, largest_unit(self.source.made.module) if sharded else (0, 0))
+        gathered = gathered_bytes(self.source.made.module, self.traits, self._precision) if sharded else 0
+        return per_device(alone, devices, self.traits, gathered)
 
     def code(self) -> int:
         """Print everything; the exit code."""
@@ -189,7 +194,8 @@ class _Answer:
                 self._tell(wrapped(f"largest   {why}", self.width, " " * 10), largest=None)
             else:
                 self._advise(plan, batch)
-        return 0 if fits else _DOES_NOT_FIT
+        unknown = plan.at_least if fits else plan.at_most
+        return _UNKNOWN if unknown else 0 if fits else _DOES_NOT_FIT
 
     def _advise(self, plan: "Plan", batch: Any) -> None:
         from lit_efficient.evidence.planning.advice import Adviser, candidates
@@ -215,14 +221,16 @@ class _Answer:
         self._tell(["not used:", *lines] if lines else [], skipped=adviser.skipped)
 
     def _solved(self) -> int:
-        from lit_efficient.evidence.planning.plan_devices import MOST, largest_unit, least_devices
+        from lit_efficient.evidence.planning.plan_devices import MOST, gathered_bytes, least_devices
         from lit_efficient.evidence.planning.plan_settings import batch_lever, length_lever, rank_lever
 
         wanted = self.options.solve
         if wanted == "devices":
             alone = self._alone_first()
-            unit = largest_unit(self.source.made.module) if self.traits.shards else (0, 0)
-            count = least_devices(alone, self.limit, self.traits, unit)
+            gathered = (
+                gathered_bytes(self.source.made.module, self.traits, self._precision) if self.traits.shards else 0
+            )
+            count = least_devices(alone, self.limit, self.traits, gathered)
             plan = self._shared(alone, count or 1)
             stated = {"value": count, "strategy": self.traits.name, "peak": plan.peak}
             text = f"devices: {count} with {self.traits.name}" if count else f"devices: not even {MOST} are enough"
@@ -319,6 +327,10 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
     ]
     if not plan.techniques:
         lines[-1] = "techniques: none"
+    bounds = {"AT LEAST": plan.at_least, "AT MOST": plan.at_most}
+    for bound, why in bounds.items():
+        if why:
+            lines = [*wrapped(f"{bound}  what follows: {why}, and a real step may take another amount", width), *lines]
     where = max(plan.timeline, key=lambda moment: sum(moment.kinds.values())).name if plan.timeline else ""
     each = f" of each of {answer.devices} devices ({answer.traits.name})" if answer.devices > 1 else ""
     lines += ["", *wrapped(f"memory{each}; its peak is in: {where or 'the step'}", width)]
@@ -332,6 +344,8 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
         lines.append(f"  beside it {_size(plan.host)} in the host's memory")
     left = answer.limit - plan.peak
     word = f"fits, {_size(left)} are left" if left >= 0 else f"DOES NOT FIT, {_size(-left)} are missing"
+    if why := plan.at_least if left >= 0 else plan.at_most:
+        word = f"CANNOT BE SAID: this {word}, but {why}"
     lines += wrapped(f"device    {_size(answer.limit)} ({answer.limit_from}): {word}", width, " " * 10)
     return [*lines, *(line for note in plan.notes for line in wrapped(f"note      {note}", width, " " * 10))]
 

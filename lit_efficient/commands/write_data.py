@@ -1,11 +1,14 @@
 """``python -m lit_efficient write-data``: a teacher writes training data by prompts.
 
 One line of JSON a prompt, in the order of the prompts, appended whole. Prompt number i is answered with the seed
-``seed + i``, so a run that was interrupted and goes on writes the same file as one that was not.
+``seed + i``, so a run that was interrupted and goes on writes the same file as one that was not. Under torchrun each
+process answers its part, and the first one writes (``torchrun --nproc-per-node 8 -m lit_efficient write-data ...``).
 """
 
 import argparse
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -21,6 +24,7 @@ Row = dict[str, Any]
 def run(argv: Sequence[str]) -> int:
     """Answer prompts with a checkpoint's model or one of Hugging Face."""
     arguments = _parser().parse_args(argv)
+    from lit_efficient.mechanisms.ranks import gather_objects, join_ranks
     from lit_efficient.models.causal_lm import CausalLMConfig
     from lit_efficient.models.sampling import Sampling
     from lit_efficient.tasks.loading import load_hugging_face, load_language_model
@@ -33,20 +37,22 @@ def run(argv: Sequence[str]) -> int:
     named = ("format", "temperature", "top_p", "max_new_tokens", "seed", "keep_cut")
     settings = {"teacher": TeacherSource(spec).digest()} | {name: getattr(arguments, name) for name in named}
     output = Path(arguments.output)
-    with _alone(output):
-        done = resume(output, prompts, settings)
+    rank, _ = join_ranks()
+    with contextlib.nullcontext() if rank else _alone(output):
+        done = gather_objects(0 if rank else resume(output, prompts, settings))[0]
         if done < len(prompts):
             model = load_language_model(spec)[0] if isinstance(spec, str) else load_hugging_face(spec)
             model.to(arguments.device or default_device())
             answer = _answer(model, arguments)
             written, cut = write_rows(output, prompts, done, answer, arguments.keep_cut)
-            print(
+            said = (
                 f"{output}: {written} rows added from prompt {done} on; {cut} of the answers were cut at "
-                f"max_new_tokens{'' if arguments.keep_cut else ' and left out'}",
-                file=sys.stderr,
+                f"max_new_tokens{'' if arguments.keep_cut else ' and left out'}"
             )
         else:
-            print(f"{output}: complete", file=sys.stderr)
+            said = f"{output}: complete"
+        if rank == 0:
+            print(said, file=sys.stderr)
     return 0
 
 
@@ -141,6 +147,8 @@ def write_rows(
 ) -> tuple[int, int]:
     """Answer the prompts from ``start`` on, a few on the disk before the next; return how many were written and cut.
 
+    Of several processes each answers a few of these, and the first one writes them in their order.
+
     Args:
         output: the data, appended to.
         prompts: all of them.
@@ -148,20 +156,25 @@ def write_rows(
         answer: the first number and some prompts to their rows, and whether the model ended each answer.
         keep_cut: keep those that it did not.
     """
+    from lit_efficient.mechanisms.ranks import gather_objects, place_among_ranks
     from lit_efficient.tasks.text_generation import BATCH_SIZE
 
     written = cut = 0
-    with open(output, "ab", buffering=0) as file:
-        for first in range(start, len(prompts), BATCH_SIZE):
-            few = prompts[first : first + BATCH_SIZE]
-            for index, (row, ended) in enumerate(answer(first, few), first):
+    rank, count = place_among_ranks()
+    with open(os.devnull if rank else output, "ab", buffering=0) as file:
+        for first in range(start, len(prompts), count * BATCH_SIZE):
+            own = first + rank * BATCH_SIZE
+            few = prompts[own : own + BATCH_SIZE]
+            answers = itertools.chain(*gather_objects(answer(own, few) if few else []))
+            for index, (row, ended) in enumerate(answers, first):
                 cut += not ended
                 if not ended and not keep_cut:
                     continue
                 about = {"index": index, "asked": _hash(prompts[index])}
                 file.write((json.dumps(row | about, ensure_ascii=False) + "\n").encode())  # one write: a line or less
                 written += 1
-            os.fsync(file.fileno())
+            if rank == 0:
+                os.fsync(file.fileno())
     return written, cut
 
 

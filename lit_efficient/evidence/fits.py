@@ -8,13 +8,19 @@
 A `Change` is what one variant has that the fit as it is has not. Settings go by the names that they have in a config.
 """
 
+import contextlib
 import copy
+import hashlib
+import importlib.util
 import itertools
+import sys
+import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,6 +137,14 @@ class FitSource(ABC):
         """The config as plain data, with defaults; empty where there is none."""
         return {}
 
+    def code(self) -> str:
+        """A sum of the sources that it runs: of this package, and of the user's own where they are not installed."""
+        return sum_of_sources({"lit_efficient", *self.packages()})
+
+    def packages(self) -> set[str]:
+        """The modules, or packages, of the user's own code."""
+        return set()
+
     def identity(self, change: Change = AS_IT_IS) -> str:
         """A text that is another one for another fit, by which a folder of results knows whose it is."""
         return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"
@@ -171,6 +185,11 @@ class LiveFit(FitSource):
         fit.seed = fit.seed if change.seed is None else change.seed
         return fit
 
+    def packages(self) -> set[str]:
+        fit = self.parts
+        parts = [*fit.trainer.callbacks, *fit.module.modules(), fit.data]
+        return {kind.__module__ for part in parts for kind in type(part).__mro__}
+
     def identity(self, change: Change = AS_IT_IS) -> str:
         fit = self.parts
         names = ("accumulate_grad_batches", "gradient_clip_val", "limit_train_batches", "limit_val_batches")
@@ -178,6 +197,29 @@ class LiveFit(FitSource):
         weights = sum(float(p.detach().double().sum()) for p in fit.module.parameters() if p.device.type != "meta")
         parts = [_described(part) for part in (*fit.trainer.callbacks, fit.module, fit.data)]
         return f"{super().identity(change)} {fit.module} {weights} {trainer} {fit.trainer.precision} {parts}"
+
+
+def sum_of_sources(modules: Collection[str]) -> str:
+    """A sum of the texts of modules, of packages as wholes; of installed ones other than this their versions say it."""
+    files: set[Path] = set()
+    for name in {module if module == "__main__" else module.partition(".")[0] for module in modules}:
+        module = sys.modules.get(name)
+        spec = getattr(module, "__spec__", None)
+        with contextlib.suppress(ImportError, ValueError):
+            spec = spec or importlib.util.find_spec(name)
+        folders = list(map(Path, getattr(spec, "submodule_search_locations", None) or ()))
+        places = folders or [Path(getattr(module, "__file__", None) or getattr(spec, "origin", None) or "")]
+        for place in places if name == "lit_efficient" or not any(map(_installed, places)) else ():
+            files |= {file for file in [place, *place.rglob("*.py")] if file.suffix == ".py" and file.is_file()}
+    total = hashlib.sha256()
+    for path in sorted(files):
+        total.update(path.as_posix().encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def _installed(path: Path) -> bool:
+    library = Path(sysconfig.get_path("stdlib"))
+    return bool({"site-packages", "dist-packages"} & set(path.parts)) or path.is_relative_to(library)
 
 
 def _each(change: Change) -> list[str]:

@@ -40,6 +40,7 @@ def measured(
     log: Path | None = None,
     heard: Callable[[int], None] = lambda step: None,
     most_seconds: float | None = None,
+    cpu_time: bool = False,
 ) -> Measured:
     """Train in a process of its own, and measure it. What goes wrong there is a result, too.
 
@@ -56,6 +57,7 @@ def measured(
         log: The file for what the run prints.
         heard: Called with the number of steps so far, about once a second.
         most_seconds: After so many the process is killed.
+        cpu_time: Take seconds in which this process computes for those of the clock; of a fit on a CPU only.
 
     Raises:
         ConfigurationError: If ``steps`` or ``validations`` are out of their range.
@@ -64,7 +66,7 @@ def measured(
     check_number("measured", "steps", steps, least=1, whole=True)
     check_number("measured", "validations", validations, least=0, whole=True)
     change = replace(change, seed=seed)
-    asked = _Asked(steps, seed, validations, counts, elsewhere)
+    asked = _Asked(steps, seed, validations, counts, elsewhere, cpu_time)
     try:
         record = own_process(_measure, source, change, asked, heard=heard, log=log, most_seconds=most_seconds)
     except TaskFailed as error:
@@ -79,6 +81,7 @@ class _Asked:
     validations: int
     counts: bool
     elsewhere: Callable[[], Any] | None
+    cpu_time: bool = False
 
 
 def _measure(source: FitSource, change: Change, asked: _Asked, tell: Callable[[int], None]) -> dict[str, Any]:
@@ -105,12 +108,13 @@ def _train(
         fit.change({"trainer.val_check_interval": every, "trainer.check_val_every_n_epoch": None})
     else:  # schedulers and callbacks may wait for what a validation logs
         fit.change({"trainer.limit_val_batches": min(1, batches)})
-    steps, last = StepWatch(found, tell), LastWatch()
+    steps, last = StepWatch(found, tell, asked.cpu_time), LastWatch()
     last.steps = steps
     counting = [ByteWatch(found, warm_up(asked.steps) - 1)] if asked.counts else []
     trainer.callbacks = [steps, *trainer.callbacks, *counting, last]
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.run = partial(steps.validate, trainer, loop.run)
+    last.validates = loop.run if asked.validations else None
     last.saves = folder / "end.ckpt" if asked.counts else None
     fit.run()
     steps.write(asked.steps)
@@ -133,6 +137,8 @@ def _made(source: FitSource, change: Change, asked: _Asked, folder: Path) -> Fit
         raise ConfigurationError(
             f"{trainer.world_size} processes train, and one is measured: set trainer.devices to 1 (--trainer.devices 1)"
         )
+    if asked.cpu_time and trainer.strategy.root_device.type != "cpu":
+        raise ConfigurationError("cpu_time: this fit computes on an accelerator, whose time is not the CPU's")
     set_default_root_dir(trainer, str(folder))
     trainer.loggers = [_Forgets(folder)] if trainer.loggers else []
     trainer.callbacks = [

@@ -54,9 +54,7 @@ def own_process(
         TaskFailed: If there is no result.
         KeyboardInterrupt: As it comes; the process is ended first.
     """
-    # A fork has everything imported; but one of a process that uses an accelerator could not use it.
-    forks = "fork" in multiprocessing.get_all_start_methods() and not _uses_accelerator()
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    context: Any = multiprocessing.get_context("fork" if forks() else "spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(task, given, sender, log, torch.get_num_threads()))
     try:
@@ -87,6 +85,13 @@ def own_process(
     finally:
         _end(process)
         receiver.close()
+
+
+def forks() -> bool:
+    """Whether a process of its own is a fork, which has everything imported; of one that uses an accelerator it could
+    not use that.
+    """
+    return "fork" in multiprocessing.get_all_start_methods() and not _uses_accelerator()
 
 
 def _uses_accelerator() -> bool:

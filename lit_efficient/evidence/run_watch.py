@@ -1,7 +1,7 @@
 """What one training was, and the callbacks that find it out.
 
 Steps that are counted take longer, so one step counts bytes and is not timed. Seconds are those of the clock; on CUDA
-they are those of its own queue, for which nobody waits.
+they are those of its own queue, for which nobody waits; on a CPU that others use, they may be the process's.
 """
 
 import itertools
@@ -101,8 +101,8 @@ class StepWatch(Callback):
 
     leaves_traces = True
 
-    def __init__(self, found: Measured, tell: Callable[[int], None]) -> None:
-        self.found, self.tell = found, tell
+    def __init__(self, found: Measured, tell: Callable[[int], None], cpu_time: bool = False) -> None:
+        self.found, self.tell, self.cpu_time = found, tell, cpu_time
         self._clock: list[Any] = []  # one mark a step, and one before
         self._cpu: list[float] = []
         self._pauses: list[tuple[int, Any, Any]] = []  # validations: after how many steps, from, to
@@ -121,8 +121,11 @@ class StepWatch(Callback):
         self.found.device = _name(self._device)
         self.mark()
 
+    def _now(self) -> Any:
+        return time.process_time() if self.cpu_time else _now(self._device)
+
     def mark(self) -> None:
-        self._clock.append(_now(self._device))
+        self._clock.append(self._now())
         self._cpu.append(time.process_time())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -148,14 +151,19 @@ class StepWatch(Callback):
 
     def validate(self, trainer: Any, run: Callable[[], Any]) -> Any:
         """Run a validation within the fit, which is no part of the steps' time, and note what it logs."""
-        start, before, after = _now(self._device), set(trainer.callback_metrics), len(self._losses)
+        start, before, after = self._now(), set(trainer.callback_metrics), len(self._losses)
         result = run()
         metrics = trainer.callback_metrics
         if not self._values:  # later on those of a training's epochs are new as well
             self._known = set(metrics) - before
         self._values.append((after, {name: float(metrics[name]) for name in self._known & set(metrics)}))
-        self._pauses.append((after, start, _now(self._device)))
+        self._pauses.append((after, start, self._now()))
         return result
+
+    @property
+    def moved(self) -> bool:
+        """Whether there were steps since the last validation."""
+        return (self._values[-1][0] if self._values else 0) < len(self._losses)
 
     def write(self, asked: int) -> None:
         """Put into the result what is known now that the run is over; what lies on a device is read here."""
@@ -181,11 +189,18 @@ class LastWatch(Callback):
     leaves_traces = True
     steps: StepWatch
     saves: Path | None = None
+    validates: Callable[[], Any] | None = None
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.steps.stepped(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if (
+            self.validates is not None and trainer.enable_validation and self.steps.moved
+        ):  # steps of several optimizers are not those of batches
+            trainer.validating = True
+            self.validates()
+            trainer.training = True
         if self.saves is not None:
             trainer.save_checkpoint(self.saves, weights_only=False)
             files = [self.saves] if self.saves.is_file() else [one for one in self.saves.rglob("*") if one.is_file()]

@@ -25,6 +25,15 @@ class Replacing(Protocol):
         """What a layer that has its weight becomes."""
 
 
+def empty_from_config(config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """A causal model whose weights are neither drawn nor tied: ``transformers.initialization.no_init_weights``."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+
+
 def replacing_config(replacing: Replacing) -> Any:
     """The ``quantization_config`` for ``from_pretrained`` under which ``replacing`` acts; the network keeps no mark."""
     return _kind()(replacing)

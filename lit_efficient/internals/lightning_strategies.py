@@ -5,7 +5,8 @@ a run does not use. Checked with lightning 2.6.6.
 """
 
 import importlib
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
 from typing import Any
 
 _REPLICATES = {"DDPStrategy"}
@@ -25,6 +26,8 @@ class Traits:
         flattens: Parameters are joined into larger ones, or stepped as copies of them (FSDP1, DeepSpeed).
         recomputes: It recomputes activations by itself: FSDP's ``_activation_checkpointing_kwargs``.
         shards_itself: It shards modules that have not done so, after ``configure_model``.
+        stage: Of what is sharded: 1 is states of the optimizer, 2 gradients, too, 3 all (DeepSpeed's names).
+        views: Gradients are views of the buckets in which they travel.
         saves_one_file: It writes sharded states into one file: ``ModelParallelStrategy._save_distributed_checkpoint``.
     """
 
@@ -36,6 +39,8 @@ class Traits:
     recomputes: bool
     saves_one_file: bool
     shards_itself: bool
+    views: bool
+    stage: int = 3
 
     @property
     def shards(self) -> bool:
@@ -58,6 +63,7 @@ def traits_of(strategy: Any) -> Traits:
         recomputes=bool(getattr(strategy, "_activation_checkpointing_kwargs", None)),
         saves_one_file=getattr(strategy, "_save_distributed_checkpoint", True) is False,
         shards_itself=own,
+        views=bool(getattr(strategy, "gradients_are_views", False)),
     )
 
 
@@ -72,8 +78,13 @@ def traits_named(given: Any) -> Traits:
     path = given.get("class_path") if isinstance(given, dict) else given
     if path in (None, "auto"):
         return traits_of(DDPStrategy.__new__(DDPStrategy))
-    kind: Any = StrategyRegistry[path]["strategy"] if path in StrategyRegistry else locate(str(path))
-    return traits_of(kind.__new__(kind))
+    named = path in StrategyRegistry
+    known: dict[str, Any] = StrategyRegistry[path] if named else {"strategy": locate(str(path))}
+    kind: Any = known["strategy"]
+    arguments = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
+    arguments |= known.get("init_params", {}) | (given.get("init_args") or {} if isinstance(given, dict) else {})
+    stage = arguments.get("stage", 3)
+    return replace(traits_of(kind.__new__(kind)), stage=stage if isinstance(stage, int) else 3)
 
 
 def run_alone(trainer: Any) -> None:

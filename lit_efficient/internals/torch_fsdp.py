@@ -19,3 +19,13 @@ def make_root(module: nn.Module) -> None:
 def sharded_modules(module: nn.Module) -> list[Any]:
     """The modules, ``module`` itself among them, whose parameters are gathered together."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Drop all gathered weights, even of a module in the middle of its forward pass, where ``reshard`` does nothing.
+
+    By ``_fsdp_param_groups`` and ``_to_sharded``.
+    """
+    for part in sharded_modules(module):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            group._to_sharded()

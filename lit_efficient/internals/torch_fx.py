@@ -17,9 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node, Tracer
 
+from lit_efficient.internals.torch_fake import has_values
+
 _ADDS = ("add", "add_", "iadd", "sub", "sub_", "isub", "addcmul", "addcmul_")
 _SIZES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
 _QUESTIONS = 1000
+_SHORTCUT = 1  # layers of a shortcut
+_KEEP_ZERO = ("getitem", "chunk", "split", "unbind", "unsqueeze", "squeeze", "view", "reshape", "expand", "tanh", "to")
 # What a value of a forward is: the input itself, but for scale and layout; the input as parts that add to it return it;
 # what layers have made of it; their sum.
 _INPUT, _CARRIED, _BRANCH, _SUM = 1, 2, 3, 4
@@ -62,16 +66,23 @@ class _Recorder(Tracer):
 
 
 class _Call(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, every: bool) -> None:
         super().__init__()
         twin = object.__new__(_own_class(module))  # what the forward sets on itself, is set on this one
         twin.__dict__.update(module.__dict__)
         self.inner = twin
         parameters = inspect.signature(twin.forward).parameters.values()
-        self.count = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and _is_given(p, every)]
 
     def forward(self, given: Any) -> Any:
-        return self.inner.forward(*(given[i] for i in range(max(1, self.count))))
+        if not self.names:
+            return self.inner.forward(given[0])
+        return self.inner.forward(**{name: given[i] for i, name in enumerate(self.names)})
+
+
+def _is_given(p: inspect.Parameter, every: bool) -> bool:
+    tensor = p.annotation is p.empty or "Tensor" in str(p.annotation)
+    return p.default is p.empty or (every and p.default is None and tensor)
 
 
 def _own_class(module: nn.Module) -> Any:
@@ -82,15 +93,18 @@ def _own_class(module: nn.Module) -> Any:
     return cls
 
 
-def _record(module: nn.Module, opaque: Callable[[nn.Module], bool]) -> Graph | None:
-    """The graph of a module's forward, ``opaque`` parts being one call each; ``None`` where it cannot be recorded."""
+def _record(module: nn.Module, opaque: Callable[[nn.Module], bool], every: bool = False) -> Graph | None:
+    """The graph of a module's forward, ``opaque`` parts being one call each; ``None`` where it cannot be recorded.
+
+    Tensors that need not be given are, with ``every``.
+    """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state, put_back = random.getstate(), _held_by(module)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
             for answer in (False, True):  # special cases ask for one of them, assertions for the other
                 with suppress(Exception):  # code of anybody, run on stand-ins, may raise anything
-                    return _Recorder(opaque, answer).trace(_Call(module))
+                    return _Recorder(opaque, answer).trace(_Call(module, every))
     finally:
         random.setstate(state)
         put_back()
@@ -223,59 +237,101 @@ def _is_matrix(parameter: Tensor) -> bool:
     return sum(size > 1 for size in parameter.shape) > 1
 
 
-def residual_ends(module: nn.Module) -> list[tuple[str, str]]:
+def residual_ends(module: nn.Module) -> list[tuple[str, str, bool]]:
     """The layers whose output a forward adds to its first argument, each with the norm behind it, or ``""``.
 
     Looked for in its own code; of a part that is made of others it is the last layer of matrices that the part's code
-    calls, or where that is hidden, that it defines.
+    calls, or where that is hidden, that it defines. Of factors the one that is computed last is the branch, and the
+    others are its gates; the third value tells whether one of these is zero now. A branch beside a shortcut that is one
+    layer of the input is added, too.
     """
     found = []
-    for name, norm in _ends(module)[0]:
-        part = module.get_submodule(name)
-        inner = _last_layers(part)
-        found += [
-            (f"{name}.{end}" if end else name, norm or (f"{name}.{behind}" if behind else "")) for end, behind in inner
-        ]
-    return list(dict.fromkeys(found))
+    for name, norm, closed in _ends(module)[0]:
+        found += [_inside(name, norm, closed, inner) for inner in _last_layers(module.get_submodule(name))]
+    return list({end[:2]: end for end in found}.values())
 
 
-def _last_layers(part: nn.Module) -> list[tuple[str, str]]:
+def _inside(name: str, norm: str, closed: bool, inner: tuple[str, str, bool]) -> tuple[str, str, bool]:
+    end, behind, shut = inner
+    return (
+        f"{name}.{end}" if end else name,
+        norm or (f"{name}.{behind}" if behind else ""),
+        closed or shut,
+    )
+
+
+def _last_layers(part: nn.Module) -> list[tuple[str, str, bool]]:
     if not has_parts(part):
-        return [("", "")]
+        return [("", "", False)]
     found = []
-    for name, norm in _ends(part)[1]:
-        inner = _last_layers(part.get_submodule(name))
-        found += [
-            (f"{name}.{end}" if end else name, norm or (f"{name}.{behind}" if behind else "")) for end, behind in inner
-        ]
+    for name, norm, closed in _ends(part)[1]:
+        found += [_inside(name, norm, closed, inner) for inner in _last_layers(part.get_submodule(name))]
     if found:
         return found
     defined = [name for name, layer in part.named_modules() if name and not has_parts(layer) and has_matrices(layer)]
-    return [(defined[-1], "")] if defined else []
+    return [(defined[-1], "", False)] if defined else []
 
 
-def _ends(module: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+_Ends = list[tuple[str, str, bool]]
+
+
+def _ends(module: nn.Module) -> tuple[_Ends, _Ends]:
     """Parts with matrices, each with the norm behind it, that a forward adds to its input, and that it returns."""
-    graph = _record(module, lambda part: True)
+    added, returned = _ends_in(_record(module, lambda part: True), module)
+    if added:  # a block, which may have more branches, as for attention to another text
+        more, _ = _ends_in(_record(module, lambda part: True, every=True), module)
+        added = list(dict.fromkeys([*added, *more]))
+    return added, returned
+
+
+def _ends_in(graph: Graph | None, module: nn.Module) -> tuple[_Ends, _Ends]:
     kinds: dict[Node, int] = {}
-    ends: dict[Node, list[tuple[str, str]]] = {}
-    added: list[tuple[str, str]] = []
-    for node in graph.nodes if graph is not None else ():
+    ends: dict[Node, _Ends] = {}
+    depths: dict[Node, int] = {}  # layers of matrices on the way from the input
+    called: dict[Node, int] = {}  # when the last of them was
+    zeros: set[Node] = set()  # what is zero whatever the input is
+    added: _Ends = []
+    for i, node in enumerate(graph.nodes if graph is not None else ()):
         if node.op == "output":
             first = node.args[0][0] if isinstance(node.args[0], list | tuple) and node.args[0] else node.args[0]
             return added, ends.get(first, []) if kinds.get(first) == _BRANCH else []
-        kinds[node] = kind = _kind_of(node, {kinds[n] for n in node.all_input_nodes} - {0}, module, ())
-        given = [end for n in node.all_input_nodes if kinds[n] == _BRANCH for end in ends[n]]
+        inputs, name = node.all_input_nodes, getattr(node.target, "__name__", str(node.target))
+        kinds[node] = kind = _kind_of(node, {kinds[n] for n in inputs} - {0}, module, ())
+        branches = [n for n in inputs if kinds[n] == _BRANCH]
+        depths[node] = max((depths[n] for n in inputs if kinds[n]), default=0)
+        called[node] = max((called[n] for n in inputs), default=-1)
+        closed, factors = False, inputs[1:] if name.startswith("addcmul") else inputs if "mul" in name else []
+        if factors:
+            branches = sorted(branches, key=called.__getitem__)[-1:]
+            constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, Tensor)]
+            closed = any(n in zeros for n in factors if n not in branches) or any(map(_is_zero, constants))
+        elif name in _ADDS and kind == _BRANCH and len(branches) == 2 and {*branches} <= {*node.args}:
+            short, deep = sorted(branches, key=depths.__getitem__)
+            if depths[short] <= _SHORTCUT < depths[deep] and ends[short] != ends[deep]:
+                kinds[node], kind, branches = _SUM, _SUM, [deep]
+        given = [(end, norm, closed or shut) for n in branches for end, norm, shut in ends[n]]
         ends[node] = given if kind == _BRANCH else []
-        if node.op == "call_module" and kind == _BRANCH:
+        if closed or (name in _KEEP_ZERO and inputs[0] in zeros):
+            zeros.add(node)
+        if node.op == "call_module":
             part, name = module.get_submodule(_name_of(node)), _name_of(node)
             if has_matrices(part):
-                ends[node] = [(name, "")]
-            elif getattr(part, "weight", None) is not None:
-                ends[node] = [(end, name) for end, _ in given]
+                depths[node] += sum(not has_parts(layer) and has_matrices(layer) for layer in part.modules())
+                called[node] = i
+                if all(_is_zero(*part.get_submodule(end).parameters()) for end, _, _ in _last_layers(part)):
+                    zeros.add(node)
+                ends[node] = [(name, "", False)] if kind == _BRANCH else []
+            elif kind == _BRANCH and getattr(part, "weight", None) is not None:
+                ends[node] = [(end, name, shut) for end, _, shut in given]
+            elif kind == _BRANCH and _is_zero(*part.parameters()):
+                ends[node] = [(end, norm, True) for end, norm, _ in given]
         if kind == _SUM:
             added += given
     return added, []
+
+
+def _is_zero(*tensors: Tensor) -> bool:
+    return bool(tensors) and all(has_values(tensor) and not tensor.any() for tensor in tensors)
 
 
 def fed_alone(module: nn.Module) -> dict[str, set[str]]:

@@ -143,11 +143,6 @@ def preconditioning(sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor, T
     return sigma_data**2 / norm, sigma * sigma_data * norm.rsqrt(), norm.rsqrt(), sigma.log() / 4.0
 
 
-def edm_weight(sigma: Tensor, sigma_data: float) -> Tensor:
-    """EDM's lambda, the weight of the denoised data's squared error: 1 / c_out^2."""
-    return (sigma.square() + sigma_data**2) / (sigma * sigma_data).square()
-
-
 def check_prediction(owner: str, prediction: Prediction, process: DiffusionProcess) -> None:
     """Raise ConfigurationError for a target that the process cannot be trained with or sampled from."""
     check_choice(owner, "prediction", prediction, get_args(Prediction))

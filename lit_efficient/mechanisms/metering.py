@@ -122,9 +122,10 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor | None:
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        kinds.setdefault((is_sharded(values), values.device, values.dtype), []).append(values)
+        mesh = getattr(values, "device_mesh", None)  # shards of several meshes are not summed together
+        kinds.setdefault((is_sharded(values), values.device, values.dtype, mesh), []).append(values)
     norms: list[Tensor] = []
-    for (sharded, _, dtype), tensors in kinds.items():
+    for (sharded, _, dtype, _), tensors in kinds.items():
         wide = torch.float32 if dtype.itemsize < 4 else None
         norm: Any = torch.linalg.vector_norm(torch.stack(list(foreach_norm(tensors, 2.0, dtype=wide))))
         norms.append(norm.full_tensor() if sharded else norm)

@@ -1,8 +1,26 @@
 """This process among those that train together."""
 
+import atexit
+import os
+from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import distributed
+
+
+def join_ranks() -> tuple[int, int]:
+    """In a command that torchrun started: meet its other processes, which wait for each other for as long as it takes.
+
+    Returns:
+        As :func:`place_among_ranks`.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("gloo", timeout=timedelta(days=30))
+        atexit.register(distributed.destroy_process_group)
+    return place_among_ranks()
 
 
 def place_among_ranks() -> tuple[int, int]:
@@ -10,6 +28,11 @@ def place_among_ranks() -> tuple[int, int]:
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def data_rank(trainer: Any) -> int:
+    """This process's number among those with batches of their own: processes of tensor parallelism share one."""
+    return int((trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank))
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -11,19 +11,22 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_installed, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
-from lit_efficient.internals.hugging_face_loading import Replacing, replacing_config
+from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.models.bounds import check_bounds
+from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.read_weights import read_layers
+from lit_efficient.models.weight_slices import WAITS, stored_places
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -211,6 +214,49 @@ def build(
         raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {str(error).splitlines()[0]}") from error
     if grows:
         grow_vocabulary(model, int(vocab_size or 0))
+    keep_unpacked(model)
+    return model.train()
+
+
+def stored_folder(spec: CausalLMConfig) -> Path:
+    """The folder of a named model's files, which a hub's are fetched into.
+
+    Raises:
+        OSError, ValueError: If it cannot be had.
+    """
+    folder = Path(spec.name_or_path or "")
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json"]
+    return Path(snapshot_download(str(spec.name_or_path), revision=spec.revision, allow_patterns=wanted))
+
+
+def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PreTrainedModel | None":
+    """The model without memory for its weights, which :func:`fill_waiting` gives it when it has been sharded.
+
+    Returns:
+        ``None`` where :func:`build` has more to do than to read files under the network's own names.
+    """
+    if spec.draws_weights or spec.quantize is not None or torch.get_default_device().type == "meta":
+        return None
+    config = resolve(spec, from_data)
+    grows = (from_data or {}).get("vocab_size", 0) > config.get_text_config().vocab_size
+    if grows or config.tie_word_embeddings or getattr(config, "quantization_config", None) is not None:
+        return None
+    try:
+        folder = stored_folder(spec)
+        stored = stored_places(folder).keys()
+    except (OSError, ValueError, CheckpointError):
+        return None  # which `build` says
+    dtype = getattr(config, "dtype", None) if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
+    with torch.device("cpu"), DeferredDraws():
+        model = empty_from_config(config, dtype or torch.float32, **options)
+    if model.state_dict().keys() != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):
+        return None
+    model.__dict__[WAITS] = str(folder)
     keep_unpacked(model)
     return model.train()
 

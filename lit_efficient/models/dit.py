@@ -114,6 +114,15 @@ class DiT(nn.Module):
     """
 
     positions: Tensor | None  # of the trained size; None with rope
+    # How processes share the layers (mechanisms/tensor_parallel). No part by rows of qkv, which is one layer, has
+    # whole heads: what it gives is gathered.
+    tp_plan: ClassVar[dict[str, str]] = {
+        **{f"blocks.*.{name}": "colwise_gather_output" for name in ("attention.qkv", "cross.q", "cross.kv")},
+        **{f"blocks.*.{name}.out": "rowwise_split_input" for name in ("attention", "cross")},
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "blocks.*.modulation": "colwise_gather_output",
+    }
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()

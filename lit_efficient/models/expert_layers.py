@@ -224,7 +224,9 @@ class ExpertMixture(Loads, StaysFloat32):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(rows.to(torch.promote_types(x.dtype, torch.float32)), self.router_weight.to(_wide(x)))
         weights, chosen = route_tokens(logits, self.router_top_k, self.router_bias)
-        if self.training and torch.is_grad_enabled():  # in a recomputed forward, too: it must save the same tensors
+        if (
+            self.training and len(rows) and torch.is_grad_enabled()
+        ):  # in a recomputed forward, too: it must save the same tensors
             terms = torch.stack([load_balance_loss(logits, chosen), router_z_loss(logits)])
             if self.side_terms is not None:
                 self.side_terms.append(terms)
@@ -244,7 +246,7 @@ class ExpertMixture(Loads, StaysFloat32):
             for layer in layers:
                 layer.groups = None
         y = y[order.argsort()].unflatten(0, (-1, slots))  # [N, k, D]
-        return (y * weights[..., None]).sum(1).to(y.dtype).reshape(*x.shape[:-1], -1)
+        return (y * weights[..., None]).sum(1).to(y.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Keep the router where a checkpoint is of the network without experts."""

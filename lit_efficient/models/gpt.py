@@ -265,6 +265,14 @@ class GPT(nn.Module):
     """
 
     loss_function = staticmethod(token_losses)
+    tp_plan: ClassVar[dict[str, str]] = {  # how processes share the layers (mechanisms/tensor_parallel)
+        "embedding": "embedding_rowwise",
+        **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+        "blocks.*.attention.out": "rowwise",
+        **{f"blocks.*.mlp.{name}": "colwise" for name in ("gate", "up")},
+        "blocks.*.mlp.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

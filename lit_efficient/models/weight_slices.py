@@ -23,6 +23,7 @@ from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.surgery import is_sharded, local
 
 _INDEX = ".safetensors.index.json"
+WAITS = "_lit_efficient_weights"  # of a network that has been built empty: the folder of its weights
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def load_slices(
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         check_sums(path)
-    places = _places(Path(path))
+    places = stored_places(Path(path))
     opened: dict[Path, Any] = {}
     loaded, lacking = set[object](), dict[str, object]()
     for name, tensor in {**dict(module.named_parameters(remove_duplicate=False)), **_persistent(module)}.items():
@@ -75,13 +76,30 @@ def load_slices(
     return missing
 
 
+def fill_waiting(root: nn.Module, device: torch.device) -> int:
+    """Give memory and their weights to the networks in ``root`` that were built empty, when all of it is sharded.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        CheckpointError, ConfigurationError: As of :func:`load_slices`.
+    """
+    waiting = [network for network in root.modules() if WAITS in network.__dict__]
+    if waiting:  # of the whole: whoever has sharded it must see its new parameters
+        root._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+    for network in waiting:
+        load_slices(network, network.__dict__.pop(WAITS))
+    return len(waiting)
+
+
 def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
     kept = module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
 
 
-def _places(path: Path) -> dict[str, Path]:
-    """The file that each tensor lies in."""
+def stored_places(path: Path) -> dict[str, Path]:
+    """The file that each tensor of a folder lies in."""
     indexes = sorted(path.glob(f"*{_INDEX}")) if path.is_dir() else []
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if len(indexes) > 1 or (not indexes and len(files) != 1) or (files and not files[0].is_file()):

@@ -65,6 +65,8 @@ class ReplicatedStrategy(DDPStrategy):
         "memory": (13, "several devices that hold all of the model: one copy of the gradients less than plain DDP"),
     }
 
+    gradients_are_views = True  # of the buckets
+
     def __init__(
         self,
         compression: str = "bf16",

@@ -31,12 +31,15 @@ from lit_efficient.internals.lightning_sharding import ShardingBase, configured
 from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
 from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
+from lit_efficient.internals.wraps import wrap_method
 from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.mechanisms.adapters.base import has_frozen_base
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
+from lit_efficient.mechanisms.tensor_parallel import clip_by_norm, parallelize, plan_of, same_draws
+from lit_efficient.models.weight_slices import fill_waiting
 from lit_efficient.surgery import count, is_sharded, reshard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,6 +64,8 @@ class ShardedStrategy(ShardingBase):
         gather_dtype: In which weights are gathered and used: ``auto`` is bfloat16 under ``precision: bf16-mixed``, else
             what they are stored in.
         reduce_dtype: In which gradients are averaged.
+        tensor_parallel: Processes that share each layer of the network's own plan (``tp_plan``: GPT, DiT, many of
+            Hugging Face's) and see the same batch; all of them, divided by this number, shard what each has. 1: none.
         reduce_each_batch: Average gradients after each batch of an accumulation window, too. Without, they are sent
             once a window, and each process holds whole gradients until then.
         save_distributed_checkpoint: Each process writes its shards, into a folder; false: one file, which the first
@@ -80,6 +85,11 @@ class ShardedStrategy(ShardingBase):
     shards_itself = True  # what is not sharded yet is no error
     writes_sums = True
 
+    @property
+    def reads_slices(self) -> bool:
+        """Whether a network may come without its weights, of which each process then reads its own slices."""
+        return self.tensor_parallel == 1
+
     def __init__(
         self,
         blocks: str | list[str] = "auto",
@@ -88,6 +98,7 @@ class ShardedStrategy(ShardingBase):
         offload: bool = False,
         gather_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         reduce_dtype: Literal["float32", "bfloat16"] = "float32",
+        tensor_parallel: int = 1,
         reduce_each_batch: bool = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
@@ -97,6 +108,9 @@ class ShardedStrategy(ShardingBase):
         check_choice(who, "gather_dtype", gather_dtype, ("auto", *_DTYPES))
         check_choice(who, "reduce_dtype", reduce_dtype, tuple(_DTYPES))
         check_number(who, "replicas", replicas, least=1, whole=True)
+        check_number(who, "tensor_parallel", tensor_parallel, least=1, whole=True)
+        if replicas > 1 < tensor_parallel:
+            raise refusal(who, "replicas", "1 with tensor_parallel above 1", replicas)
         flags = {"offload": offload, "reduce_each_batch": reduce_each_batch}
         for name, value in {**flags, "save_distributed_checkpoint": save_distributed_checkpoint}.items():
             if not isinstance(value, bool):
@@ -116,16 +130,15 @@ class ShardedStrategy(ShardingBase):
         self.offload = offload
         self.gather_dtype = gather_dtype
         self.reduce_dtype = reduce_dtype
+        self.tensor_parallel = tensor_parallel
         self.reduce_each_batch = reduce_each_batch
         self._mesh: Any = None  # over which parameters are sharded
 
     # Processes -------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        world = self.num_nodes * self.num_processes
-        if world % self.replicas:
-            raise refusal("ShardedStrategy", "replicas", f"a divisor of the world size ({world})", self.replicas)
-        self.fix_sizes(tensor_parallel=1)
+        self._check_sizes(world := self.num_nodes * self.num_processes)
+        self.fix_sizes(self.tensor_parallel)
         super().setup_environment()
         self._mesh = self.device_mesh["data_parallel"]
         if self.replicas > 1:
@@ -137,6 +150,8 @@ class ShardedStrategy(ShardingBase):
         self.model = self.precision_plugin.convert_module(module)
         if not any(map(is_sharded, module.parameters())):
             rank_zero_info(f"ShardedStrategy: {self._shard(module)}")
+            if hasattr(module, "on_sharded"):  # no checkpoint has been read
+                module.on_sharded()
         with configured(module):
             super().setup(trainer)
         if sharded_modules(module)[:1] == [module]:
@@ -154,6 +169,72 @@ class ShardedStrategy(ShardingBase):
 
     def _shard(self, module: nn.Module) -> str:
         """Shard ``module`` in place, and say how."""
+        found, units, heads = self._units(module)
+        self._check_formats(module, units)
+        same_everywhere(module, self.root_device)
+        divided = self._divide(module)
+        how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
+        for unit in units:
+            # A head's backward pass comes right after its forward pass.
+            stays = any(unit is head for head in heads)
+            fully_shard(unit, reshard_after_forward=False if stays else self.reshard_after_forward, **how)
+        rest = count(module.parameters()) - count(p for unit in units for p in unit.parameters())
+        fully_shard(module, reshard_after_forward=False, **how)
+        fill_waiting(module, torch.device("cpu") if self.offload else self.root_device)
+        gather_when_called(module, units)
+        blocks = sum(any(unit is block for block in found) for unit in units)
+        total = count(module.parameters())
+        kinds = ", ".join(sorted({type(unit).__name__.removeprefix("FSDP") for unit in units[:blocks]}))
+        return (
+            f"{total:,} parameters in {self._mesh.size() // self.replicas} shards: {blocks} blocks ({kinds or 'none'})"
+            f", {len(units) - blocks} embeddings and heads, and {rest:,} parameters of the rest"
+            + (f"; {self.replicas} replicas" if self.replicas > 1 else "")
+            + divided
+        )
+
+    def shard_frozen(self, network: nn.Module) -> None:
+        """Shard the blocks of a frozen network beside the module, which all processes call together; if it has any.
+
+        What is no block stays whole, as do blocks of codes, which have their scales beside them.
+        """
+        try:
+            found = find_blocks(network, who="ShardedStrategy")
+        except ConfigurationError:
+            return
+        for _, block in found:
+            if all(type(p) is nn.Parameter and p.is_floating_point() for p in block.parameters()):
+                fully_shard(block, mesh=self._mesh, reshard_after_forward=True, offload_policy=self._offload())
+                make_root(block)  # now: copies that probes make would be taken for parts of it
+
+    def _divide(self, module: nn.Module) -> str:
+        """Have processes share the layers of the network's plan, and say how many."""
+        if self.tensor_parallel == 1:
+            return ""
+        mesh = self.device_mesh["tensor_parallel"]
+        layers = parallelize(module, mesh)
+        same_draws(mesh)
+        wrap_method(self.precision_plugin, "clip_grad_by_norm", clip_by_norm)
+        return f"; {layers} layers are each shared by {self.tensor_parallel} processes"
+
+    def check_network(self, module: nn.Module, world: int) -> None:
+        """Refuse what ``world`` processes could not shard, where there is one yet.
+
+        Raises:
+            ConfigurationError: As when it is sharded.
+            ConflictError: For a layer of the plan that a technique has changed.
+        """
+        self._check_sizes(world)
+        self._units(module)
+        if self.tensor_parallel > 1:
+            plan_of(module, self.tensor_parallel)
+
+    def _check_sizes(self, world: int) -> None:
+        for name in ("replicas", "tensor_parallel"):
+            if world % getattr(self, name):
+                raise refusal("ShardedStrategy", name, f"a divisor of the world size ({world})", getattr(self, name))
+
+    def _units(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+        """The blocks, what is gathered at a time, and the heads among that."""
         scalar = next((name for name, p in module.named_parameters() if p.ndim == 0), None)
         if scalar is not None:
             raise ConfigurationError(
@@ -173,24 +254,7 @@ class ShardedStrategy(ShardingBase):
                 f"ShardedStrategy: the {len(found)} blocks of {type(module).__name__} have no parameters of their own, "
                 r"or share some: name others with blocks=['layers\.\d+'], for example, or use strategy='ddp'"
             )
-        self._check_formats(module, units)
-        same_everywhere(module, self.root_device)
-        how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
-        for unit in units:
-            # A head's backward pass comes right after its forward pass.
-            stays = any(unit is head for head in heads)
-            fully_shard(unit, reshard_after_forward=False if stays else self.reshard_after_forward, **how)
-        rest = count(p for p in module.parameters() if not is_sharded(p))
-        fully_shard(module, reshard_after_forward=False, **how)
-        gather_when_called(module, units)
-        blocks = sum(any(unit is block for block in found) for unit in units)
-        total = count(module.parameters())
-        kinds = ", ".join(sorted({type(unit).__name__.removeprefix("FSDP") for unit in units[:blocks]}))
-        return (
-            f"{total:,} parameters in {self._mesh.size() // self.replicas} shards: {blocks} blocks ({kinds or 'none'})"
-            f", {len(units) - blocks} embeddings and heads, and {rest:,} parameters of the rest"
-            + (f"; {self.replicas} replicas" if self.replicas > 1 else "")
-        )
+        return found, units, heads
 
     def _policy(self) -> MixedPrecisionPolicy:
         precision = str(self.precision_plugin.precision)

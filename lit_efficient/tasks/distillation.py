@@ -22,6 +22,7 @@ from lit_efficient.files.cache import cache_root
 from lit_efficient.internals.hugging_face import masks_unread
 from lit_efficient.internals.lightning_loops import arrives_unchanged
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.chunked_cross_entropy import computes_ignored
 from lit_efficient.losses.chunked_distillation import (
@@ -226,7 +227,7 @@ class Distillation(LanguageModeling):
         return losses, targets, router_loss
 
     def _hidden_states(self, network: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        # Each process has the whole teacher, and may be the only one that asks it.
+        # The teacher of a cache is asked by one process alone.
         ours = network is self.network
         inputs = self._rows.arguments(network, batch, self._agree) if ours else self._read.arguments(network, batch)
         if id(network) not in self._checked:
@@ -258,16 +259,21 @@ class Distillation(LanguageModeling):
     @torch.no_grad()
     def _asked(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> LiveTeacher:
         """What the live teacher has to say of the tokens ``chosen`` of a batch."""
-        assert self._live is not None
-        network = self._live.on(self.device)
+        network = self._asks()
         hidden, _ = self._hidden_states(network, batch)
         return LiveTeacher(hidden.flatten(0, 1)[chosen], output_head(network), vocab_size)
+
+    def _asks(self) -> nn.Module:
+        """The live teacher; sharded where all processes ask it, and not the first one for a cache."""
+        assert self._live is not None
+        strategy = getattr(trainer_of(self), "strategy", None)
+        return self._live.on(self.device, strategy if self.cache_top_k is None else None)
 
     def _vocabulary(self, rows: int) -> int:
         """Tokens to compare, for a student's head with so many rows."""
         if self._shared is not None:
             return self._shared
-        theirs = rows if self._live is None else output_head(self._live.on(self.device)).rows
+        theirs = rows if self._live is None else output_head(self._asks()).rows
         if rows != theirs:
             raise ConfigurationError(
                 f"Distillation: without a tokenizer in the data, student and teacher must have the same number of "

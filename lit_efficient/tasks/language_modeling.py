@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lit_efficient.application import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
+from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
@@ -146,7 +147,8 @@ class LanguageModeling(LightningModule):
             waits = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
-                self.network = causal_lm.build(self.model, from_data, self._replacing())
+                empty = causal_lm.build_empty(self.model, from_data) if self._weights_wait() else None
+                self.network = empty or causal_lm.build(self.model, from_data, self._replacing())
                 if said := causal_lm.widened(self.model):
                     rank_zero_info(f"{type(self).__name__}: {said}")
             return
@@ -348,6 +350,14 @@ class LanguageModeling(LightningModule):
         """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
         own = checkpoint is not None or type(self).configure_model is LanguageModeling.configure_model
         return on_read(self, "network.", checkpoint) if own else None
+
+    def _weights_wait(self) -> bool:
+        """Whether the strategy reads each process's slices, and nobody asks for weights before it."""
+        trainer = trainer_of(self)
+        if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
+            return False
+        asking = {Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT} & {one.phase for one in techniques_of(trainer)}
+        return not asking and type(self).configure_model is LanguageModeling.configure_model
 
     def _built(self) -> nn.Module:
         if self.network is None:

@@ -33,6 +33,7 @@ from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.models.class_token import apart, with_token
 from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
@@ -205,7 +206,7 @@ class LatentDiffusion(LatentGenerator):
         return found
 
     def _evaluate(self, stage: str, batch: dict[str, Any], batch_idx: int) -> None:
-        seed = FIXED_SEED + batch_idx * self.trainer.world_size + self.global_rank
+        seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)
         process = replace(self.process, input_perturbation=0.0)  # a means of training; samplers do not perturb
         condition = self.conditioning.of_batch(batch, self.device)
         encoded = latent_source.with_posterior(batch, self.codec)

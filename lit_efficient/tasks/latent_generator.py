@@ -27,6 +27,7 @@ from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
+from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.models import backbones
 from lit_efficient.models.backbone_shape import BackboneShape
 from lit_efficient.models.class_token import apart, rows_of
@@ -199,7 +200,7 @@ class LatentGenerator(LightningModule):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """One new image for each sample's label and caption: uint8 [B, C, H, W]."""
-        seed = FIXED_SEED + batch_idx * self.trainer.world_size + self.global_rank  # no noise twice
+        seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)  # no noise twice
         generator = torch.Generator().manual_seed(seed)
         condition = self.conditioning.of_batch(batch, self.device)
         size = latent_source.latent_size(batch, self.codec)

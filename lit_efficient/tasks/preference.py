@@ -101,27 +101,32 @@ class Preference(PairTask):
 
         Raises:
             CheckpointError: If the network has trained already and its start is not known.
-            ConflictError: If weights that would have to be copied are sharded.
+            ConflictError: If weights that would have to be copied are sharded, but by ShardedStrategy.
         """
         if self._reference is not None or not self.needs_reference:
             return self._reference
-        made = Reference(self._built())
+        made = Reference(self._built(), self)
         traits = traits_of(getattr(trainer_of(self), "strategy", None))
-        if made.tensors and traits.shards:
+        if made.tensors and traits.shards and not traits.shards_itself:
             raise ConflictError(
                 f"Preference: loss={self.loss!r} keeps a copy of what trains in full ({len(made.tensors)} tensors), "
                 f"which {traits.name} shards: train adapters (LoRA) alone, whose reference is the base itself, or use "
                 "loss='orpo' or 'simpo', which need none"
             )
+        self._check_start(made)
+        self._reference = made
+        rank_zero_info(f"Preference: the reference is {made.describe()}.")
+        return made
+
+    on_sharded = reference  # before a checkpoint's weights come, which the strategy reads
+
+    def _check_start(self, made: Reference) -> None:
         if self._fingerprint is not None and made.fingerprint() != self._fingerprint:
             raise CheckpointError(
                 "Preference: the reference of this checkpoint's run is not the network here before the checkpoint's "
                 "weights are loaded. Build it from the same start (a folder, start_from, or the same seed for random "
                 "weights) and give the checkpoint to the trainer: fit(ckpt_path=...) or validate(ckpt_path=...)"
             )
-        self._reference = made
-        rank_zero_info(f"Preference: the reference is {made.describe()}.")
-        return made
 
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
         """Losses and rewards of the pairs of a batch."""
@@ -154,7 +159,9 @@ class Preference(PairTask):
         if saved is None:  # a language model's: what is loaded is a start
             return
         self._fingerprint = saved["reference"]
-        if built and trainer_of(self) is not None:
+        if self._reference is not None:
+            self._check_start(self._reference)
+        elif built and trainer_of(self) is not None:
             self.reference()
 
     def _log_probs(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:

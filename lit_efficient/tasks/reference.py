@@ -2,6 +2,7 @@
 
     under adapters    the frozen base, with copies of what trains in full beside them (a new head): often nothing
     without           copies of all weights, which take the place of the trained ones for one forward pass
+    in shards         copies of each process's, which change places with the trained ones for it
 
 The copies belong to no module: no checkpoint, optimizer or technique ever meets them. A run that is resumed builds its
 start as the first one did and takes the copies from there; a fingerprint in the checkpoint proves them to be the same.
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_fsdp import drop_gathered
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
 from lit_efficient.models.modes import evaluating
+from lit_efficient.surgery import is_sharded, local
 
 _SAMPLES = 1024
 
@@ -29,9 +32,12 @@ class Reference:
     Args:
         network: The network, with its adapters if it is to have any. Its weights are copied, except for those that
             adapters keep frozen.
+        root: What is sharded, with the network in it; by default the network.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, root: nn.Module | None = None) -> None:
+        self.root = network if root is None else root
+        drop_gathered(self.root)
         self.adapted = has_adapters(network)
         in_full = _train_in_full(network)
         self.tensors = {
@@ -39,6 +45,10 @@ class Reference:
             for name, parameter in network.named_parameters()
             if parameter.is_floating_point() and (not self.adapted or name in in_full)
         }
+        self.sharded = any(map(is_sharded, self.tensors.values()))
+        self._fingerprint = ""
+        if self.sharded:  # now, as all processes make it together
+            self._fingerprint = self.fingerprint()
 
     def describe(self) -> str:
         """One line about where it comes from, and what it costs."""
@@ -48,6 +58,8 @@ class Reference:
 
     def fingerprint(self) -> str:
         """A digest of the copies; that of frozen weights is the adapters' own business."""
+        if self._fingerprint:
+            return self._fingerprint
         return hashlib.sha256(repr([(n, _digest(t)) for n, t in self.tensors.items()]).encode()).hexdigest()[:32]
 
     def __call__(self, network: nn.Module, function: Callable[[], Any]) -> Any:
@@ -68,10 +80,27 @@ class Reference:
                 f"Preference: {late[0]!r} has begun to train beside adapters, and the reference has no copy of it: "
                 "let all that trains do so from the start, or use no adapters"
             )
+        if self.sharded:
+            with torch.no_grad(), evaluating(network), disabled(network):
+                self._exchange(network)
+                try:
+                    return function()
+                finally:
+                    self._exchange(network)
         device = next(network.parameters()).device
         self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         with torch.no_grad(), evaluating(network), disabled(network):
             return functional_call(_Call(network, function), {f"network.{k}": t for k, t in self.tensors.items()}, ())
+
+    def _exchange(self, network: nn.Module) -> None:
+        """Let the shards of the network and those of the copies change places."""
+        drop_gathered(self.root)
+        parameters = dict(network.named_parameters())
+        for name, tensor in self.tensors.items():
+            ours, theirs = local(parameters[name].detach()), local(tensor)
+            now = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(now)
 
 
 class _Call(nn.Module):
@@ -94,6 +123,7 @@ def _train_in_full(network: nn.Module) -> list[str]:
 
 def _digest(tensor: Tensor) -> str:
     """Of a tensor's shape and up to 1024 of its values, bit by bit: one step at a rate of 1e-6 must show."""
+    tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[operator]
     values = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)].contiguous().cpu()
     content = repr((tuple(tensor.shape), str(tensor.dtype))).encode() + values.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()

@@ -1,7 +1,7 @@
 """A teacher for distillation: where it comes from, whether it reads the student's tokens, and how it is held.
 
 It is held beside the module, not in it: no technique changes it, no optimizer, average or checkpoint sees it, and no
-strategy shards or replicates it (each process has a whole one).
+strategy replicates it. Each process has a whole one, or, of one that all ask together, a part of its blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.models import causal_lm
-from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.models.causal_lm import CausalLMConfig, stored_folder
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
@@ -108,11 +108,13 @@ class FrozenNetwork:
         self._held = nn.ModuleList([network.eval().requires_grad_(False)])
         self._device: torch.device | None = None
 
-    def on(self, device: torch.device) -> nn.Module:
-        """The network, moved there if it is elsewhere."""
+    def on(self, device: torch.device, strategy: Any = None) -> nn.Module:
+        """The network, moved there if it is elsewhere, and sharded by a strategy that can (``shard_frozen``)."""
         if self._device != device:
             self._held.to(device)
             self._device = device
+            if hasattr(strategy, "shard_frozen"):
+                strategy.shard_frozen(self._held[0])
         return self._held[0]
 
     def __deepcopy__(self, memo: object) -> FrozenNetwork:
@@ -152,18 +154,12 @@ def tokens_in_common(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, 
 
 
 def _digest_of_files(spec: CausalLMConfig) -> str:
-    folder = Path(spec.name_or_path or "")
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            wanted = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(str(spec.name_or_path), revision=spec.revision, allow_patterns=wanted))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+    try:
+        folder = stored_folder(spec)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"
+        ) from error
     files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json")))
     found = [(path.name, sha256_of(path)) for path in files]
     return _hash([{key: value for key, value in asdict(spec).items() if key != "name_or_path"}, found])

@@ -20,6 +20,7 @@ from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, 
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.blocks.offloading import Offload
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
+from lit_efficient.mechanisms.trials.memory import collected
 from lit_efficient.testing import Run
 from tests.callbacks.test_activation_checkpointing import Dropping, Spectral
 from tests.callbacks.test_stochastic_depth_families import FAMILIES
@@ -52,9 +53,8 @@ def leaves_the_device(run: Run) -> None:
     assert blocks
     assert hooks
     before = blocks[0]._offload.tensors
-    with training(run) as x:
+    with collected(), training(run) as x:
         loss = run.module._sample_loss((x,)).mean()
-    gc.collect()
     assert not any(storage() is not None for storage in held)
     if held and not any(getattr(block, "_recomputes", False) for block in blocks):
         assert blocks[0]._offload.tensors > before

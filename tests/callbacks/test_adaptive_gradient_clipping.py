@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import lit_efficient
 from lit_efficient import ConfigurationError, ConflictError, LoRA, OptimizerInBackward, adaptive_clip
+from lit_efficient.callbacks.adaptive_gradient_clipping import input_dims
 from lit_efficient.mechanisms.averages.weights import whole
+from lit_efficient.models.expert_layers import ExpertLinear
 from lit_efficient.testing import Case, Run
 from tests.contract.row import Row
 from tests.support import Toy, assert_equal, data, trainer, weights
@@ -31,7 +33,8 @@ class AdaptiveGradientClipping(lit_efficient.AdaptiveGradientClipping):
         before = {p: g.clone() for p, g in gradients.items()}
         super().clip(gradients)
         for p, gradient in gradients.items():
-            for w, old, new in zip(units(p), units(before[p]), units(gradient), strict=True):
+            rows = (t.flatten(0, 1) if t.ndim == 3 else t for t in (p, before[p], gradient))  # of experts
+            for w, old, new in zip(*map(units, rows), strict=True):
                 limit = self.clip_factor * max(norm(w), self.eps)
                 self.most = max(self.most, norm(new) / limit)
                 self.clipped += norm(old) > 1.01 * limit
@@ -91,6 +94,25 @@ def test_equals_timm() -> None:
     timm.utils.agc.adaptive_clip_grad(layer.parameters(), 0.16)
     for p, (_, ours) in zip(layer.parameters(), pairs, strict=True):
         torch.testing.assert_close(ours, p.grad, rtol=1e-6, atol=0)
+
+
+def test_a_unit_is_what_one_output_sees_where_inputs_are_first_and_of_each_expert() -> None:
+    """A layer that is written in two ways is clipped alike: as a linear one, as GPT-2's, and as one of two experts."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(5, 3)
+    upwards = nn.ConvTranspose2d(3, 5, 2)
+    experts = ExpertLinear(nn.Parameter(torch.randn(2, 5, 3)), None)
+    turned = ExpertLinear(nn.Parameter(torch.randn(2, 3, 5)), None, transposed=True)
+    net = nn.ModuleList([conv1d, upwards, experts, turned])
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    technique = lit_efficient.AdaptiveGradientClipping(0.16)
+    technique._dims = input_dims(net)
+    layouts = {conv1d: lambda t: t.mT, upwards: lambda t: t.transpose(0, 1), experts: lambda t: t.flatten(0, 1)}
+    layouts[turned] = lambda t: t.mT.flatten(0, 1)
+    wanted = [slow(turn(part.weight), turn(part.weight.grad), 0.16, 1e-3) for part, turn in layouts.items()]
+    technique.clip({p: p.grad for p in net.parameters() if p.grad is not None})
+    for (part, turn), expected in zip(layouts.items(), wanted, strict=True):
+        torch.testing.assert_close(turn(part.weight.grad).double(), expected, rtol=1e-5, atol=0)
 
 
 def test_sparse_gradients_are_clipped_by_their_rows_and_others_by_their_own_formats() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import Any
 from weakref import WeakSet
@@ -15,6 +14,7 @@ from lightning_utilities.core import rank_zero
 import lit_efficient
 from lit_efficient import ConfigurationError
 from lit_efficient.callbacks.fast_matmul import swap_switches
+from lit_efficient.mechanisms.trials.memory import collected
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.support import Net, Toy, data, trainer
@@ -148,14 +148,14 @@ def test_lightning_does_not_advise_what_is_about_to_be_set(
 ) -> None:
     advice = "You are using a CUDA device ('H200') that has Tensor Cores. To properly utilize"
     monkeypatch.setattr("lit_efficient.callbacks.fast_matmul._LIVE", WeakSet())  # of no other test
-    heeds = FastMatmul()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), collected():
+        heeds = FastMatmul()
         rank_zero.rank_zero_info(advice)
         rank_zero.rank_zero_info("GPU available: True")
         assert "GPU available" in caplog.text
         assert "Tensor Cores" not in caplog.text
         del heeds
-        gc.collect()
+    with caplog.at_level(logging.INFO):
         rank_zero.rank_zero_info(advice)
     assert "Tensor Cores" in caplog.text  # to those who do not use it
 

@@ -18,6 +18,7 @@ from lit_efficient.models.signs_of_training import sign_of_training
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.mechanisms.adapters.decoders import FAMILIES, decoder
+from tests.timm_models import import_timm
 
 
 def begins_small(run: Run) -> None:
@@ -51,7 +52,7 @@ def test_each_familys_residual_branches_are_known(family: str) -> None:
     block = "transformer.h.0" if family == "GPT2" else "model.layers.0"
     names = ["attn.c_proj", "mlp.c_proj"] if family == "GPT2" else ["self_attn.o_proj", "mlp.down_proj"]
     norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if family in {"Gemma2", "Gemma3"} else ["", ""]
-    assert residual_ends(network.get_submodule(block)) == list(zip(names, norms, strict=True))
+    assert [end[:2] for end in residual_ends(network.get_submodule(block))] == list(zip(names, norms, strict=True))
     network.config._name_or_path = ""
     apply(root := nn.ModuleDict({"model": network}), [Initialise(residual="zero")])
     assert reports_of(root)["Initialise"].details["residual_branches"] == 4
@@ -145,3 +146,57 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             Initialise(**arguments)  # type: ignore[arg-type]
+
+
+def _diffusers_dit() -> Any:
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+    return diffusers.DiTTransformer2DModel(**sizes, sample_size=8, patch_size=2, num_embeds_ada_norm=10)
+
+
+class Rezero(nn.Module):
+    """A branch behind a learned factor that begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x + torch.tanh(self.gate) * self.down(self.up(x))
+
+
+@pytest.mark.parametrize("make", [lambda: DiT(DiTConfig(width=16, depth=2, heads=2)), _diffusers_dit, Rezero])
+def test_a_branch_has_one_factor_that_begins_at_zero_and_all_of_it_learns(make: Any) -> None:
+    """Of a gate and a branch that are both zero, neither has ever a gradient."""
+    torch.manual_seed(0)
+    apply(root := nn.ModuleDict({"model": make()}), [Initialise(residual="zero")])
+    network: Any = root["model"]
+    starts = {name: p.detach().clone() for name, p in network.named_parameters()}
+    optimizer = torch.optim.Adam(network.parameters())  # moves at any gradient
+    for _ in range(4):
+        x = torch.randn(4, 4) if isinstance(network, Rezero) else torch.randn(4, 4, 8, 8)
+        more = {"class_labels": torch.arange(4)} if hasattr(network, "config") and not isinstance(network, DiT) else {}
+        labels = () if more or isinstance(network, Rezero) else (torch.arange(4),)
+        y = network(x, torch.arange(1, 5), *labels, **more)
+        optimizer.zero_grad()
+        (getattr(y, "sample", y) - torch.randn_like(x)).square().mean().backward()
+        optimizer.step()
+    assert [name for name, p in network.named_parameters() if torch.equal(p, starts[name])] == []
+
+
+def test_gates_are_no_branches_and_attention_to_another_text_and_shortcuts_hide_none() -> None:
+    timm, transformers = import_timm(), pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
+    layers = {
+        f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")
+    }
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = transformers.WhisperModel(transformers.WhisperConfig(vocab_size=64, **sizes, **layers, **ids))
+    for network, count in ((whisper, 10), (_diffusers_dit(), 4)):
+        apply(root := nn.ModuleDict({"model": network}), [Initialise(pretrained=True)])
+        assert reports_of(root)["Initialise"].details["residual_branches"] == count
+    resnets = [timm.create_model("resnet18", channels=(4, 8, 8, 8), zero_init_last=zero) for zero in (True, False)]
+    apply(root := nn.ModuleDict({"model": resnets[1]}), [Initialise("fan_out", residual="zero")])
+    assert reports_of(root)["Initialise"].details["residual_branches"] == 8
+    ends = [[name for name, p in one.named_parameters() if name.endswith("weight") and not p.any()] for one in resnets]
+    assert ends[1] == ends[0]

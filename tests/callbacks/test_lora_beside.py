@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import ConfigurationError, LoRA, apply, merge_adapters, restore
+from lit_efficient import ConfigurationError, LoRA, adapters_by_row, apply, merge_adapters, mix_adapters, restore
 from lit_efficient.export.adapters import export_checkpoint
-from lit_efficient.mechanisms.adapters.several import adapters_by_row, mix_adapters
+from lit_efficient.mechanisms.adapters.capacity import learned_tokens, rank_for
 from tests.support import QUIET
 
 peft = pytest.importorskip("peft")
@@ -180,3 +180,28 @@ def test_what_cannot_stand_beside_is_refused(theirs: tuple[Any, Path], tmp_path:
     dora.save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="variant 'dora', which changes the base for all"):
         LoRA(beside={"code": str(tmp_path)})
+
+
+def test_a_rank_for_the_tokens_of_an_epoch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    labels = torch.full((32,), 3)
+    labels[:12] = -100  # a prompt
+    rows = [{"input_ids": labels.clamp_min(0), "labels": labels}] * 40
+
+    class Mapped(Task):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+    technique = LoRA(1, targets=["layers.0.self_attn.q_proj"])
+    settings = {**QUIET, "max_steps": 6, "accumulate_grad_batches": 2}
+    with caplog.at_level("INFO"):
+        L.Trainer(callbacks=[technique], **settings).fit(Mapped().train(), DataLoader(rows, batch_size=4))
+    (said,) = [record.message for record in caplog.records if "tokens an epoch" in record.message]
+    tokens, parameters = 10 * 4 * 20, 32 + 32  # an epoch of ten batches, of which all are learned from
+    assert f"about {tokens:,} tokens" in said
+    assert f"{parameters} parameters" in said
+    assert f"about rank {rank_for(tokens, parameters)} holds it" in said
+    assert rank_for(tokens, parameters) == 7
+    assert learned_tokens({"shift_labels": labels[None]}) == 20
+    assert learned_tokens({"labels": torch.arange(3)}) is None
+    assert learned_tokens([labels]) is None

@@ -344,6 +344,7 @@ def test_a_failed_trial_leaves_nothing_allocated() -> None:
             live.append(sum(seen.values()))
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            gc.freeze()  # what exists is neither counted nor looked through
             self._count()
             trials = Trials(trainer)
             gc.collect()
@@ -353,6 +354,7 @@ def test_a_failed_trial_leaves_nothing_allocated() -> None:
             assert meter.peak > 2**20
             del trials, meter
             self._count()
+            gc.unfreeze()
 
     trainer([Measure()], max_steps=1).fit(TextModule(), DataLoader(Texts(), 4, collate_fn=pad))
     assert live[0] == live[1]
@@ -436,7 +438,7 @@ def test_manual_optimization_searches_without_accumulation() -> None:
     assert run.global_step == 4  # two batches, two optimizers
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_processes_agree_on_the_smallest(tmp_path: Path) -> None:
     run_ranks(_agree_on_the_smallest, tmp_path)
 

@@ -171,6 +171,16 @@ def test_computes_what_a_loop_over_the_experts_does_with_its_gradients(top_k: in
     assert all(g.abs().sum() > 0 for g in ours)  # the router's, too, with one expert a token
 
 
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_no_tokens_are_no_error_and_no_loss(shape: tuple[int, ...]) -> None:
+    add_mixture(mixture := SwiGLU(CONFIG), 4, 2, generator=torch.Generator().manual_seed(0))
+    mixture.side_terms = []
+    (y := mixture(torch.zeros(shape))).sum().backward()
+    assert y.shape == shape
+    assert mixture.side_terms == []  # the mean over none would not be a number
+    assert not any(p.grad.any() for p in mixture.parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_computes_what_transformers_blocks_of_experts_do(family: str) -> None:
     from transformers import MixtralConfig, Qwen3MoeConfig
@@ -396,7 +406,7 @@ def test_refuses_by_a_sentence() -> None:
         MixtureOfExperts().transform(GPT(CONFIG))
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_ranks_route_by_one_bias_and_train_as_one_process_does(tmp_path: Path) -> None:
     run_ranks(mixtures.equal_on_all_ranks, tmp_path)
     ranks = torch.load(tmp_path / "ddp.pt", weights_only=True)

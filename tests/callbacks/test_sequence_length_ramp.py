@@ -165,3 +165,31 @@ def test_what_cannot_be_cut_is_refused() -> None:
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         SequenceLengthRamp(**arguments)
+
+
+def test_pairs_are_cut_on_both_sides_and_stay_whole_where_one_would_teach_nothing() -> None:
+    lengths, answers = {"chosen": 8, "rejected": 11}, {"chosen": 3, "rejected": 2}
+
+    def pairs(answer_at: int) -> dict[str, torch.Tensor]:
+        batch = {}
+        for side, length in lengths.items():
+            labels = torch.full((2, length), -100)
+            labels[:, answer_at : answer_at + answers[side]] = 7
+            mask = torch.ones(2, length)
+            batch |= {f"{side}_input_ids": labels.abs(), f"{side}_labels": labels, f"{side}_attention_mask": mask}
+        return batch
+
+    ramp = SequenceLengthRamp(6, 16, steps=10, multiple_of=1, of="chosen_input_ids")
+    ramp._steps = 10
+    assert {tuple(t.shape) for t in ramp.change(pairs(4), 0).values()} == {(2, 6)}
+    late = pairs(4)
+    late["chosen_labels"][:, :7] = -100  # its answer begins behind the cut, the other one's before it
+    late["chosen_labels"][:, 7] = 7
+    assert ramp.change(late, 0) is late
+    left = pairs(4) | {"rejected_attention_mask": (torch.arange(11) > 1).float().expand(2, -1)}
+    with pytest.raises(ConfigurationError, match="padded on the left"):
+        ramp.change(left, 0)
+    fold = SequenceLengthRamp(6, 16, steps=10, mode="fold", of="chosen_input_ids")
+    fold._steps = 10
+    with pytest.raises(ConfigurationError, match="2 texts a row"):
+        fold.change(pairs(4), 0)

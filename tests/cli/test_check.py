@@ -267,6 +267,7 @@ class EachLogs(Logger):
 
 
 MANY = ["--devices", "4", "--nodes", "2"]
+SHARED = ["--trainer.strategy=ShardedStrategy", "--trainer.strategy.tensor_parallel=8"]
 
 
 @pytest.mark.parametrize(
@@ -277,6 +278,15 @@ MANY = ["--devices", "4", "--nodes", "2"]
         (["--with_data", "--trainer.use_distributed_sampler=false"], "leave trainer.use_distributed_sampler at true"),
         (["--trainer.logger", f"{HERE}.EachLogs"], "EachLogs: its log_metrics is not decorated with rank_zero_only"),
         (["--trainer.strategy", "ModelParallelStrategy", "-c", "gradual_unfreezing"], "GradualUnfreezing cannot be"),
+        (
+            ["--trainer.strategy=ShardedStrategy", "--trainer.strategy.replicas=3"],
+            "a divisor of the world size (8), got 3",
+        ),
+        (["--trainer.strategy=ShardedStrategy"], "ShardedStrategy: found no repeated blocks"),
+        (
+            ["-c", "language_model", "--trainer.enable_checkpointing=true", *SHARED],
+            "has num_heads=4, which tensor_parallel=8 does not divide",
+        ),
         (["--devices", "0"], "--devices must be a whole number of at least 1, got 0"),
     ],
 )

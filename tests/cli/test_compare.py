@@ -16,6 +16,7 @@ def compare(*arguments: str) -> int:
     return main(["compare", *ALLOW, "-c", "base.yaml", *arguments])
 
 
+@pytest.mark.turns(2, family="whole comparisons")
 def test_a_strangers_module_is_compared_and_the_same_command_goes_on(capsys):
     Path("twice.yaml").write_text(yaml.safe_dump({"trainer": {"accumulate_grad_batches": 2}}))
     Path("wrong.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"hidden": 0}}}))

@@ -34,6 +34,7 @@ def test_the_name_of_the_configs():
     assert _name(["--model", "X"]) == "fit"
 
 
+@pytest.mark.turns(2, family="whole searches")
 def test_the_overlay_of_ones_own_task_trains_and_what_does_not_fit_ends_with_3(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))

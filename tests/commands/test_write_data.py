@@ -21,6 +21,7 @@ from lit_efficient.data.text.chat_formats import recognise
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.models.causal_lm import build
 from tests.models.test_causal_lm import SMALL
+from tests.processes import run_ranks
 
 PROMPTS = ["def f", "class Reader:", "import os", "x = 1", "", "for i in range"]
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -75,6 +76,23 @@ def test_an_interrupted_run_goes_on_to_the_same_file(home: Path, tmp_path: Path)
     assert write(home, tmp_path / "seed.jsonl", "--keep_cut", "--seed", "1") == 0
     ours, other = rows(tmp_path / "whole.jsonl"), rows(tmp_path / "seed.jsonl")
     assert sum(a["completion"] != b["completion"] for a, b in zip(ours, other)) >= 5
+
+
+def in_ranks(home: Path, output: Path) -> None:
+    assert write(home, output, "--keep_cut", prompts="many.jsonl") == 0
+
+
+def test_two_processes_write_the_file_of_one_and_go_on_with_it(home: Path, tmp_path: Path) -> None:
+    many = [json.dumps({"prompt": f"{prompt} {number}"}) + "\n" for number in range(3) for prompt in PROMPTS]
+    (home / "many.jsonl").write_text("".join(many))
+    in_ranks(home, tmp_path / "one.jsonl")
+    whole, both = (tmp_path / "one.jsonl").read_bytes(), tmp_path / "both.jsonl"
+    said = run_ranks(in_ranks, tmp_path, home, both)
+    assert both.read_bytes() == whole
+    assert said.count("18 rows added") == 1
+    both.write_bytes(b"".join(whole.splitlines(keepends=True)[:4])[:-3])  # killed within the fourth line
+    assert "15 rows added from prompt 3" in run_ranks(in_ranks, tmp_path, home, both)
+    assert both.read_bytes() == whole
 
 
 def test_answers_that_were_cut_are_left_out(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

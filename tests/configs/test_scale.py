@@ -25,8 +25,23 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"SLURM_{name}", value)
 
 
+LLAMA = ["-c", "llm/llama_3_1_8b_qlora"]
+BELOW = {"full_8b": LLAMA, "qlora_70b": LLAMA, "sdxl": []}  # what they are appended to
+
+
 def built(path: Path) -> Any:
-    return Parts(args=["fit", *TASK, "-c", str(path), "--trainer.accelerator", "cpu", "--trainer.logger", "false"])
+    return Parts(
+        args=[
+            "fit",
+            *BELOW.get(path.stem, TASK),
+            "-c",
+            str(path),
+            "--trainer.accelerator",
+            "cpu",
+            "--trainer.logger",
+            "false",
+        ]
+    )
 
 
 @pytest.mark.parametrize("path", sorted({*FOLDER.glob("*.yaml")} - {*ZERO}), ids=lambda path: path.stem)
@@ -40,6 +55,10 @@ def test_its_strategy_has_its_arguments(path: Path) -> None:
         assert type(trainer.strategy).__name__ == written["strategy"]["class_path"]
         for name, value in written["strategy"]["init_args"].items():
             assert getattr(trainer.strategy, name) == value
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert {entry["class_path"] for entry in written.get("callbacks+", ())} <= set(names)
+    assert names.count("LoRA") == (path.stem == "qlora_70b")
+    assert not {"LowBitOptimizer", "SampleImages"} & set(names)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="it is installed")

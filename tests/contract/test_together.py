@@ -14,10 +14,12 @@ from lit_efficient.testing import (
     CHECKS,
     HOOKS,
     assert_equal,
+    check_acts,
     check_arguments,
     check_cleans_up,
     check_neutral,
     check_resumes,
+    check_stages,
     data,
 )
 from tests import processes
@@ -27,7 +29,21 @@ from tests.support import trainer
 CHECKS_OF_MANY = [check for check in CHECKS if check not in (check_arguments, check_neutral, check_cleans_up)]
 
 
-@pytest.mark.parametrize("check", CHECKS_OF_MANY, ids=lambda check: check.__name__)
+# What each technique alone and each group of several is put through every time, too.
+ALSO_ALONE = [pytest.mark.turns(4, family="of many")]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(
+            check,
+            id=check.__name__,
+            marks=ALSO_ALONE if check in (check_acts, check_resumes, check_stages) else (),
+        )
+        for check in CHECKS_OF_MANY
+    ],
+)
 def test_many_together_keep_the_contract(check: Any) -> None:
     check(case(*TOGETHER))
 
@@ -44,6 +60,7 @@ def test_a_few_are_compiled_and_stay_so() -> None:
     check_resumes(case(*COMPILED))
 
 
+@pytest.mark.turns(4, family="of many")
 def test_the_order_of_the_list_never_matters() -> None:
     """In the reversed list every two of them stand the other way round."""
     one = case(*TOGETHER)

@@ -69,7 +69,7 @@ def fit(names: tuple[str, ...], overflow: int | None, plugins: list[Any]) -> tup
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # after a step that the scaler has skipped
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("names", groups(), ids=lambda names: f"{names[0]} and {len(names) - 1}")
 def test_scaled_clipped_and_skipped_steps(names: tuple[str, ...]) -> None:
     skipped = 3 if {"TokenWeightedAccumulation", "MaxBatchSize"} & {*names} else 1  # the last batch of the second step

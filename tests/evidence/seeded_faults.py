@@ -168,6 +168,32 @@ class MeansOfChunks(Reader):
         return torch.stack(losses).mean()
 
 
+class WrongValue(torch.autograd.Function):
+    """Says another number than the one whose gradient it gives, as a chunked loss that loses a chunk's value."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss * 0.9
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class SaysAnother(Reader):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return WrongValue.apply(super().training_step(batch, batch_idx))
+
+
+class MixesLogits(Reader):
+    """Smooths its logits over time, behind the last layer."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.network(batch["input_ids"], self.positions(batch))
+        logits = 0.8 * logits + 0.2 * logits.roll(-1, 1)
+        return F.cross_entropy(logits.flatten(0, 1), self.targets(batch).flatten(), ignore_index=IGNORE)
+
+
 class TransformersReader(Reader):
     """A model of transformers that is called as its tutorial says, on packed rows."""
 
@@ -301,6 +327,55 @@ class Cut(Toy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net.head(self.net.blocks[1](self.net.stem(batch[0]).detach())).square().mean()
+
+
+class TwoOptimizers(L.LightningModule):
+    """Gives the layer that both halves share to both optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.one, self.other = (nn.Linear(8, 8) for _ in range(3))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, head in zip(self.optimizers(), (self.one, self.other)):
+            optimizer.zero_grad()
+            self.manual_backward(head(self.shared(batch[0])).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD([*self.shared.parameters(), *head.parameters()], 0.1) for head in (self.one, self.other)
+        ]
+
+
+# Noise and conditions ------------------------------------------------------------------------------------------------
+
+
+class Diffuser(L.LightningModule):
+    """Draws one noise level for a whole batch, or hides the labels of all or none of its samples."""
+
+    def __init__(self, one_level: bool = False, all_hidden: bool = False) -> None:
+        super().__init__()
+        self.one_level, self.all_hidden = one_level, all_hidden
+        self.net, self.labels = nn.Linear(128, 128), nn.Embedding(4, 128)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        clean, count = batch["latents"].flatten(1), len(batch["labels"])
+        t, hidden = torch.rand(count), torch.rand(count) < 0.3
+        t = t[:1].expand(count) if self.one_level else t
+        hidden = hidden[:1].expand(count) if self.all_hidden else hidden
+        noise, labels = torch.randn_like(clean), torch.where(hidden, 3, batch["labels"])
+        seen = (1 - t[:, None]) * clean + t[:, None] * noise
+        sample_loss = (self.net(seen) + self.labels(labels) - noise).square().mean(1)
+        return {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def diffuses(**how: bool) -> Setup:
+    return Setup(lambda: Diffuser(**how), lambda: DataLoader(setups.Latents(), 8, shuffle=True))
 
 
 # Averages and checkpoints --------------------------------------------------------------------------------------------
@@ -452,6 +527,10 @@ FAULTS: dict[str, Fault] = {
     "filling is learned": Fault(reads(Reader, learns_filling), "labels", "the batch: labels"),
     "masked turns train": Fault(reads(TrainsMasked, prompt=4), "labels", "head"),
     "the mean of the means of chunks": Fault(reads(MeansOfChunks), "chunked", "head"),
+    "a loss that says another number than the one it descends": Fault(reads(SaysAnother), "chunked", "head"),
+    "logits that are mixed behind the head": Fault(reads(MixesLogits), "logits", "head"),
+    "one noise level for a batch": Fault(diffuses(one_level=True), "noise", "timesteps"),
+    "labels that are hidden batch by batch": Fault(diffuses(all_hidden=True), "conditions", "training step"),
     # how a step is computed
     "recomputation draws another dropout": Fault(
         reads(lambda: Reader(lambda: Redrawn(dropout=0.2))), "recomputed", "network."
@@ -495,6 +574,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "an adapter that is frozen": Fault(toy(FreezesAdapter, adapters), "runs", "blocks.1.up.lora_"),
     "a head that no optimizer holds": Fault(toy(ByName), "trains", "net.head"),
+    "a layer that two optimizers step": Fault(
+        Setup(TwoOptimizers, setups._numbers), "trains", "shared.weight: several optimizers"
+    ),
     "layers that no gradient reaches": Fault(toy(Cut), "trains", "net.stem"),
     "a base that trains beside its adapters": Fault(toy(Toy, adapters, ThawsBase), "frozen", "net.head.weight"),
     "tied weights that come apart": Fault(toy(Untied), "frozen", "no longer tied"),

@@ -29,6 +29,7 @@ def source() -> LiveFit:
     return LiveFit(trainer(max_steps=3), Toy(), (data(shuffle=True), data()))
 
 
+@pytest.mark.turns(2, family="whole comparisons")
 def test_it_goes_on_where_it_was_stopped(source, tmp_path):
     said: list[str] = []
 
@@ -115,6 +116,7 @@ def test_a_technique_may_be_what_makes_it_fit(tmp_path):
     assert lora.time.n == 0
 
 
+@pytest.mark.turns(2, family="whole comparisons")
 def test_what_is_live_is_compared_in_one_call_and_stays(source, tmp_path):
     module, run = Toy(), trainer(max_steps=3)
     before = [p.clone() for p in module.parameters()]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lit_efficient.evidence.comparing.estimates import Estimate, holm, mean_of, ratio_of, t_quantile, t_test
+from lit_efficient.evidence.comparing.estimates import Estimate, holm, looked_at, mean_of, ratio_of, t_quantile, t_test
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,22 @@ def test_where_nothing_differs_evidence_is_as_rare_as_it_says():
     assert alone <= 20
     assert several <= 20
     assert alone > 2  # it is a test at all
+
+
+def test_runs_that_end_when_narrow_claim_no_more_than_others():
+    stats, np = pytest.importorskip("scipy.stats"), pytest.importorskip("numpy")
+    runs, found = np.random.default_rng(0).normal(0, 0.04, (4_000, 40)), []
+    going = np.ones(len(runs), bool)
+    for count in range(6, 41):
+        seen = runs[going, :count]
+        error = seen.std(1, ddof=1) / count**0.5
+        reach = stats.t.ppf(0.975, count - 1) * error
+        ends = (2 * np.sinh(reach) <= 0.05) | (count == 40)
+        p = 2 * stats.t.sf(abs(seen.mean(1) / error), count - 1)
+        found += [looked_at(Estimate(1, 0, 2, float(one), count)).evidence for one in p[ends]]
+        going[going] = ~ends
+    assert len(found) == 4_000
+    assert 0.035 < sum(found) / 4_000 < 0.06  # without, 7 %
 
 
 def test_what_cannot_be_told_is_not():

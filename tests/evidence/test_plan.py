@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], list[Any]],
 }
 
 
+@pytest.mark.turns(3, always=["gpt", "llama"])
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_a_real_step(name: str) -> None:
     make, callbacks, arguments = CASES[name]
@@ -140,24 +141,55 @@ def test_what_needs_values_is_left_out_and_said() -> None:
     assert any(note.startswith("Curious") for note in planned.notes)
 
 
-class Unseen(Network):
-    """Keeps what a step without values does not show: an LSTM's kernel, and a history that grows."""
+class Recurrent(Network):
+    """Keeps what fakes do not: an LSTM's workspace, and a history that grows with the steps."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.LSTM(16, 4))
+    def __init__(self, steps: int = 16, history: int = 0) -> None:
+        super().__init__(nn.LSTM(16, 12, num_layers=2, bidirectional=True))
+        self.steps, self.history = steps, history
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        states = self.network(batch[0][:, 0])[0]
-        return states[torch.rand_like(states) < 0.25].square().mean()
+        rows = batch[0].reshape(-1, 16).repeat(self.steps // 16, 1).view(self.steps, -1, 16)
+        return 1e4 * (self.network(rows)[0] - 1).square().mean()  # far from where LBFGS would stop
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), max_iter=2, history_size=7)
+        if self.history:
+            return torch.optim.LBFGS(self.parameters(), lr=1e-6, max_iter=2, history_size=self.history)
+        return super().configure_optimizers()
 
 
-def test_what_a_plan_does_not_count_is_said() -> None:
+@pytest.mark.parametrize(("steps", "history"), [(16, 0), (160, 0), (16, 3)])
+def test_an_lstm_on_a_cpu_and_a_history_that_grows_are_counted(steps: int, history: int) -> None:
+    def source() -> tuple[L.Trainer, L.LightningModule, DataLoader[Any]]:
+        torch.manual_seed(0)
+        trainer = L.Trainer(accelerator="cpu", max_steps=6, max_epochs=-1, **QUIET)
+        return trainer, Recurrent(steps, history), DataLoader(Rows(True), 4)
+
+    planned = le.plan(LiveFit(*source()))
+    trainer, module, loader = source()
+    trainer.callbacks.append(meter := StepMeter())
+    trainer.fit(module, loader)
+    assert planned.peak == pytest.approx(meter.steps[-1].peak, rel=0.01)
+    assert [note.partition(":")[0] for note in planned.notes] == (["LBFGS"] if history else [])
+
+
+class Chooses(Network):
+    """Takes entries by their values, or rows of unequal lengths."""
+
+    ragged = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.ragged:
+            rows = torch.nested.nested_tensor(list(batch[0].flatten(1)), layout=torch.jagged)
+            return self.network(rows).values().square().mean()
+        states = self.network(batch[0].flatten(1))
+        return states[torch.rand_like(states) < 0.25].square().mean()
+
+
+def test_what_a_plan_cannot_know_is_no_plan_or_a_bound() -> None:
     trainer = L.Trainer(accelerator="cpu", max_steps=2, **QUIET)
-    planned = le.plan(LiveFit(trainer, Unseen(), DataLoader(Rows(True), 4)))
-    assert [note.partition(":")[0] for note in planned.notes][:2] == ["LSTM", "LBFGS"]
-    size = 2 * 4 * sum(p.numel() for p in Unseen().parameters())
-    assert f"{size / 1024:.1f} KiB each, {7 * size / 1024:.1f} KiB in the end" in planned.notes[1]
-    assert "are all taken" in planned.notes[2]
+    module, loader = Chooses(nn.Linear(256, 4)), DataLoader(Rows(True), 4)
+    assert "are all taken" in le.plan(LiveFit(trainer, module, loader)).at_most
+    module.ragged = True
+    with pytest.raises(ConfigurationError, match="ragged nested tensors"):
+        le.plan(LiveFit(trainer, module, loader))

@@ -6,11 +6,14 @@ import lit_efficient as le
 from benchmarks.plan_70b import FIELDS, Llama70B
 from benchmarks.plan_accuracy import error, row
 from benchmarks.plan_cells import MODELS, Cell, cells, techniques
+from benchmarks.plan_ranks import STRATEGIES
+from lit_efficient.catalog import read_cards
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
 
+@pytest.mark.turns(4, always=["Llama-names0-32-true"])
 @pytest.mark.parametrize(
     ("model", "names", "precision"),
     [
@@ -31,6 +34,11 @@ def test_every_technique_stands_in_a_cell_and_names_are_unique():
     wanted = cells()
     assert {name for cell in wanted for name in cell.techniques} == set(techniques())
     assert len({cell.name for cell in wanted}) == len(wanted) >= 60
+
+
+def test_every_strategy_is_measured_in_two_processes_or_needs_deepspeed():
+    named = {card.name for card in read_cards() if card.is_technique and card.slot == "trainer.strategy"}
+    assert named == (STRATEGIES.keys() - {"DDPStrategy"}) | {"ZeroStrategy"}
 
 
 def test_a_fit_that_is_made_on_meta_whole_its_metrics_too_is_planned():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lit_efficient.evidence.planning.plan import Moment
-from lit_efficient.evidence.planning.plan_devices import largest_unit, least_devices, per_device
+from lit_efficient.evidence.planning.plan_devices import gathered_bytes, least_devices, per_device
 from lit_efficient.internals.lightning_strategies import traits_named
 from tests.evidence.known_plans import plan_of
 
@@ -20,12 +20,25 @@ def test_ddp_shrinks_nothing_and_adds_its_buckets():
     assert of_eight.peak == PLAN.peak + 4_000
     assert of_eight.kinds == {**KINDS, "communication": 4_000}
     assert per_device(PLAN, 1, DDP) is PLAN
-    assert least_devices(PLAN, PLAN.peak - 1, DDP, (0, 0)) is None
-    assert least_devices(PLAN, PLAN.peak, DDP, (0, 0)) == 1
+    assert least_devices(PLAN, PLAN.peak - 1, DDP, 0) is None
+    assert least_devices(PLAN, PLAN.peak, DDP, 0) == 1
+
+
+def test_gradients_that_are_views_are_there_once_and_travel_after_them():
+    views = traits_named({"class_path": "lit_efficient.ReplicatedStrategy"})
+    assert per_device(PLAN, 2, views).kinds == {**KINDS, "communication": 0}
+    few = Moment("backward", {**KINDS, "activations": 3_100, "gradients": 100})
+    assert per_device(plan_of(KINDS, timeline=(few,)), 2, views).kinds == {
+        **KINDS,
+        "activations": 3_100,
+        "communication": 0,
+    }
+    of_two = per_device(plan_of(KINDS, timeline=(*PLAN.timeline, Moment("backward", KINDS))), 2, views)
+    assert of_two.kinds == {**KINDS, "communication": 6_000}
 
 
 def test_sharding_shares_what_belongs_to_parameters_and_gathers_a_unit():
-    of_four = per_device(PLAN, 4, FSDP, (700, 300))
+    of_four = per_device(PLAN, 4, FSDP, 1_700)
     assert of_four.kinds == {
         "weights": 1_000,
         "gradients": 1_000,
@@ -35,15 +48,27 @@ def test_sharding_shares_what_belongs_to_parameters_and_gathers_a_unit():
         "communication": 1_700,
     }
     assert of_four.peak == sum(of_four.kinds.values()) == 9_200
-    assert of_four.resident == {"states": 2_000, "communication": 1_700}
-    assert any("twice the weights" in note for note in of_four.notes)
+    assert of_four.resident == {"states": 2_000, "communication": 0}
+    assert any("the weights and gradients" in note for note in of_four.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "shared"),
+    [
+        ("deepspeed_stage_2", {"gradients", "states"}),
+        ({"class_path": "lit_efficient.ZeroStrategy", "init_args": {"stage": 1}}, {"states"}),
+    ],
+)
+def test_deepspeeds_stages_shard_what_they_say(given, shared):
+    found = per_device(PLAN, 4, traits_named(given), 10).kinds
+    assert {kind for kind in KINDS if found[kind] < KINDS[kind]} == shared
 
 
 @pytest.mark.parametrize("limit", range(5_300, 25_000, 1_371))
 def test_the_least_number_of_devices_is_what_counting_finds(limit):
-    fits = [n for n in range(1, 300) if per_device(PLAN, n, FSDP, (700, 300)).peak <= limit]
-    assert least_devices(PLAN, limit, FSDP, (700, 300)) == min(fits)
-    assert least_devices(PLAN, 5_000, FSDP, (700, 300)) is None
+    fits = [n for n in range(1, 300) if per_device(PLAN, n, FSDP, 1_700).peak <= limit]
+    assert least_devices(PLAN, limit, FSDP, 1_700) == min(fits)
+    assert least_devices(PLAN, 5_000, FSDP, 1_700) is None
 
 
 class Blocks(nn.Module):
@@ -54,15 +79,16 @@ class Blocks(nn.Module):
         self.layers[1][0].requires_grad_(False)
 
 
-def test_the_largest_unit_is_a_block_or_what_lies_outside():
+def test_gathered_is_the_rest_and_the_largest_unit_with_its_gradients():
     module = Blocks()
     embedding = 100 * 8 * 4
-    assert largest_unit(module) == (embedding, embedding)
-    module.embedding = nn.Embedding(2, 8)
-    second = module.layers[1]
-    assert largest_unit(module) == (4 * (8 * 24 + 24 + 24 * 8 + 8), 4 * (24 * 8 + 8))
-    assert sum(p.numel() for p in second.parameters()) * 4 == largest_unit(module)[0]
-    assert largest_unit(nn.Linear(3, 2, dtype=torch.float64)) == (64, 64)
+    small, large = 4 * (8 * 8 + 8) * 2, 4 * (8 * 24 + 24 + 24 * 8 + 8)
+    trained = 4 * (24 * 8 + 8)  # of the large block, the first layer of which is frozen
+    assert gathered_bytes(module, FSDP) == embedding + max(embedding, large + trained, 2 * small)
+    itself = traits_named({"class_path": "lit_efficient.ShardedStrategy"})
+    assert gathered_bytes(module, itself) == max(2 * embedding, large + trained)
+    assert gathered_bytes(module, itself, "bf16-mixed") == gathered_bytes(module, itself) // 2
+    assert gathered_bytes(nn.Linear(3, 2, dtype=torch.float64), FSDP) == 2 * 64
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ STREAMED = {"ActivationOffload": 0.03, "BlockSwap": 0.07}
 
 
 @pytest.mark.filterwarnings("ignore")  # of techniques, on a toy
-@pytest.mark.turns(6)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", [name for name in NAMES if not getattr(lit_efficient, name).tries_steps])
 def test_every_technique_is_accounted_for(name: str) -> None:
     it = case(name)

@@ -41,10 +41,13 @@ def test_pieces_go_on_and_ratios_have_the_p_of_scipy(tmp_path: Path, capsys: pyt
         opened.write('{"task": "py')  # a kill within a line
     assert len(quality.records(file)) == 8
     assert quality.run(ARMS, file, math.inf, attempt=counted) == 0
-    assert len(runs) == 1 + len({*runs}) == 1 + len(ARMS) * (len(RATES) + len(SEEDS))
+    whole = len(ARMS) * (len(RATES) + len(SEEDS)) + 2 * len(SEEDS)  # the baseline, at all rates
+    assert len(runs) == 1 + len({*runs}) == 1 + whole
     assert quality.run(ARMS, file, math.inf, attempt=counted) == 0  # nothing is run twice
     rows = quality.records(file)
-    assert {r["rate"] for r in rows if r["seed"] != TUNING_SEED} == {RATES[1]}
+    others = [r for r in rows if r["seed"] != TUNING_SEED]
+    assert {r["rate"] for r in others if r["name"] != BASELINE} == {RATES[1]}
+    assert {r["rate"] for r in others if r["name"] == BASELINE} == {*RATES}
 
     found = quality.table(ARMS, rows)
     assert {name for _, name, _, _ in found} == {"other", "same"}
@@ -83,3 +86,44 @@ def test_a_recipe_changes_with_its_settings_and_names_are_told_apart() -> None:
     assert len({*keys}) == len(keys)
     assert ARMS[1].recipe == Arm("python", "other", lambda: [EMA()]).recipe != Arm("python", "other").recipe
     json.dumps([arm.recipe for arm in quality.ARMS])  # each can be made
+
+
+def test_evidence_is_that_against_the_baseline_at_each_of_its_rates() -> None:
+    seeds = [0.5, 0.52, 0.48, 0.51, 0.49]
+    clear = [(one, 1.0) for one in seeds]
+    close = [(one, 0.51) for one in (0.5, 0.53, 0.47, 0.52, 0.48)]
+    better = [(1.0, one) for one in seeds]
+    least = quality.ratio_of([a for a, _ in close], [b for _, b in close]).p
+    best = quality.against({1e-3: clear, 3e-3: clear}, 1e-3)
+    assert best.value == pytest.approx(0.5, rel=0.01)
+    assert best.p is not None
+    assert best.p < 1e-4
+    assert quality.against({1e-3: clear, 3e-3: close}, 1e-3).p == least  # one rate of the baseline does as well
+    assert quality.against({1e-3: clear, 3e-3: better}, 1e-3).p == 1.0
+    constant = [(40.0, 320.0)] * 5  # a rate at which the baseline is nowhere near
+    assert quality.against({1e-3: clear, 9e-3: constant}, 1e-3).p == best.p
+
+
+def test_what_is_recorded_stands_in_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "measured.md").write_text(f"# Measured\n\n{quality._PLACE} what can be run.\n", "utf-8")
+    (tmp_path / "LOG.md").write_text("# Log\n\n## 2000-01-01\n\n- old\n", "utf-8")
+    (tmp_path / "figures.json").write_text('{"environments": {}, "tables": {}, "records": [{"id": "a"}]}', "utf-8")
+    monkeypatch.setattr(quality.figures, "ROOT", tmp_path)
+    monkeypatch.setattr(quality.figures, "FILE", tmp_path / "figures.json")
+    file = tmp_path / "quality.jsonl"
+    quality.run(ARMS, file, math.inf, attempt=attempt)
+    found = quality.table(ARMS, quality.records(file))
+    for _ in range(2):  # the same again takes its place
+        quality.record(found)
+    source = json.loads((tmp_path / "figures.json").read_text("utf-8"))
+    mine = {one["id"]: one["figures"] for one in source["records"][1:]}
+    assert mine["quality/python/other/val/loss"]["verdict"] == "fewer"
+    assert mine["quality/python/same/val/loss"]["verdict"] == "no evidence"
+    assert {len(one["cells"]) for one in source["records"][1:]} == {len(source["tables"]["quality"])}
+    page = (tmp_path / "docs" / "measured.md").read_text("utf-8")
+    assert page.count("<!-- figures: quality -->") == 1
+    assert page.index("<!-- /figures -->") < page.index(quality._PLACE)
+    log = (tmp_path / "LOG.md").read_text("utf-8")
+    assert "No evidence: same on python" in log
+    assert log.index("No evidence") < log.index("2000-01-01")

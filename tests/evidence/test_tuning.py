@@ -17,16 +17,12 @@ from lit_efficient import MaxBatchSize
 from lit_efficient.cli.fits import ConfigFit
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.evidence.fits import Change, Fit, LiveFit, batch_setting
+from lit_efficient.evidence.tuning import tuned
 from lit_efficient.evidence.tuning.candidates import Candidate, Option, Space
 from lit_efficient.evidence.tuning.tuned import Tuned, tune
 from lit_efficient.evidence.tuning.tuning import Ledger, Row, Search
+from lit_efficient.internals.torch_fake import FakeTensor
 from tests.support import Toy, data, trainer
-
-
-@dataclass
-class Plan:
-    peak: int
-    flops: float = 1e9
 
 
 @dataclass
@@ -76,9 +72,9 @@ class Surface:
         self.limit = sorted(self.peaks.values())[int(limit * (len(self.peaks) - 1))]
         self.noise = random.Random(seed)
 
-    def predict(self, change: Change) -> Plan:
+    def predict(self, change: Change) -> tuple[int, float]:
         self.planned.append(change.name)
-        return Plan(self.peaks[change.name])
+        return self.peaks[change.name], 1e9
 
     def measure(self, change: Change, steps: int) -> Ran:
         assert self.peaks[change.name] <= self.limit, "plan says that it does not fit"
@@ -173,7 +169,7 @@ def test_runs_correct_what_plan_says():
 
 def test_of_those_that_cannot_be_told_apart_the_one_that_adds_least_is_chosen():
     space = space_of(3)
-    search = Search(space, lambda change: Plan(1), lambda change, steps: Ran([1.0, 1.02, 0.98] * steps), 10).run()
+    search = Search(space, lambda change: (1, 1e9), lambda change, steps: Ran([1.0, 1.02, 0.98] * steps), 10).run()
     assert search.best.candidate == space.asked
 
 
@@ -214,6 +210,7 @@ def test_errors_name_what_is_wrong():
             tune(source, **arguments)
 
 
+@pytest.mark.turns(2, family="whole searches")
 def test_a_live_fit_is_tuned(tmp_path):
     """Real plans and runs, of a loader's batch size and one technique."""
     source = LiveFit(trainer(max_steps=2, limit_val_batches=0), Toy(), data())
@@ -247,6 +244,25 @@ def test_a_run_that_hangs_does_not_hold_the_search(tmp_path):
         tune(source, "1GiB", only=["batch_size"], folder=tmp_path, steps=1, minutes=0.05)
 
 
+class HangsInPlans(L.Callback):
+    """Holds a step that has no values."""
+
+    here = os.getpid()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if os.getpid() != self.here and isinstance(next(pl_module.parameters()), FakeTensor):
+            signal.pause()
+
+
+def test_a_plan_that_hangs_is_ended_and_the_candidate_runs(monkeypatch):
+    monkeypatch.setattr(tuned, "_PLANNING", 1.0)
+    source = LiveFit(trainer([HangsInPlans()], max_steps=2, limit_val_batches=0), Toy(), data())
+    found = tune(source, "1GiB", only=[], steps=1)
+    row = found.search.rows[found.space.asked]
+    assert (row.state, row.planned) == ("ran", 0)
+    assert "took more than 1 seconds" in row.reason
+
+
 def test_the_overlay_gives_what_was_measured(tmp_path):
     argv = ["-c", "latent_diffusion", "--trainer.val_check_interval", "100"]
     source = ConfigFit(argv, tmp_path, "meta")
@@ -254,7 +270,7 @@ def test_the_overlay_gives_what_was_measured(tmp_path):
     assert {"ChannelsLast", "trainer.precision=bf16-mixed"} == set(space.options)
     size = space.asked.batch // 2
     candidate = space.candidate(size, space.options)
-    search = Search(space, lambda change: Plan(1), lambda change, steps: Ran([1.0]), 10)
+    search = Search(space, lambda change: (1, 1e9), lambda change, steps: Ran([1.0]), 10)
     search.rows[candidate] = Row(candidate, "ran", seconds=[1.0, 1.1], amount=64, unit="samples")
     found = Tuned(search, source.make().trainer.strategy.root_device)
     file = tmp_path / "best.yaml"

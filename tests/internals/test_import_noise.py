@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import import_module
 
+import pytest
 import torch
 
 from lit_efficient.internals.import_noise import NOISE, silence_imports
@@ -26,6 +27,7 @@ import torchao.quantization
 """
 
 
+@pytest.mark.turns(4, family="whole programs")
 @leans_on("torch", "utils._pytree", "import_noise")
 def test_importing_torchao_is_silent():
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)

@@ -9,7 +9,9 @@ from tests.internals.toy_fit import NAMESPACES, trainer
 
 
 def traits(name, **given):
-    return Traits(**({key: False for key in Traits.__annotations__ if key != "name"} | {"name": name} | given))
+    return Traits(
+        **({key: False for key in Traits.__annotations__ if key not in ("name", "stage")} | {"name": name} | given)
+    )
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)

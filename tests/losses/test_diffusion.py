@@ -66,7 +66,7 @@ def test_edms_preconditioned_denoiser_and_weight_are_the_plain_loss_of_its_targe
         network = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         denoised = skip * x_t + out * network
         torch.testing.assert_close(diffusion.to_x0_eps(network, x_t, t, process, "edm")[0], denoised)
-        weight = diffusion.per_sample(diffusion.edm_weight(sigma, d), x0)
+        weight = (s**2 + d**2) / (s * d) ** 2  # lambda
         wanted = diffusion.target(x0, eps, t, process, "edm")
         torch.testing.assert_close(weight * (denoised - x0) ** 2, (network - wanted) ** 2)
         # Inputs and targets have the variance of the paper's design: 1.

@@ -152,9 +152,7 @@ def test_a_configuration_that_asks_for_far_more_than_its_files_is_refused(folder
     file = Path(folder, "config.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), field: asked}))
     for read in (lambda: build(CausalLMConfig(folder)), lambda: find_teacher(folder, [""], who="FeatureMatching")):
-        with pytest.raises(
-            ConfigurationError, match=r"asks for [\d,]{13,} (layers|parameters).*not belong"
-        ):
+        with pytest.raises(ConfigurationError, match=r"asks for [\d,]{13,} (layers|parameters).*not belong"):
             read()
 
 

@@ -34,10 +34,22 @@ def split(network: nn.Module, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_each_of_two_processes_reads_and_draws_its_own_slices(tmp_path: Path) -> None:
     torch.manual_seed(0)
     run_ranks(slices.each_its_own, tmp_path, split(slices.made(), tmp_path / "base"))
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_a_fit_on_two_processes_reads_a_named_model_in_slices(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path / "base")
+    run_ranks(slices.in_a_fit, tmp_path, str(tmp_path / "base"))
+    plain = slices.losses(str(tmp_path / "base"))
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
 
 
 def llama() -> nn.Module:

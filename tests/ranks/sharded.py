@@ -22,12 +22,15 @@ from lit_efficient import (
     ChunkedCrossEntropy,
     ConfigurationError,
     KahanSummation,
+    LoRA,
+    NEFTune,
     NonFiniteGuard,
     ShardedStrategy,
     SignalCheckpoint,
     StochasticRounding,
 )
 from lit_efficient.errors import CheckpointError, LitEfficientError
+from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
 from tests.contract.row import Row
 from tests.contract.table import CASES, network_of
@@ -46,15 +49,16 @@ class Tied(AttentionNet):
 
 
 class Borrowed(Net):
-    """Calls a layer of its first block by itself, after the blocks, which two parents hold."""
+    """Calls a layer of its first block by itself, after the blocks, which two parents hold; a row that one rank has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.also = nn.Module()
         self.also.blocks = self.blocks
+        self.row = nn.Parameter(torch.ones(1, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = super().forward(x)
+        y: torch.Tensor = super().forward(x) * self.row
         return y + self.blocks[0].down(self.blocks[0].up(x))
 
 
@@ -92,15 +96,17 @@ def fit(
 ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
     """A fit on this rank, or of one process: the trainer, the losses [S] of all ranks, and the whole weights."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    shared = sharding.get("tensor_parallel", 1) if isinstance(sharding, dict) else 1  # processes that see one batch
     dataset = data(8 * STEPS).dataset
-    sampler: Any = DistributedSampler(dataset, world, rank, shuffle=False)  # rows r, r + 2, ... of a batch
+    # Rows r, r + 2, ... of a batch.
+    sampler: Any = DistributedSampler(dataset, world // shared, rank // shared, shuffle=False)
     chosen = strategy(**sharding) if isinstance(sharding, dict) else sharding or "auto"
     arguments |= {"devices": world, "strategy": chosen}
     losses = Losses()
     torch.manual_seed(rank)  # ranks differ in what nobody seeds
     run = trainer([*make(), losses], use_distributed_sampler=False, max_epochs=epochs, **arguments)
     module = Trained("init", network=network)
-    run.fit(module, DataLoader(dataset, 8 // world, sampler=sampler), data(), ckpt_path=ckpt_path)
+    run.fit(module, DataLoader(dataset, 8 * shared // world, sampler=sampler), data(), ckpt_path=ckpt_path)
     seen = torch.stack(losses.seen)
     weights = {name: tensor.detach().clone() for name, tensor in whole(module.state_dict()).items()}
     return run, torch.stack(everyones(seen)).mean(0) if world > 1 else seen, weights
@@ -118,7 +124,7 @@ def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         ("NonFiniteGuard", NonFiniteGuard, Net, {}),
         ("SignalCheckpoint", SignalCheckpoint, Net, {}),
         ("tied", L.Callback, Tied, {}),
-        ("borrowed", L.Callback, Borrowed, {"gradient_clip_val": 0.05}),
+        ("borrowed", NonFiniteGuard, Borrowed, {"gradient_clip_val": 0.05}),
         ("BlockSwap", BlockSwap, Net, {}),  # the row's refuses nothing
         ("KahanSummation", KahanSummation, Net, {"precision": "bf16-true"}),  # the row's network mixes formats
         ("StochasticRounding", StochasticRounding, Net, {"precision": "bf16-true"}),
@@ -167,6 +173,78 @@ def worlds() -> None:
     if dist.get_rank() == 0:
         torch.save(losses, "from_one.pt")
     dist.barrier()
+
+
+class Image(nn.Module):
+    """A diffusion transformer that has been trained: none of its layers is zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dit = DiT(DiTConfig(channels=1, size=4, width=16, depth=2, heads=2, num_classes=0, context_width=4))
+        for parameter in self.dit.parameters():
+            nn.init.normal_(parameter, std=0.2) if not parameter.any() else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dit(x.view(-1, 1, 4, 4), x[:, 0].sigmoid(), context=x.view(-1, 4, 4)).flatten(1)
+
+
+class Qwen(nn.Module):
+    """Hugging Face's, which normalises queries and keys head by head."""
+
+    def __init__(self) -> None:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 8}
+        self.model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model((2 * x + 4).long().clamp(0, 7)).logits[..., 0]
+
+
+SHARING = (Tied, Image, Qwen)
+
+
+def sharing() -> None:
+    """Two processes share the layers of a plan: the losses, what each holds, and two halves of one run."""
+    shared = {"tensor_parallel": 2}
+    for network in SHARING:
+        run, losses, weights = fit(lambda: [NonFiniteGuard()], network, sharding=shared, gradient_clip_val=0.05)
+        held = sum(p.to_local().numel() for p in run.lightning_module.parameters())
+        if dist.get_rank() == 0:
+            torch.save({"losses": losses, "held": held}, f"{network.__name__}.pt")
+    half, _, _ = fit(list, Tied, 1, sharding=shared, gradient_clip_val=0.05)
+    half.save_checkpoint("shared.ckpt", weights_only=False)
+    _, _, weights = fit(list, Tied, sharding=shared, gradient_clip_val=0.05)
+    _, _, again = fit(list, Tied, 2, "shared.ckpt", sharding=shared, gradient_clip_val=0.05)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    drawn = everyones(float(torch.rand(())))
+    run, _, _ = fit(lambda: [NEFTune()], Tied, 1, sharding=shared)
+    one, other = everyones([loss for part in run.callbacks if isinstance(part, Losses) for loss in part.seen])
+    assert one == other  # noise goes by the process's batches
+    assert drawn[0] == drawn[1]  # by processes that share a batch, whatever each was seeded with
+    for make, network, said in (
+        (list, Net, r"Trained has no network with a plan \(tp_plan\)"),
+        (lambda: [LoRA()], Tied, "and tensor parallelism divides plain linear layers"),
+    ):
+        with pytest.raises(LitEfficientError, match=said):
+            fit(make, network, sharding=shared)
+
+
+def sharing_and_sharding() -> None:
+    """Two by two; and four that shard, for others to go on with."""
+    half, _, _ = fit(list, Tied, 1, sharding={})
+    half.save_checkpoint("four.ckpt", weights_only=False)
+    _, losses, _ = fit(list, Tied, sharding={"tensor_parallel": 2}, gradient_clip_val=0.05)
+    if dist.get_rank() == 0:
+        torch.save(losses, "losses.pt")
+
+
+def from_four() -> None:
+    """Two processes go on with what four have written."""
+    _, losses, _ = fit(list, Tied, 2, "four.ckpt", sharding={})
+    if dist.get_rank() == 0:
+        torch.save(losses, "from_four.pt")
 
 
 class Shorter(Net):

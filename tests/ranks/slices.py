@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
+from lit_efficient import CausalLMConfig, LanguageModeling, ShardedStrategy
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.models import weight_slices
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.weight_slices import load_slices
-from tests.support import assert_equal
+from tests.support import assert_equal, trainer
 
 WIDTH, DEPTH = 64, 8
 
@@ -94,3 +97,34 @@ def each_its_own(folder: str) -> None:
     torch.manual_seed(1)
     assert_equal(whole(network), dict(made().state_dict()))
     dist.destroy_process_group()
+
+
+class Rows(LanguageModeling):
+    """Without a schedule, whose steps would be those of the data."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def losses(folder: str, **arguments: Any) -> list[float]:
+    """Of four steps of a fit on the model of a folder."""
+    seen: list[float] = []
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            seen.append(float(outputs["loss"].detach()))
+
+    tokens = torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    run = trainer([Seen()], max_epochs=4, limit_val_batches=0, use_distributed_sampler=False, **arguments)
+    run.fit(Rows(CausalLMConfig(folder)), DataLoader(rows, batch_size=8))
+    return seen
+
+
+def in_a_fit(folder: str) -> None:
+    """Each process reads what it holds of a named model, and nothing else."""
+    weight_slices.map_tensors = Counted  # type: ignore[assignment]
+    found = losses(folder, devices=2, strategy=ShardedStrategy())
+    total = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    assert 0.4 * total < sum(given) < 0.6 * total, (sum(given), total)
+    torch.save(found, f"{dist.get_rank()}.pt")

@@ -62,7 +62,7 @@ def test_the_table_of_strategies_says_what_was_tried(kind: str, strategy: str | 
     assert as_one_process(TRIED, tmp_path) == json.loads((PACKAGE / "tested.json").read_text("utf-8"))[kind]
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In shards and in one file; the next epoch's losses are those of the world size that went on."""
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monke
     assert [path.name for path in tmp_path.glob(".*")] == []  # no half of a folder is left
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_units_replicas_formats_and_communication(tmp_path: Path) -> None:
     run_ranks(sharded.units, tmp_path)
 
@@ -123,10 +123,38 @@ def test_hooks_that_a_shard_would_not_have_are_refused() -> None:
         ShardedStrategy()._shard(module)
 
 
+@pytest.mark.turns(4, family="ranks")
+def test_two_processes_share_the_layers_of_a_plan_as_one_trains(tmp_path: Path) -> None:
+    """Ours, and one of Hugging Face; tied weights, clipping, and a folder of shards that one process goes on from."""
+    run_ranks(sharded.sharing, tmp_path)
+    for network in sharded.SHARING:
+        found = torch.load(tmp_path / f"{network.__name__}.pt", weights_only=True)
+        _, losses, weights = sharded.fit(list, network, gradient_clip_val=0.05)
+        torch.testing.assert_close(found["losses"], losses, rtol=1e-4, atol=1e-5)
+        assert found["held"] < 0.7 * sum(tensor.numel() for tensor in weights.values())
+    _, straight, _ = sharded.fit(list, sharded.Tied, gradient_clip_val=0.05)
+    _, losses, _ = sharded.fit(list, sharded.Tied, 2, str(tmp_path / "shared.ckpt"), gradient_clip_val=0.05,
+                               plugins=[SafeCheckpointIO()])  # fmt: skip
+    torch.testing.assert_close(losses, straight[len(straight) // 2 :], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_four_processes_share_layers_and_shard_and_two_go_on_with_their_checkpoint(tmp_path: Path) -> None:
+    run_ranks(sharded.sharing_and_sharding, tmp_path, processes=4)
+    _, losses, _ = sharded.fit(list, sharded.Tied, gradient_clip_val=0.05)
+    torch.testing.assert_close(torch.load(tmp_path / "losses.pt", weights_only=True), losses, rtol=1e-4, atol=1e-5)
+    run_ranks(sharded.from_four, tmp_path)
+    _, losses, _ = sharded.fit(list, sharded.Tied)
+    found = torch.load(tmp_path / "from_four.pt", weights_only=True)
+    torch.testing.assert_close(found, losses[len(losses) // 2 :], rtol=1e-5, atol=1e-5)
+
+
 def test_arguments_out_of_range_are_refused() -> None:
     for arguments, said in (
         ({"replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"gather_dtype": "float16"}, "gather_dtype"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be a whole number of at least 1"),
+        ({"tensor_parallel": 2, "replicas": 2}, "replicas must be 1 with tensor_parallel above 1"),
         ({"reshard_after_forward": 1.5}, "reshard_after_forward"),
         ({"offload": 1}, "offload must be true or false"),
         ({"blocks": []}, "blocks must be auto or patterns"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,19 @@ from lit_efficient import (
     LoRA,
     PythonCorpus,
     QuantizeBase,
+    ShardedStrategy,
     distillation_divergence,
 )
 from lit_efficient.__main__ import main
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.models.causal_lm import build
+from lit_efficient.surgery import is_sharded
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource
 from tests import support
 from tests.models.test_causal_lm import FAMILIES, SMALL
 from tests.processes import run_ranks
-from tests.ranks.toys import everyones
+from tests.ranks.toys import everyones, whole
 from tests.support import assert_equal, weights
 
 STUDENT = GPTConfig(dim=16, depth=1, num_heads=2, max_length=64)
@@ -356,7 +359,7 @@ def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_p
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes_share_one_cache_and_keep_the_teacher_out_of_ddp(home: Path, tmp_path: Path) -> None:
     run_ranks(_train_live_and_from_one_cache, tmp_path, home)
     assert len(list((tmp_path / "teacher").iterdir())) == 1
@@ -372,6 +375,25 @@ def _train_live_and_from_one_cache(home: Path) -> None:
         first, second = everyones({name: parameter.detach() for name, parameter in task.named_parameters()})
         assert_equal(first, second)
         found.append(first)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_a_live_teacher_is_sharded_by_its_blocks_as_the_student_is(home: Path, tmp_path: Path) -> None:
+    run_ranks(_train_on_shards_of_a_teacher, tmp_path, home)
+
+
+def _train_on_shards_of_a_teacher(home: Path) -> None:
+    found = []
+    for strategy in ("ddp", ShardedStrategy(save_distributed_checkpoint=False)):
+        torch.manual_seed(0)
+        task = Distillation(str(home / "teacher"), replace(STUDENT, depth=2), JSD, warmup_steps=1)
+        run = trainer(default_root_dir=home, devices=2, strategy=strategy, max_steps=2)
+        run.fit(task, datamodule=corpus(home))
+        found.append((whole(task.state_dict()), {k: v for k, v in run.callback_metrics.items() if "divergence" in k}))
+        assert task._live is not None
+        blocks = [p for name, p in task._live.on(task.device).named_parameters() if ".layers." in name]
+        assert all(is_sharded(p) is (strategy != "ddp") for p in blocks)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import distributed
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_efficient import (
     CausalLMConfig,
@@ -19,13 +23,16 @@ from lit_efficient import (
     LanguageModeling,
     LoRA,
     Preference,
+    ShardedStrategy,
 )
 from lit_efficient.application import apply
 from lit_efficient.errors import CheckpointError, ConflictError
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.causal_lm import build
+from tests.processes import run_ranks
+from tests.ranks.toys import whole
 from tests.support import assert_equal, weights
-from tests.tasks.preference_kit import SaveAfter, loader, pairs, saved, trainer
+from tests.tasks.preference_kit import Rows, SaveAfter, loader, pairs, saved, trainer
 
 GPT_TOY = GPTConfig(97, dim=32, depth=2, num_heads=4, max_length=16)
 
@@ -315,6 +322,46 @@ def test_a_copy_of_sharded_weights_is_refused_before_training(tmp_path: Path) ->
     for loss, callbacks in (("simpo", []), ("sigmoid", [LoRA(rank=2)])):
         task = Preference(saved(tmp_path), loss)  # type: ignore[arg-type]
         trainer(default_root_dir=tmp_path, max_steps=1, callbacks=callbacks, **strategy()).fit(task, loader(), loader())
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_two_processes_share_the_reference_as_they_share_the_weights(tmp_path: Path) -> None:
+    """In shards, from a checkpoint too, beside one process on both batches."""
+    saved(tmp_path)
+    run_ranks(_in_shards, tmp_path)
+    straight = _fit_all(tmp_path)
+    for path in ("straight.pt", "resumed.pt"):
+        torch.testing.assert_close(torch.load(tmp_path / path, weights_only=True), straight, rtol=1e-5, atol=1e-5)
+
+
+def _fit_all(folder: Path, ckpt_path: str | None = None, save: str = "", **arguments: Any) -> dict[str, torch.Tensor]:
+    """Weights and figures of four steps of all weights; the state after two."""
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    task = Preference(saved(folder), beta=0.5, learning_rate=1e-2, warmup_steps=1)
+    callbacks = [ExactResume(), *([Halfway(save)] if save else [])]
+    run = trainer(default_root_dir=folder, callbacks=callbacks, use_distributed_sampler=False, **arguments)
+    both = (DataLoader(Rows(n), 4 // world, sampler=DistributedSampler(Rows(n), world, rank, False)) for n in (16, 8))
+    run.fit(task, *both, ckpt_path=ckpt_path)
+    return whole(task.state_dict()) | {name: value for name, value in run.callback_metrics.items() if "val" in name}
+
+
+class Halfway(Callback):
+    """Saves after two steps, in all processes."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def _in_shards() -> None:
+    for name, more in {"straight.pt": {"save": "half.ckpt"}, "resumed.pt": {"ckpt_path": "half.ckpt"}}.items():
+        found = _fit_all(Path(), devices=2, strategy=ShardedStrategy(), **more)  # type: ignore[arg-type]
+        if distributed.get_rank() == 0:
+            torch.save(found, name)
+        distributed.barrier()
 
 
 def test_batches_without_pairs_are_refused() -> None:

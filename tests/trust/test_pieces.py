@@ -11,8 +11,18 @@ from benchmarks.trust_rows import OURS, Piece, pieces
 from tests.turns import commit
 
 PIECES = pieces()
+# Each trains several times in processes of its own; the commonest signal and the commonest kills are tried each time.
+DEAR = {"signals", "signals-ranks", "full-disks", "folders-gone", "loader-workers", "two-runs"}
+
+
+def marks(piece: Piece, seed: int) -> list[Any]:
+    if seed:
+        return [pytest.mark.nightly]
+    return [pytest.mark.turns(4, family="trials of seconds")] if piece.name in DEAR else []
+
+
 CASES = [
-    pytest.param(piece, case, id=f"{piece.name}-{case}", marks=[pytest.mark.nightly] if seed else [])
+    pytest.param(piece, case, id=f"{piece.name}-{case}", marks=marks(piece, seed))
     for seed in (0, 1 + commit())
     for piece in PIECES
     if piece.subject == OURS and piece.in_ci

@@ -38,6 +38,7 @@ def compare(
     metric: str | None = None,
     forgetting: Callable[[], Any] | None = None,
     folder: str | os.PathLike[str] | None = None,
+    cpu_time: bool = False,
     said: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
     """Measure a fit as it is, and with each technique, on this machine.
@@ -60,10 +61,12 @@ def compare(
         forgetting: Makes a DataModule or a loader of other held-out data, on which the loss is taken before and after.
         folder: Keeps the report, and the runs, so that another call with the same arguments goes on; ``None`` keeps
             nothing. A Trainer's W&B logger gets the report, too.
+        cpu_time: Compare seconds in which the process computes: on a CPU that others use, too.
         said: Gets a line now and then on what runs, and how long it will take.
 
     Raises:
-        ConfigurationError: If an argument is out of its range, or ``folder`` holds another comparison.
+        ConfigurationError: If an argument is out of its range, or ``folder`` holds another comparison, or one
+            of code that has been edited since.
 
     Example:
         >>> from lit_efficient import EMA, compare
@@ -75,7 +78,7 @@ def compare(
     source = fit if isinstance(fit, FitSource) else LiveFit(fit, module, data)
     with contextlib.ExitStack() as stack:
         place = Path(folder) if folder is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        schedule = Schedule(steps, seeds, minutes, validations, narrow)
+        schedule = Schedule(steps, seeds, minutes, validations, narrow, cpu_time)
         run = Comparing(source, [_change(name, one) for name, one in with_.items()], schedule, place, forgetting, said)
         run.run()
         found = run.result(metric)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.comparing.comparison import TRAINING_LOSS, VariantResult
-from lit_efficient.evidence.comparing.estimates import Estimate, holm, mean_of, ratio_of
+from lit_efficient.evidence.comparing.estimates import Estimate, holm, looked_at, mean_of, ratio_of
 from lit_efficient.evidence.run_watch import Measured
 
 ROWS, ABOUT = "rows.jsonl", "about.json"
@@ -105,12 +105,13 @@ def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
     return ratio_of([a for a, _ in pairs], [b for _, b in pairs])
 
 
-def results(rows: Mapping[str, Sequence[Row]], metric: str) -> list[VariantResult]:
+def results(rows: Mapping[str, Sequence[Row]], metric: str, stops: bool = False) -> list[VariantResult]:
     """What runs say of each variant.
 
     Args:
         rows: The runs of each variant by its name; the first is the baseline.
         metric: From :func:`metric_of`.
+        stops: Whether rounds ended when intervals of times were narrow.
     """
     first = next(iter(rows))
     found = [_result(name, runs, rows[first], metric) for name, runs in rows.items()]
@@ -118,6 +119,8 @@ def results(rows: Mapping[str, Sequence[Row]], metric: str) -> list[VariantResul
         one.peak_ratio = one.peak / found[0].peak if one.peak and found[0].peak else math.nan
     for question in ("time", "loss", "loss_at_time", "steps_to_loss", "time_to_loss", "forgetting"):
         answers = {one.name: answer for one in found[1:] if (answer := getattr(one, question)) is not None}
+        if stops and question == "time":
+            answers = {name: looked_at(answer) for name, answer in answers.items()}
         corrected = holm(answers)
         for one in found[1:]:
             setattr(one, question, corrected.get(one.name))

@@ -43,6 +43,7 @@ class Schedule:
     minutes: float = 10.0
     validations: int = 10
     narrow: float | None = 0.05
+    cpu_time: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "seeds"):
@@ -91,6 +92,8 @@ class Comparing:
             "fit": _sum(source.identity()),
             "steps": schedule.length,
             "validations": schedule.validations,
+            "code": source.code(),
+            "clock": "CPU time" if schedule.cpu_time else "time",
             "forgetting": _sum(f"{getattr(elsewhere, '__qualname__', '')}{getattr(elsewhere, 'args', '')}"),
             "versions": {"lit_efficient": __version__, **{name: version(name) for name in ("torch", "lightning")}},
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
@@ -152,7 +155,7 @@ class Comparing:
             "metrics": sorted({logged for row in every for logged in row.run.held_out}),
             **({"left_out": left_out} if left_out else {}),
         }
-        return Comparison(command, about, metric, results(rows, metric))
+        return Comparison(command, about, metric, results(rows, metric, self.schedule.narrow is not None))
 
     @property
     def refused(self) -> bool:
@@ -196,6 +199,7 @@ class Comparing:
             log=self.folder / f"{self.keys[name][:12]}.log",
             heard=heard,
             most_seconds=60 * self.schedule.minutes,
+            cpu_time=self.schedule.cpu_time,
         )
         self._costs[name, whole] = time.monotonic() - begun
         row = Row(self.keys[name], turn, whole, found, self._planned(name) if turn == 0 and not found.failed else None)

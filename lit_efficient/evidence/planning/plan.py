@@ -39,6 +39,8 @@ class Plan:
         unit: ``tokens`` or ``samples``.
         amount: How many a step has.
         notes: What was assumed or is not covered.
+        at_most: Why a real step may take less; empty: it takes as much.
+        at_least: Why it may take more.
     """
 
     peak: int
@@ -54,6 +56,8 @@ class Plan:
     unit: str
     amount: int
     notes: tuple[str, ...]
+    at_most: str = ""
+    at_least: str = ""
 
 
 def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | None = None) -> Plan:
@@ -112,4 +116,6 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
         unit=unit,
         amount=amount * accumulated,
         notes=(*notes, *traced.notes),
+        at_most=traced.at_most,
+        at_least=traced.at_least,
     )

@@ -1,17 +1,19 @@
 """A plan for one of several devices: what a strategy of data parallelism keeps there, by ideal shares.
 
-    DDP     all of it, and the buckets in which gradients travel, as large as the gradients
-    FSDP    (weights + adapters + gradients + states + averages) / N, and what is gathered: twice the weights of the
-            largest unit, once its gradients
+    DDP     all of it, and the buckets in which gradients travel, as large as the gradients; where gradients are views
+            of them once, and while they travel once and a half again what travels together
+    FSDP    (weights + adapters + gradients + states + averages) / N, and in forward and backward passes what is
+            gathered: the rest's weights, and of the largest unit weights and gradients
 
-A unit is a block, or all that lies outside of blocks. Each device has a batch of its own, as large as the config's.
+A unit is a block, where the strategy shards by itself an embedding or a head, too; the rest lies outside of all. Each
+device has a batch of its own, as large as the config's. `benchmarks/plan_ranks.py` measures all this.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.memory_kinds import Moment
 from lit_efficient.internals.lightning_strategies import Traits
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 
@@ -19,36 +21,46 @@ if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
 
 MOST = 4096  # devices
-_SHARDED = ("weights", "adapters", "gradients", "states", "averages")
+_BUCKET = 25 * 2**20  # bytes of gradients that travel together
+# By stage, what is sharded.
+_SHARDED = {1: ("states",), 2: ("gradients", "states"), 3: ("weights", "adapters", "gradients", "states", "averages")}
 
 
-def per_device(plan: "Plan", devices: int, traits: Traits, unit: tuple[int, int] = (0, 0)) -> "Plan":
+def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) -> "Plan":
     """The plan of one device of several.
 
     Args:
         plan: That of one device alone.
         devices: How many there are, at least 1.
         traits: Of the strategy.
-        unit: Bytes of the weights and of the gradients of the largest unit that is gathered.
+        gathered: Bytes of what is gathered, from :func:`gathered_bytes`.
     """
     if devices == 1:
         return plan
-    moments = (plan.kinds, *(moment.kinds for moment in plan.timeline))
-    buckets = max(kinds.get("gradients", 0) for kinds in moments)
-    sent = 2 * unit[0] + unit[1] if traits.shards else buckets
+    buckets = max(kinds.get("gradients", 0) for kinds in (plan.kinds, *(moment.kinds for moment in plan.timeline)))
 
-    def shared(kinds: Mapping[str, int]) -> dict[str, int]:
-        parts = {kind: devices if traits.shards and kind in _SHARDED else 1 for kind in kinds}
-        share = {kind: -(-size // parts[kind]) for kind, size in kinds.items()}
-        return share | {"communication": share.get("communication", 0) + sent}
+    sharded = _SHARDED.get(traits.stage, ()) if traits.shards else ()
 
-    timeline = tuple(replace(moment, kinds=shared(moment.kinds)) for moment in plan.timeline)
-    top = max((shared(plan.kinds), *(moment.kinds for moment in timeline)), key=lambda kinds: sum(kinds.values()))
+    def shared(moment: Moment) -> Moment:
+        computes = moment.name in ("forward", "backward")
+        found = {kind: -(-size // (devices if kind in sharded else 1)) for kind, size in moment.kinds.items()}
+        if traits.shards:
+            sent = gathered if computes and traits.stage == 3 else 0
+        elif traits.views:
+            found["gradients"] = buckets
+            travels = min(buckets, _BUCKET)
+            sent = 3 * travels // 2 if moment.name == "backward" and moment.kinds.get("gradients", 0) >= travels else 0
+        else:
+            sent = buckets
+        return Moment(moment.name, found | {"communication": found.get("communication", 0) + sent})
+
+    timeline = tuple(map(shared, plan.timeline))
+    top = max(timeline or [shared(Moment("forward", plan.kinds))], key=lambda moment: moment.bytes).kinds
     return replace(
         plan,
         peak=sum(top.values()),
         kinds=top,
-        resident=shared(plan.resident),
+        resident=shared(Moment("between steps", plan.resident)).kinds,
         timeline=timeline,
         notes=(*plan.notes, *_said(traits, devices)),
     )
@@ -56,15 +68,18 @@ def per_device(plan: "Plan", devices: int, traits: Traits, unit: tuple[int, int]
 
 def _said(traits: Traits, devices: int) -> list[str]:
     if not traits.shards:
-        return [f"{traits.name}: each of {devices} devices has all of it, and buckets as large as the gradients"]
-    return [
-        f"{traits.name}: each of {devices} devices has 1/{devices} of {', '.join(_SHARDED)}, as if every tensor could "
-        "be split evenly, and of the largest unit that is gathered twice the weights and once the gradients",
-        "units are blocks, and the rest of the network: configure_model has to shard it so",
-    ]
+        how = "gradients that are views of buckets" if traits.views else "buckets as large as the gradients"
+        return [f"{traits.name}: each of {devices} devices has all of it, and {how}"]
+    shared = ", ".join(_SHARDED.get(traits.stage, ()))
+    said = (
+        f"{traits.name}: each of {devices} devices has 1/{devices} of {shared}, as if every tensor could "
+        "be split evenly, and of the largest unit that is gathered the weights and gradients"
+    )
+    unsure = "units are blocks, and the rest of the network: configure_model has to shard it so"
+    return [said] if traits.shards_itself else [said, unsure]
 
 
-def least_devices(plan: "Plan", limit: int, traits: Traits, unit: tuple[int, int]) -> int | None:
+def least_devices(plan: "Plan", limit: int, traits: Traits, gathered: int) -> int | None:
     """The least number of devices on which each has room; ``None`` if there is none.
 
     Beyond one device more of them never need more of each, and so the interval is halved.
@@ -72,25 +87,31 @@ def least_devices(plan: "Plan", limit: int, traits: Traits, unit: tuple[int, int
     if plan.peak <= limit:
         return 1
     low, high = 1, MOST
-    if per_device(plan, high, traits, unit).peak > limit:
+    if per_device(plan, high, traits, gathered).peak > limit:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if per_device(plan, middle, traits, unit).peak <= limit else (middle, high)
+        low, high = (low, middle) if per_device(plan, middle, traits, gathered).peak <= limit else (middle, high)
     return high
 
 
-def largest_unit(module: Any) -> tuple[int, int]:
-    """Bytes of the weights, and of the gradients, of the largest block, or of what lies outside of all blocks."""
+def gathered_bytes(module: Any, traits: Traits, precision: str = "") -> int:
+    """Bytes of what a process gathers of a network at a time, in a precision as a trainer takes it."""
     try:
-        blocks = [block for _, block in find_blocks(module, who="plan")]
+        units = [block for _, block in find_blocks(module, who="plan")]
     except ConfigurationError:  # it is one unit
-        blocks = []
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    rest = [parameter for parameter in module.parameters() if id(parameter) not in inside]
-    units = [rest, *(list(block.parameters()) for block in blocks)]
-    return max((_bytes(unit), _bytes([one for one in unit if one.requires_grad])) for unit in units)
+        units = []
+    if traits.shards_itself:
+        from lit_efficient.strategies.sharded_strategy import ends_of, owns_its_parameters
+
+        units = [unit for unit in (*units, *ends_of(module, units)[0]) if owns_its_parameters(unit, module)]
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    rest, rest_gradients = _bytes([parameter for parameter in module.parameters() if id(parameter) not in inside])
+    found = rest + max([rest_gradients, *(sum(_bytes([*unit.parameters()])) for unit in units)])
+    return found // 2 if traits.shards_itself and precision == "bf16-mixed" else found
 
 
-def _bytes(unit: list[Any]) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in unit)
+def _bytes(unit: list[Any]) -> tuple[int, int]:
+    """Of its weights, and of their gradients."""
+    sizes = [(parameter.numel() * parameter.itemsize, parameter.requires_grad) for parameter in unit]
+    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lit_efficient.application import reports_of
 from lit_efficient.declaration import Declaration, Phase, held, in_order, overrides, techniques_of
-from lit_efficient.errors import LitEfficientError
+from lit_efficient.errors import ConfigurationError, LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
@@ -37,7 +37,15 @@ from lit_efficient.internals.torch_fake import (
     like_real_ones,
 )
 from lit_efficient.internals.torch_modules import tensor_tables
-from lit_efficient.internals.torch_operators import GROUPED_MM, Overload, base_name, returns_bool, writes
+from lit_efficient.internals.torch_operators import (
+    GROUPED_MM,
+    LSTM,
+    Overload,
+    base_name,
+    lstm_workspace,
+    returns_bool,
+    writes,
+)
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.trials.memory import format_bytes
@@ -58,6 +66,8 @@ class Traced:
         trainable: Those that the optimizers step.
         techniques: Names in the order in which they act, each with what it touched.
         notes: What was assumed.
+        at_most: Why a real step may take less; empty: it takes as much.
+        at_least: Why it may take more.
     """
 
     memory: StepMemory
@@ -66,6 +76,8 @@ class Traced:
     trainable: int
     techniques: tuple[tuple[str, str], ...]
     notes: list[str] = field(default_factory=list)
+    at_most: str = ""
+    at_least: str = ""
 
 
 def trace(
@@ -90,12 +102,23 @@ def trace(
             traced = _trace(fit, batch, batches, mode, block)
         except Exception as error:
             guilty = _callback_behind(error, fit.trainer.callbacks)
-            if guilty is None or isinstance(error, LitEfficientError):
+            if isinstance(error, LitEfficientError):
+                raise
+            if guilty is None and _unknown_to_fakes(error):
+                said = " ".join(str(error).split())[:100]
+                raise ConfigurationError(
+                    "plan: torch cannot trace this step without values (ragged nested tensors, for example): "
+                    f"{type(error).__name__}: {said}"
+                ) from error
+            if guilty is None:
                 raise
             left_out[type(guilty).__name__] = str(error).strip().splitlines()[0][:100]
             fit = make()
             continue
         traced.notes += [f"{name} did not take part: it needs values ({why})." for name, why in left_out.items()]
+        missing = [type(one).__name__ for one in techniques_of(make().trainer)] if left_out else []
+        if names := ", ".join(name for name in missing if name in left_out):
+            traced.at_least = f"{names} did not take part"
         return traced
 
 
@@ -128,8 +151,10 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
         finally:
             forget_cached_fakes()
     traced = observer.traced()
-    if stand_ins.chose_all:
-        traced.notes.append("Entries that values choose (a mask, nonzero) are all taken: a step may need less.")
+    sparing = [type(one).__name__ for one in techniques_of(trainer) if one.spares]
+    if stand_ins.chose_all or sparing:
+        what = f"what {sparing[0]} leaves out is" if sparing else "entries that values choose (a mask, nonzero) are all"
+        traced.at_most = f"{what} taken"
     return traced
 
 
@@ -178,10 +203,11 @@ class _Observer(StepMeter):
             "parameters": count(pl_module.parameters()),
             "trainable": count(p for p in stepped if p.requires_grad),
             "techniques": tuple((name, reports[name].summary if name in reports else "") for name in names),
-            "notes": [note for one in in_order(techniques) for note in _notes(one)] + list(_unseen(trainer, pl_module)),
+            "notes": [note for one in in_order(techniques) for note in _notes(one)] + list(_unseen(trainer)),
         }
         if later := [p for name, p in pl_module.named_parameters() if name in held(pl_module)]:
             self.known["notes"].append(f"{count(later):,} parameters are frozen at first, and are taken as frozen.")
+        self.later = sum(map(_history, trainer.optimizers))
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -193,7 +219,7 @@ class _Observer(StepMeter):
     def traced(self) -> Traced:
         last = self.flops[-1] - self.flops[-2]
         flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
-        return Traced(self.steps[-1], flops, **self.known)
+        return Traced(self.steps[-1].with_states(self.later), flops, **self.known)
 
 
 def _notes(technique: Any) -> Iterator[str]:
@@ -204,17 +230,21 @@ def _notes(technique: Any) -> Iterator[str]:
         yield f"{name}: the step is one in which nothing is left out by chance."
 
 
-def _unseen(trainer: Any, module: nn.Module) -> Iterator[str]:
+def _unseen(trainer: Any) -> Iterator[str]:
     """What a step without values cannot show."""
-    if trainer.strategy.root_device.type == "cpu" and any(isinstance(part, nn.LSTM) for part in module.modules()):
-        yield "LSTM: what its kernel on a CPU keeps for the backward pass is not counted; it can be most of the step."
     for optimizer in trainer.optimizers:
         if most := max((group.get("history_size", 0) for group in optimizer.param_groups), default=0):
-            size = 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
             yield (
-                f"{type(optimizer).__name__}: its history grows step by step, not counted: {format_bytes(size)} "
-                f"each, {format_bytes(most * size)} in the end."
+                f"{type(optimizer).__name__}: its history, which grows step by step, is counted as it is in the end: "
+                f"{format_bytes(_history(optimizer))} for {most} steps."
             )
+
+
+def _history(optimizer: Any) -> int:
+    """Bytes of the two vectors for each step that an optimizer such as LBFGS remembers, once all are there."""
+    groups = optimizer.param_groups
+    size = sum(p.nbytes for group in groups for p in group["params"] if p.requires_grad)
+    return 2 * size * max((group.get("history_size", 0) for group in groups), default=0)
 
 
 class _Loader:
@@ -292,7 +322,7 @@ class _StandIns(TorchDispatchMode):
         kwargs = kwargs or {}
         values = _UNKNOWN
         try:
-            result = _grouped(func, args, kwargs) if func is GROUPED_MM else func(*args, **kwargs)
+            result = _CALLED.get(func, func)(*args, **kwargs)
         except DataDependentOutputException:
             values = _values(func, args, kwargs)
             return _guess(func, args) if values is _UNKNOWN else values
@@ -327,10 +357,24 @@ def _values(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **{**kwargs, **{key: here[key] for key in here if key in kwargs}})
 
 
-def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _grouped(*args: Any, **kwargs: Any) -> Tensor:
     """Products of groups of rows, of which fakes know those in bfloat16 alone."""
     half = tree_map_only(Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args)
-    return func(*half, **kwargs).to(args[0].dtype)
+    product: Tensor = GROUPED_MM(*half, **kwargs)
+    return product.to(args[0].dtype)
+
+
+def _lstm(*args: Any) -> tuple[Tensor, ...]:
+    """A layer of an LSTM, with what it keeps, of which fakes know nothing."""
+    *results, workspace = LSTM(*args)
+    if args[-1]:  # it trains
+        with no_dispatch_modes():
+            size = lstm_workspace(*args)
+        workspace = args[0].new_empty(size, dtype=torch.uint8)
+    return (*results, workspace)
+
+
+_CALLED: dict[Any, Callable[..., Any]] = {GROUPED_MM: _grouped, LSTM: _lstm}
 
 
 def _largest(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
@@ -376,6 +420,15 @@ def _says_wrong(func: Any, args: Any) -> bool:
         return True
     before = any(getattr(one, "says_wrong", False) for one in args if isinstance(one, Tensor))
     return before != (name in ("logical_not", "bitwise_not"))
+
+
+def _unknown_to_fakes(error: BaseException) -> bool:
+    """Whether an error arose within torch's tensors without values, and is no fault of the step's."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    file = place.tb_frame.f_code.co_filename.replace("\\", "/") if place is not None else ""
+    return "/torch/_subclasses/" in file or "/torch/nested/" in file
 
 
 def _callback_behind(error: BaseException, callbacks: list[Any]) -> Any:

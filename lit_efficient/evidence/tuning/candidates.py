@@ -181,6 +181,8 @@ class Space:
             else:  # another training is what nobody asks for here
                 reason = f"it changes what is computed (--allow-changes {name})" if one.computes != "other" else ""
             self.left_out |= {name: reason} if reason else {}
+        if self.only is None:
+            self.left_out |= dict(_set_elsewhere())
         return found
 
     def _settings(self) -> Iterator[Option]:
@@ -210,6 +212,14 @@ def _techniques() -> Iterator[Option]:
         kind = getattr(lit_efficient, name)
         if issubclass(kind, Declaration) and not kind.changes_accumulation:
             yield Option(name, kind.computes, kind, only_saves=name not in hastening)
+
+
+def _set_elsewhere() -> Iterator[tuple[str, str]]:
+    """What helps and is no callback, and where it is set."""
+    for slot in ("trainer.plugins", "optimizer"):
+        cards = [card for card in read_cards() if card.slot == slot and card.is_technique]
+        for name in dict.fromkeys(name for purpose in ("memory", "speed") for name, _ in helping(cards, purpose)):
+            yield name, f"it is set in `{slot}`, which stays as it is: set it in the config, and tune again"
 
 
 def _instances(kinds: Iterable[type]) -> list[Any]:

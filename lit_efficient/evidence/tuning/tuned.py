@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
@@ -24,16 +24,15 @@ from lit_efficient import __version__
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, Measured, measured
+from lit_efficient.evidence.own_process import TaskFailed, forks, own_process
 from lit_efficient.evidence.planning.plan import plan
 from lit_efficient.evidence.tuning.candidates import Space
 from lit_efficient.evidence.tuning.tuning import STEPS, Ledger, Measure, Row, Search
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.mechanisms.trials.memory import accelerator_limit, available_cpu_memory, format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from lit_efficient.evidence.planning.plan import Plan
-
 _SHOWN = 10
+_PLANNING = 180.0  # seconds after which a plan hangs
 
 
 def tune(
@@ -87,7 +86,7 @@ def tune(
         limit,
         steps=steps,
         seconds=60 * minutes,
-        ledger=Ledger(folder and folder / "rows.jsonl", f"{key} {limit} {batch} {_machine(device)}"),
+        ledger=Ledger(folder and folder / "rows.jsonl", f"{key} {source.code()} {limit} {batch} {_machine(device)}"),
         say=say,
     )
     found = Tuned(search, device)
@@ -233,9 +232,21 @@ def _hushed() -> Any:
         logging.disable(before)
 
 
-def _planned(sketch: FitSource, change: Change) -> "Plan":
+def _planned(sketch: FitSource, change: Change) -> tuple[int, float]:
+    """Bytes at the peak, and operations of a step; in a process of its own, which may hang and be ended."""
+    if not forks():  # a new one would import all anew for each
+        return _plan(sketch, change)
+    try:
+        peak, flops = own_process(_plan, sketch, change, most_seconds=_PLANNING)
+    except TaskFailed as error:
+        raise (ConfigurationError if error.refused else RuntimeError)(error.reason) from error
+    return peak, flops
+
+
+def _plan(sketch: FitSource, change: Change, tell: Callable[[int], None] | None = None) -> tuple[int, float]:
     with _hushed():
-        return plan(sketch, change)
+        found = plan(sketch, change)
+    return int(found.peak), float(found.flops)
 
 
 class _Within(Callback):

@@ -27,7 +27,6 @@ from lit_efficient.mechanisms.trials.memory import format_bytes
 
 if TYPE_CHECKING:  # which import Lightning
     from lit_efficient.evidence.measured_run import Measured
-    from lit_efficient.evidence.planning.plan import Plan
 
 STEPS = 5  # that are timed in a first run; each later one has twice as many
 _RUNGS = (4, 2)  # how many of the best run on in each
@@ -37,7 +36,7 @@ _CLOSE = 0.01  # share of time below which two are the same
 _OPTION, _ACCUMULATION, _TOGETHER, _NOISE = 0.3, 0.3, 0.1, 0.02
 _OCTAVES = 2.0  # of accumulation, over which time changes
 _OTHER = 1.5  # times as much in a step: the loader does not follow the setting
-Predict = Callable[[Change], "Plan"]
+Predict = Callable[[Change], tuple[int, float]]  # bytes at the peak of a step, and its operations
 Measure = Callable[[Change, int], "Measured"]  # with the steps that are to be timed
 
 
@@ -207,12 +206,12 @@ class Search:
         def make() -> dict[str, Any]:
             self._check_time()
             try:
-                plan = self.predict(self.space.change(candidate))
+                planned, flops = self.predict(self.space.change(candidate))
             except LitEfficientError as error:
                 return {"state": "refused", "reason": str(error)}
             except Exception as error:  # what cannot be planned may run all the same
                 return {"reason": f"not planned: {type(error).__name__}: {error}"}
-            return {"planned": int(plan.peak), "flops": float(plan.flops)}
+            return {"planned": planned, "flops": flops}
 
         for name, value in self.ledger.result(f"plan {candidate}", make).items():
             setattr(row, name, value)

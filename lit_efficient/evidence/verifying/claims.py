@@ -33,7 +33,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import accumulates
-from lit_efficient.internals.lightning_strategies import run_alone
+from lit_efficient.internals.lightning_strategies import run_alone, traits_of
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.adapters.merge import whole_state
@@ -149,6 +149,7 @@ class Subject:
     ) -> None:
         self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
         self.alone = alone
+        self.without_mesh = False  # whether a strategy with a mesh of devices was replaced
         self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
@@ -163,6 +164,7 @@ class Subject:
             fit = self.source.make(change)
         trainer = fit.trainer
         if self.alone and trainer.world_size > 1:
+            self.without_mesh = traits_of(trainer.strategy).dtensors
             run_alone(trainer)
         kept = [one for one in trainer.callbacks if not traces(one) and not getattr(one, "tries_steps", False)]
         trainer.callbacks = [*kept, _Short(steps)]
@@ -390,7 +392,9 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[s
 def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
     """Names of the modules in the order in which a training step is done with them, and last those it does not call."""
     done: dict[str, None] = {}
-    with _hooked(module, lambda name, output: done.setdefault(name)), torch.no_grad():
+    automatic = module.automatic_optimization  # else the step goes back by itself, and returns no loss
+    no_loss = contextlib.nullcontext() if automatic else contextlib.suppress(ConfigurationError)
+    with _hooked(module, lambda name, output: done.setdefault(name)), torch.set_grad_enabled(not automatic), no_loss:
         loss_of(module, batch, seed=seed)
     return [*done, *(name for name, _ in module.named_modules() if name not in done)]
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict
+from lit_efficient.evidence.verifying.claims import Claim, Verdict
 from lit_efficient.evidence.verifying.layer_calls import (
     Bench,
+    BenchClaim,
     Call,
     aligned,
     by_rows,
@@ -30,16 +31,12 @@ _NO_TOKENS = "the batches hold no tokens with labels that are these or the next 
 _BLIND = "nothing that the layers give out follows from what was changed"
 
 
-class RowsApart(Claim):
+class RowsApart(BenchClaim):
     """Another last row of the batch changes nothing that is computed of the other rows."""
 
     name, sentence = "rows", "what is computed of one row of a batch follows from no other row"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Try it with batch norms as they are, and without what they do by design."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
+    def tried(self, bench: Bench) -> Verdict:
         batch, rows = few_rows(bench.batch)
         others = [row for row in range(rows - 1) if not _same_rows(batch, rows, row, rows - 1)]
         if not others:
@@ -85,16 +82,12 @@ class RowsApart(Claim):
         return leak, own, begin[0].described if outside and begin else where, outside
 
 
-class Causal(Claim):
+class Causal(BenchClaim):
     """Another token changes nothing that is computed of those before it."""
 
     name, sentence = "causal", "no token of a language model sees a later one"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Change one token in each of some rows."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
+    def tried(self, bench: Bench) -> Verdict:
         found = token_batch(few_rows(bench.batch)[0])
         if found is None:
             return self.idle(_NO_TOKENS)
@@ -115,16 +108,12 @@ class Causal(Claim):
         return self.measured(leak, tolerance, "share of what moves behind it", why, where=where)
 
 
-class DocumentsApart(Claim):
+class DocumentsApart(BenchClaim):
     """Each document of a packed row is computed as if it were alone."""
 
     name, sentence = "packed", "documents that share a row are computed, and learned, as each one alone"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Compare it with each alone; then change one document, and learn another one alone."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
+    def tried(self, bench: Bench) -> Verdict:
         found = token_batch(bench.batch)
         if found is None or found.positions is None:
             return self.idle(_NO_TOKENS if found is None else "the batches do not say where documents begin")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, difference, first_layer
-from lit_efficient.evidence.verifying.layer_calls import Bench, aligned, floats
+from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, aligned, floats
 from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
 from lit_efficient.internals.torch_layers import BatchNorm
@@ -17,16 +17,12 @@ _MANUAL = "manual optimization: the training step returns no loss"
 _UNIT = "largest relative difference of the loss and gradients"
 
 
-class Recomputed(Claim):
+class Recomputed(BenchClaim):
     """Recomputation changes neither the loss nor a gradient."""
 
     name, sentence = "recomputed", "what is computed again in the backward pass is what was computed, dropout included"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Compare a step with the same one that keeps its activations."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
+    def tried(self, bench: Bench) -> Verdict:
         own = bench.gradients()
         with without_recomputation() as kept:
             plain = bench.gradients()

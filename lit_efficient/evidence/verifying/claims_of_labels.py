@@ -6,6 +6,7 @@ The next tokens are those that the batch shows, and the cross-entropy is torch's
 which tokens are learned and how much each counts, however the loss is computed: at once, in chunks, without logits.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict
-from lit_efficient.evidence.verifying.layer_calls import Bench, Call, as_it_is, few_rows, floats, recorded
+from lit_efficient.evidence.verifying.claims import Claim, Verdict
+from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, Call, as_it_is, few_rows, floats, recorded
 from lit_efficient.evidence.verifying.token_batches import TokenBatch, token_batch
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
@@ -32,6 +33,8 @@ class Learned:
         tokens: The rows.
         head: The output head's name and class.
         pieces: Into how many calls of the head the rows were cut; 0 where it gave no logits.
+        loss: The step's loss, with its graph.
+        each: Each token's cross-entropy over the whole logits ``[B, T]``, with its graph.
         own: The step's gradient at what the head gets ``[B, T, H]``.
         dense: By how many tokens ahead it looks: that of the sum of all cross-entropies.
     """
@@ -39,6 +42,8 @@ class Learned:
     tokens: TokenBatch
     head: str
     pieces: int
+    loss: Tensor
+    each: Tensor
     own: Tensor
     dense: dict[int, Tensor]
 
@@ -54,9 +59,9 @@ class Learned:
         return self.tokens.targets[:, : self.own.shape[1]] != IGNORE
 
 
-def learned(bench: Bench) -> Learned | str:
-    """What a step learns of each token, or why that is not known."""
-    tokens = token_batch(few_rows(bench.batch, 2)[0])
+def learned(bench: Bench, tokens: TokenBatch | None = None) -> Learned | str:
+    """What a step learns of each token, of the first rows if none are given, or why that is not known."""
+    tokens = tokens or token_batch(few_rows(bench.batch, 2)[0])
     if tokens is None:
         return _NO_TOKENS
     calls, loss = bench.step(tokens.batch, training=False, graph=True)
@@ -75,28 +80,39 @@ def learned(bench: Bench) -> Learned | str:
     logits = _logits(whole, heads, tokens, vocabulary)
     if logits is None or not all(tensor.requires_grad for tensor in [*given[0], *given[1]]):
         return "what the output head gets has no gradient, or is not that of all tokens"
-    dense = {ahead: _gradient(_cross_entropy(logits, tokens, ahead), given[1], tokens) for ahead in (0, 1, 2)}
+    each = {ahead: _cross_entropy(logits, tokens, ahead) for ahead in (0, 1, 2)}
+    dense = {ahead: _gradient(losses.sum(), given[1], tokens) for ahead, losses in each.items()}
     own = _gradient(loss, given[0], tokens)
     if own is None or dense[1] is None or own.shape != dense[1].shape:
         return "what the output head gets has no gradient, or is not that of all tokens"
-    return Learned(tokens, heads[0].described, pieces, own, {k: v for k, v in dense.items() if v is not None})
+    dense_ones = {k: v for k, v in dense.items() if v is not None}
+    return Learned(tokens, heads[0].described, pieces, loss, each[1], own, dense_ones)
 
 
-class LearnsWhatIsShown(Claim):
+class _LearnedClaim(BenchClaim):
+    """A claim on what a step learns of each token."""
+
+    def tried(self, bench: Bench) -> Verdict:
+        """Whether it is true of what is learned, where that is known."""
+        found = learned(bench)
+        return self.idle(found) if isinstance(found, str) else self.judged(bench, found, _tolerance(bench))
+
+    @abstractmethod
+    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
+        """Whether it is true of what is learned."""
+
+    def more(self) -> Verdict:
+        """There are other terms in the loss."""
+        return self.idle("the loss is more than the cross-entropy of next tokens")
+
+
+class LearnsWhatIsShown(_LearnedClaim):
     """A position is learned if and only if its label counts, and learns the token that follows it."""
 
     name = "labels"
     sentence = "what is learned is what `preview` shows, no filling: those tokens, and each from the one before it"
 
-    def check(self, subject: Subject) -> Verdict:
-        """Compare the gradient of each position with that of its next token's cross-entropy."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
-        found = learned(bench)
-        if isinstance(found, str):
-            return self.idle(found)
-        tolerance = _COARSE if bench.coarse else _EXACT
+    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
         if filling := _filling(found.tokens):
             why = "tokens that fill rows up, behind the first one of each, count as labels"
             return self.measured(float(filling), 0.0, "tokens", why, where="the batch: labels")
@@ -108,7 +124,7 @@ class LearnsWhatIsShown(Claim):
                 return self.measured(count, 0.0, unit, f"each token learns to predict {what}", where=found.head)
         weights, unexplained = found.weights()
         if unexplained > tolerance:
-            return self.idle("the loss is more than the cross-entropy of next tokens")
+            return self.more()
         learns = weights.abs() > tolerance * weights.abs().max()
         wrong = learns != found.shown
         too_much, too_little = int((wrong & learns).sum()), int((wrong & ~learns).sum())
@@ -117,23 +133,18 @@ class LearnsWhatIsShown(Claim):
         return self.measured(float(wrong.sum()), 0.0, unit, why, where=found.head)
 
 
-class CountsAlike(Claim):
+class CountsAlike(_LearnedClaim):
     """The weights of a row's tokens in the loss are equal."""
 
-    name, sentence = "chunked", "a loss in chunks is that of the whole logits: each learned token of a row counts alike"
+    name, sentence = (
+        "chunked",
+        "a loss in chunks is that of the whole logits, and each learned token of a row counts alike",
+    )
 
-    def check(self, subject: Subject) -> Verdict:
-        """Compare how much each token counts with the mean over its row."""
-        return subject.within(lambda trainer, module: self._try(Bench(trainer, module)))
-
-    def _try(self, bench: Bench) -> Verdict:
-        found = learned(bench)
-        if isinstance(found, str):
-            return self.idle(found)
-        tolerance = _COARSE if bench.coarse else _EXACT
+    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
         weights, unexplained = found.weights()
         if unexplained > tolerance:
-            return self.idle("the loss is more than the cross-entropy of next tokens")
+            return self.more()
         shape = found.tokens.ids.shape
         if any(leaf.shape == shape and leaf.is_floating_point() for leaf in tree_leaves(found.tokens.batch)):
             return self.idle("the batch weighs its tokens")
@@ -142,9 +153,57 @@ class CountsAlike(Claim):
             if shown.any():
                 mean = own[shown].mean()
                 spread = max(spread, float(((own[shown] - mean) / mean).abs().max()))
+        off = _value_off(found, weights, [p for p in bench.module.parameters() if p.requires_grad], tolerance)
+        if off > tolerance:
+            why = "the loss is another number than the sum of the cross-entropies whose gradients it has"
+            return self.measured(off, tolerance, "relative difference of the loss", why, where=found.head)
         how = {0: "without logits", 1: "at once"}.get(found.pieces, f"in {found.pieces} chunks")
         why = f"the loss is computed {how}, and its gradients compared with those of the whole logits' cross-entropy"
         return self.measured(spread, tolerance, "largest difference of a token's weight", why, where=found.head)
+
+
+class BehindTheHead(BenchClaim):
+    """What is learned of the first tokens of a row does not follow from what the head gets of later ones."""
+
+    name, sentence = "logits", "behind the output head, too, no token takes part in what is learned of an earlier one"
+
+    def tried(self, bench: Bench) -> Verdict:
+        tokens = token_batch(few_rows(bench.batch, 2)[0])
+        if tokens is None:
+            return self.idle(_NO_TOKENS)
+        half = tokens.ids.shape[1] // 2
+        found: list[Learned] = []
+        for end in (half, half // 2):
+            labels = tokens.labels.clone()
+            labels[:, end + (tokens.targets is not tokens.labels) :] = IGNORE
+            part = token_batch(tokens.with_labels(labels))
+            one = learned(bench, part) if part is not None else "nothing is learned in the first quarter of the rows"
+            if isinstance(one, str):
+                return self.idle(one)
+            found.append(one)
+        late, other = (one.own[:, half:].double().flatten() for one in found)
+        # What is learned of all tokens, whatever their labels, has one direction; what comes from early labels has not.
+        rest = late - other * (late @ other / (other @ other).clamp(min=1e-60))
+        share = float(rest.norm() / found[0].own.double().norm().clamp(min=1e-60))
+        why = "the first half of each row learned alone, and what follows from what the head got of the other half"
+        return self.measured(share, _tolerance(bench), "share of the gradient", why, where=found[0].head)
+
+
+def _tolerance(bench: Bench) -> float:
+    return _COARSE if bench.coarse else _EXACT
+
+
+def _value_off(found: Learned, weights: Tensor, parameters: Sequence[Tensor], tolerance: float) -> float:
+    """How far the loss is from its tokens' weighted cross-entropies; 0 where another term has gradients of its own."""
+    rest = found.loss.float() - (weights.to(found.each) * found.each).sum()
+    own, more = (
+        _norm(torch.autograd.grad(x, parameters, retain_graph=True, allow_unused=True)) for x in (found.loss, rest)
+    )
+    return float(rest.detach().abs() / found.loss.detach().abs()) if more <= tolerance * own else 0.0
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> float:
+    return float(sum(float(one.double().square().sum()) for one in gradients if one is not None) ** 0.5)
 
 
 def _filling(tokens: TokenBatch) -> int:
@@ -224,13 +283,14 @@ def _joined(pieces: Sequence[Tensor], tokens: TokenBatch) -> Tensor | None:
 
 
 def _cross_entropy(logits: Tensor, tokens: TokenBatch, ahead: int) -> Tensor:
-    """The sum of those of all tokens so many ahead, whether they count or not."""
+    """Those of all tokens so many ahead ``[B, T]``, whether they count or not."""
     ids = tokens.ids
     later = F.pad(ids[:, ahead:], (0, ahead), value=IGNORE)
     if ahead == 1:
         later = torch.where(later == IGNORE, tokens.targets, later)
     targets = later[:, : logits.shape[1]]
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view(targets.shape)
 
 
 def _gradient(loss: Tensor, given: Sequence[Tensor], tokens: TokenBatch) -> Tensor | None:
@@ -242,4 +302,4 @@ def _once(tensors: Any) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-OF_LABELS: tuple[Claim, ...] = (LearnsWhatIsShown(), CountsAlike())
+OF_LABELS: tuple[Claim, ...] = (LearnsWhatIsShown(), CountsAlike(), BehindTheHead())

@@ -1,6 +1,7 @@
 """Claims on which weights a training moves, and at which rate: what should train does, what should not does not."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,15 +18,16 @@ from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS
 class Trains(Claim):
     """Everything trains that should."""
 
-    name, sentence = "trains", "each trainable parameter is in an optimizer, gets a gradient and moves"
+    name, sentence = "trains", "each trainable parameter is in one optimizer, gets a gradient and moves"
 
     def check(self, subject: Subject) -> Verdict:
         """Look at the weights and gradients of some steps."""
         trace = subject.plain
         module = trace.fit.module
         later, meant = trace.later, _meant(trace.fit)
-        held_ones = set[int]().union(*map(_parameters, trace.fit.trainer.optimizers))
-        stepped = {name for name, p in module.named_parameters() if id(p) in held_ones}
+        holders = Counter(key for one in trace.fit.trainer.optimizers for key in _parameters(one))
+        stepped = {name for name, p in module.named_parameters() if id(p) in holders}
+        twice = {name for name, p in module.named_parameters() if holders[id(p)] > 1}
         ours, steps = trace.trainable & stepped, trace.gradients
         reached = {name for step in steps for name in step}
         zero = {name for name in reached if not any(step[name].count_nonzero() for step in steps if name in step)}
@@ -36,6 +38,7 @@ class Trains(Claim):
         rounded = {name for name in still & reached - zero if trace.end[name].itemsize < 4}
         wrong = dict.fromkeys(meant - trace.trainable - later, "its technique trains it, and it is frozen")
         wrong |= dict.fromkeys(trace.trainable - stepped, "no optimizer holds it")
+        wrong |= dict.fromkeys(twice, "several optimizers hold it, and each steps it")
         wrong |= dict.fromkeys(unreached - aside, "no gradient reaches it, though its layer is used")
         wrong |= dict.fromkeys(zero & ours, "its gradient is zero in every step")
         wrong |= dict.fromkeys(still & reached - zero - rounded, "it has a gradient and does not move")

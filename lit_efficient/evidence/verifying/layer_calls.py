@@ -6,16 +6,19 @@ A fit is tried before its first batch, again and again from one state; nothing o
 """
 
 import contextlib
+import inspect
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.verifying.claims import first_batches, gradients, loss_of
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batches, gradients, loss_of
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.rewind import Rewind
@@ -151,6 +154,19 @@ class Bench:
                 loss_of(self.module, batch)
             return calls, None
 
+    def returned(self, batch: Any, seed: int) -> Any:
+        """What the module's own training step returns, without what techniques make of it, by draws of a seed."""
+        self._record.restore()
+        seed_everything(seed, verbose=False)
+        step = type(self.module).training_step
+        given = [tree_map_only(Tensor, Tensor.clone, batch), 0][: len(inspect.signature(step).parameters) - 1]
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._precision():
+            return step(self.module, *given)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = self.trainer.precision_plugin.train_step_context()
+        return context
+
     def gradients(self, compiled: bool = False) -> dict[str, Tensor]:
         """The loss of a training step, as ``loss``, and its gradients by parameter; nothing of manual optimization."""
         self._record.restore()
@@ -166,6 +182,18 @@ class Bench:
     def order(self) -> list[str]:
         """Names of the layers in the order in which a training step is done with them."""
         return list(dict.fromkeys(call.name for call in self.step(self.batch)[0]))
+
+
+class BenchClaim(Claim):
+    """A claim that is tried on steps before the first batch."""
+
+    def check(self, subject: Subject) -> Verdict:
+        """Whether it is true of the subject's fit."""
+        return subject.within(lambda trainer, module: self.tried(Bench(trainer, module)))
+
+    @abstractmethod
+    def tried(self, bench: Bench) -> Verdict:
+        """Whether it is true of the bench's steps."""
 
 
 def few_rows(batch: Any, count: int = ROWS) -> tuple[Any, int]:

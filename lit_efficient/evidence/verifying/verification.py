@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import did_you_mean, refusal
+from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, refusal
 from lit_efficient.evidence.fits import FitSource, LiveFit
 from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, quiet
 from lit_efficient.evidence.verifying.claims_of_checkpoints import OF_CHECKPOINTS
 from lit_efficient.evidence.verifying.claims_of_data import OF_DATA
 from lit_efficient.evidence.verifying.claims_of_execution import OF_EXECUTION
 from lit_efficient.evidence.verifying.claims_of_labels import OF_LABELS
+from lit_efficient.evidence.verifying.claims_of_noise import OF_NOISE
 from lit_efficient.evidence.verifying.claims_of_shards import OF_SHARDS
 from lit_efficient.evidence.verifying.claims_of_training import OF_TRAINING, RUNS
 from lit_efficient.evidence.verifying.claims_of_weights import OF_WEIGHTS
@@ -35,6 +36,7 @@ CLAIMS: tuple[Claim, ...] = (
     *OF_CHECKPOINTS,
     *OF_DATA,
     *OF_LABELS,
+    *OF_NOISE,
     *OF_EXECUTION,
     *OF_SHARDS,
 )
@@ -148,7 +150,16 @@ def verify(
             with quiet():
                 source, said = small(source, lambda changed: Subject(changed, Path(folder)).train(1))
         subject = Subject(source, Path(folder), full, said)
-        subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
+        try:
+            subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
+        except Exception as error:
+            if subject.without_mesh and not isinstance(error, LitEfficientError):
+                raise ConfigurationError(
+                    "verify: claims are checked in one process, and this module shards itself over the mesh of "
+                    "several, which is None there: let configure_model shard where self.device_mesh is one, or take "
+                    "ShardedStrategy, which shards any module"
+                ) from error
+            raise
         try:
             if not (runs := RUNS.check(subject)).held:
                 claims, verdicts = [], [runs]  # nothing can be checked

@@ -113,7 +113,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         self.round = 0  # a loader that is begun again within an epoch gets another order
         self.first = 0  # batches that the next pass leaves out
         self.indexed = True  # false to go on in the order of a run that drew all of it
-        self._buckets: list[Hashable] | None = [bucket_of(i) for i in self.index] if bucket_of else None
+        buckets = [bucket_of(i) for i in self.index] if bucket_of else []
+        self._buckets: list[Hashable] | None = buckets if len({*buckets}) > 1 else None
         self._count()
 
     @property

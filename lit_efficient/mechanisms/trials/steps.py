@@ -23,6 +23,7 @@ from torch import distributed
 from lit_efficient.errors import OutOfMemoryError
 from lit_efficient.internals.lightning_data import validate_on
 from lit_efficient.internals.lightning_loops import forget_restart
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import (
     call_callbacks,
     call_module,
@@ -32,6 +33,7 @@ from lit_efficient.internals.lightning_trainer import (
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
 from lit_efficient.mechanisms.rewind import Rewind, random_states
 from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
+from lit_efficient.surgery import reshard
 from lit_efficient.technique import Technique
 
 # By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
@@ -54,6 +56,7 @@ class Trials:
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
         roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
         shallow = [trainer, strategy, *([data] if data is not None else [])]
+        reshard(trainer.lightning_module)  # what is gathered is no state
         self.record = Rewind(roots, shallow)
 
     @contextmanager
@@ -86,6 +89,7 @@ class Trials:
                 self._hook("on_train_epoch_start")
                 yield
             finally:
+                reshard(trainer.lightning_module)
                 self.record.restore()
 
     def train(self, batch: Callable[[], Any]) -> None:
@@ -115,7 +119,7 @@ class Trials:
     def finish(self) -> None:
         """Wrap the model for several processes again, if it was: the old wrapper has seen backward passes of trials."""
         strategy = self.trainer.strategy
-        if self.trainer.world_size > 1:
+        if self.trainer.world_size > 1 and traits_of(strategy).replicates:
             strategy.model = self.trainer.lightning_module
             strategy.configure_ddp()
 
@@ -143,7 +147,7 @@ class Trials:
     def _step_alone(self) -> None:
         """Leave out what processes do together: where one runs out of memory the others would wait for it for ever."""
         strategy = self.trainer.strategy
-        if self.trainer.world_size > 1:
+        if self.trainer.world_size > 1 and traits_of(strategy).replicates:
             strategy.model = self.trainer.lightning_module
             strategy.reduce = _itself
             strategy.barrier = _nothing

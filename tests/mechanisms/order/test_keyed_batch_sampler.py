@@ -175,7 +175,7 @@ def test_lightning_tells_the_epoch_without_exact_resume_too():
     assert seen == [[index for index, _ in batch] for number in (0, 1) for batch in epoch(sampler(), number)]
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes_under_lightning(tmp_path):
     write(tmp_path / "images", [f"{number}.png" for number in range(20)])
     run_ranks(_train_in_two_processes, tmp_path)
@@ -327,3 +327,10 @@ def test_keys_of_one_batch_are_of_the_first_ones_bucket():
     keys = [(4, 1), (7, 0), (5, 2), (14, 1), (6, 0)]  # 7 and 14 lie on the other shapes
     assert sampler().alike(keys) == [(4, 1), (5, 2), (6, 0)]
     assert sampler().alike(keys[1:]) == [(7, 0)]
+
+
+def test_many_images_of_one_shape_are_ordered_where_they_are_read():
+    many = range(2**20 + 1)
+    alike = KeyedBatchSampler(many, 512, bucket_of=lambda _: SHAPES[0])
+    assert alike.computes_order
+    assert next(iter(alike)) == next(iter(KeyedBatchSampler(many, 512)))
