@@ -94,7 +94,7 @@ def both_ranks(folder, checkpoint=None):
     assert [process.exitcode for process in started] == [0, 0], (folder / "log0").read_text()
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes(tmp_path):
     both_ranks(tmp_path)
     both_ranks(tmp_path, tmp_path / "001.ckpt")

@@ -283,13 +283,16 @@ def averages_of_each_width(run: Run) -> None:
 def logits_are_never_whole(run: Run) -> None:
     """No product has more than three rows of logits: the chunk's size."""
     heads = [part for name, part in run.module.named_modules() if name.endswith("head")]
-    vocabulary = next(head.out_features for head in heads if hasattr(head, "out_features"))
+    head: Any = next(head for head in heads if hasattr(head, "out_features"))
+    shape = (head.in_features, head.out_features)
     rows: list[int] = []
 
     class Rows(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = function(*args, **(kwargs or {}))
-            if function.__name__.split(".")[0] in ("mm", "addmm", "gemm_4bit") and out.shape[-1] == vocabulary:
+            name = function.__name__.split(".")[0]
+            plain = name in ("mm", "addmm") and args[-1].shape == shape
+            if plain or (name == "gemm_4bit" and out.shape[-1] == head.out_features):
                 rows.append(len(out))
             return out
 

@@ -60,7 +60,7 @@ def test_the_table_of_strategies_says_what_was_tried(kind: str, strategy: str | 
     assert as_one_process(TRIED, tmp_path) == json.loads((PACKAGE / "tested.json").read_text("utf-8"))[kind]
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In shards and in one file; the next epoch's losses are those of the world size that went on."""
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,7 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monke
     assert [path.name for path in tmp_path.glob(".*")] == []  # no half of a folder is left
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_units_replicas_formats_and_communication(tmp_path: Path) -> None:
     run_ranks(sharded.units, tmp_path)
 
