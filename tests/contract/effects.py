@@ -249,7 +249,9 @@ def _averaged(run: Run, key: str) -> list[str]:
     names = list(state if key == "average" else state[0])
     assert names
     if (gradual := run.technique("GradualUnfreezing")) is not None:  # averages follow what thaws from then on
-        names = [name for name in names if name in gradual._names[0]]
+        exported = run.exported()["state_dict"]
+        groups = ([name for name in names if name in group] for group in gradual._names)
+        names = next(group for group in groups if any(name in exported for name in group))  # heads are not exported
     return names
 
 
