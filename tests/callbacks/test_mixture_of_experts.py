@@ -41,6 +41,7 @@ from lit_efficient.models.gpt import GPT, GPTConfig, SwiGLU
 from lit_efficient.testing import Case, Run, check_resumes
 from tests.contract.effects import moved
 from tests.contract.row import Row
+from tests.mechanisms.adapters.decoders import decoder
 from tests.processes import run_ranks
 from tests.ranks import mixtures
 from tests.support import AttentionNet, Toy, trainer
@@ -296,6 +297,33 @@ def test_losses_are_added_and_the_bias_follows_the_loads() -> None:
     steps = {float(b) for part in parts_of(trained, ExpertMixture) for b in part.router_bias}
     assert steps <= {-0.125, 0.0, 0.125}
     assert steps != {0.0}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_padding_counts_neither_in_losses_as_in_transformers_nor_in_loads(told: bool) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    network = decoder("Llama").train()
+    technique = MixtureOfExperts(4, 2, balance_loss=1.0, z_loss=0.0, bias_rate=0.1)
+    apply(root := nn.ModuleDict({"model": network}), [technique])
+    mixtures = parts_of(root, ExpertMixture)
+    ids = torch.arange(8).reshape(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    seen: list[Tensor] = []
+    hooks = [part.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach())) for part in mixtures]
+    with technique.watch_step(root, {} if told else {"attention_mask": mask}):
+        network(input_ids=ids, attention_mask=mask if told else None)
+        extra = technique.extra_loss(None, root, None)
+        loads = [part.router_load for part in mixtures]
+    assert extra is not None
+    logits = [F.linear(x.flatten(0, 1), part.router_weight) for x, part in zip(seen, mixtures, strict=True)]
+    wanted = [load_balancing_loss_func((one,), 4, 2, mask) / 2 for one in logits]  # theirs counts each choice
+    torch.testing.assert_close(extra, sum(wanted) / len(wanted))
+    for load, one in zip(loads, logits, strict=True):
+        assert torch.equal(load, one.topk(2).indices[mask.flatten().bool()].flatten().bincount(minlength=4))
+    assert all(part.token_rows == {} for part in mixtures)
+    for hook in hooks:
+        hook.remove()
 
 
 def test_goes_on_with_the_same_bias() -> None:
