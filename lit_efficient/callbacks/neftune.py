@@ -22,6 +22,7 @@ from lit_efficient.models.token_rows import row_of, rows_in, tell_rows
 from lit_efficient.surgery import match_modules, mix_in
 from lit_efficient.technique import Technique
 
+
 def noisy_embeddings(
     embeddings: Tensor, alpha: float, lengths: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Tensor:

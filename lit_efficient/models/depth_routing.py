@@ -117,12 +117,14 @@ class DepthRouted(StaysFloat32):
                 chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, positions, value=True)
             else:
                 best = scores.detach().masked_fill(~real, -math.inf).argsort(1, descending=True)[:, :count]
-                wanted = torch.tensor([share_of(self.depth_capacity, n) for n in range(len(x[0]) + 1)], device=x.device)
-                taken = torch.arange(count, device=x.device) < wanted[real.sum(1, keepdim=True)]
+                shares = self.depth_capacity * real.sum(1, keepdim=True).double() * (1 - 1e-12)  # as share_of
+                taken = torch.arange(count, device=x.device) < shares.ceil().clamp_min(1)
                 chosen = torch.zeros_like(real).scatter(1, best, taken)
                 positions, kept = _first_chosen(chosen, count)
             weight = None if real is None else real.to(scores.dtype) * real.numel() / real.sum().clamp_min(1)
-            term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[None]  # in a recomputed forward, too
+            term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[
+                None
+            ]  # in a recomputed forward, too
             if self.side_terms is not None and torch.is_grad_enabled():
                 self.side_terms.append(term)
             return run_chosen(

@@ -420,6 +420,8 @@ def test_the_router_stays_in_float32_and_autocast_computes_in_bfloat16() -> None
 
 
 def test_refuses_by_a_sentence() -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
     with pytest.raises(ConfigurationError, match=r"MixtureOfExperts: top_k must be.*at most 4, got 5"):
         MixtureOfExperts(4, 5)
     with pytest.raises(ConfigurationError, match=r"experts must be.*at least 2.*got 1"):
@@ -430,6 +432,8 @@ def test_refuses_by_a_sentence() -> None:
         MixtureOfExperts(layers=[r"blocks\.0\.attention"]).transform(_dit())
     with pytest.raises(ConfigurationError, match="no module of linear layers that maps tokens one by one"):
         MixtureOfExperts().transform(Toy().net)
+    with pytest.raises(ConfigurationError, match=r"mlp: it has fewer than two plain linear layers: FalconLinear may"):
+        MixtureOfExperts().transform(FalconForCausalLM(FalconConfig(32, 16, 2, 2)))
     with torch.device("meta"), pytest.raises(ConfigurationError, match="meta device"):
         MixtureOfExperts().transform(GPT(CONFIG))
 
