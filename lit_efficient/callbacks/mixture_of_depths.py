@@ -35,9 +35,9 @@ from lit_efficient.technique import Technique
 class MixtureOfDepths(LossHooks, Technique):
     """Let every other block of a causal language model run on a part of each row's tokens.
 
-    Attention in such a block is between the chosen tokens, at their own positions. Padding, which the block's mask or the
-    batch's ``attention_mask`` [B, T] tells, is not chosen, and of a row's other tokens the share is taken. Works on blocks that are causal and
-    return the tokens that they were given, changed: our GPT's, Llama's and their like.
+    Attention in such a block is between the chosen tokens, at their own positions. Padding, of which the block's mask or
+    the batch's ``attention_mask`` [B, T] tells, is not chosen, and the share is of a row's other tokens. Works on blocks
+    that are causal and return the tokens that they were given, changed: our GPT's, Llama's and their like.
 
     Args:
         capacity: Share of a row's tokens that a block runs on in training, above 0, at most 1.

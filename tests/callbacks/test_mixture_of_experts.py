@@ -433,7 +433,9 @@ def test_refuses_by_a_sentence() -> None:
     with pytest.raises(ConfigurationError, match="no module of linear layers that maps tokens one by one"):
         MixtureOfExperts().transform(Toy().net)
     with pytest.raises(ConfigurationError, match=r"mlp: it has fewer than two plain linear layers: FalconLinear may"):
-        MixtureOfExperts().transform(FalconForCausalLM(FalconConfig(32, 16, 2, 2)))
+        MixtureOfExperts().transform(
+            FalconForCausalLM(FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2))
+        )
     with torch.device("meta"), pytest.raises(ConfigurationError, match="meta device"):
         MixtureOfExperts().transform(GPT(CONFIG))
 
