@@ -4,12 +4,14 @@
     python -m benchmarks.plan_accuracy --only Llama LoRA  cells that have one of these in their names, once more
     python -m benchmarks.plan_accuracy --drawn 15 --seed 7         further cells: other sizes, other pairs of techniques
     python -m benchmarks.plan_accuracy --show             the table of what has been measured
-    python -m benchmarks.plan_accuracy --record           into benchmarks/plan_accuracy.csv and figures.json
+    python -m benchmarks.plan_accuracy --record           into benchmarks/plan_accuracy.csv and figures.json; cells
+                                                          that the folder lacks stay there as they are
     python -m benchmarks.plan_accuracy --device cuda      on a GPU, against torch.cuda.max_memory_allocated
 
 A forked process for each cell: it plans, then it trains and counts. The error is (planned - measured) / measured of
 the most bytes alive at a time, from the third step on. What a CPU refuses is planned there for a GPU, and not measured.
 The count is what the allocator's own records say, to 0.01 MiB, but for scratch space within kernels of convolutions.
+The table is of two days: 95 cells, and those drawn, of 2026-11-23; the 24 of techniques that came later of 2026-11-27.
 """
 
 from __future__ import annotations
@@ -192,6 +194,25 @@ def record(sets: dict[str, list[Row]]) -> None:
     figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def with_known(sets: dict[str, list[Row]], path: Path) -> dict[str, list[Row]]:
+    """The rows, and before them those of the table whose cells were not measured anew."""
+    new = {(name, *(str(row[key]) for key in TITLES[1:6])) for name, rows in sets.items() for row in rows}
+    found: dict[str, list[Row]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            if (line["set"], *(line[key] for key in TITLES[1:6])) in new:
+                continue
+            row: Row = {key: line[key] for key in TITLES[1:6]}
+            row |= {key: int(line[key]) for key in TITLES[6:8] if line[key]}
+            for side, title in (("by_plan", "planned"), ("by_count", "measured")):
+                sizes = {kind: int(line[f"{kind} {title}"]) for kind in KINDS if line[f"{kind} {title}"]}
+                row |= {side: sizes} if sizes else {}
+            note = "bound" if line["note"].startswith("at most: ") else "refused"
+            told = {note: line["note"].removeprefix("at most: ")} if line["note"] else {}
+            found.setdefault(line["set"], []).append(row | told)
+    return {name: [*found.get(name, []), *sets.get(name, [])] for name in {**found, **sets}}
+
+
 def load(path: Path) -> dict[str, Row]:
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
     return {result["name"]: result for result in map(json.loads, lines)}
@@ -235,6 +256,7 @@ def main() -> int:
         print(f"{name}: {summary(rows)}")
     print("RESULT " + json.dumps({name: summary(rows) for name, rows in sets.items()}))
     if options.record:
+        sets = with_known(sets, TABLE)
         write(sets, TABLE)
         record(sets)
     return 0

@@ -21,6 +21,7 @@ EXIT_CODES = {
     2: "what the user can mend",
     3: "does not fit in memory",
     4: "diverged",
+    5: "a plan knows a bound alone, which does not decide",
 }
 """What the command line ends with; after signal n it is 128 + n."""
 

@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.blocks.residual import why_not_residual
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.depth_routing import DepthRouted
+from lit_efficient.models.teachers import width_of
 from lit_efficient.models.token_rows import rows_in
 from lit_efficient.surgery import count, mix_in
 from lit_efficient.technique import Technique
@@ -35,8 +36,8 @@ from lit_efficient.technique import Technique
 class MixtureOfDepths(LossHooks, Technique):
     """Let every other block of a causal language model run on a part of each row's tokens.
 
-    Attention in such a block is between the chosen tokens, at their own positions. Padding, of which the block's mask or
-    the batch's ``attention_mask`` [B, T] tells, is not chosen, and the share is of a row's other tokens. Works on blocks
+    Attention in such a block is between the chosen tokens, at their own positions. Padding, of which the block's mask
+    or the batch's ``attention_mask`` [B, T] tells, is not chosen; the share is of a row's other tokens. Works on blocks
     that are causal and return the tokens that they were given, changed: our GPT's, Llama's and their like.
 
     Args:
@@ -99,7 +100,10 @@ class MixtureOfDepths(LossHooks, Technique):
                 raise ConfigurationError(f"MixtureOfDepths: block {name!r} cannot run on part of the tokens: {why}")
         before = count(module.parameters())
         for i, (name, block) in enumerate(chosen):
-            self._route(block, name, torch.Generator().manual_seed(mix_seed(self.seed, i)))
+            width = width_of(module, name)
+            if width is None:
+                raise ConfigurationError(f"MixtureOfDepths: cannot tell the width of block {name!r}")
+            self._route(block, name, width, torch.Generator().manual_seed(mix_seed(self.seed, i)))
         added = count(module.parameters()) - before
         return Report(
             f"{len(chosen)} of {len(found)} blocks run on {self.capacity:.1%} of the tokens; {added:,} parameters more",
@@ -108,11 +112,8 @@ class MixtureOfDepths(LossHooks, Technique):
             details={"share_of_blocks_compute": 1 - len(chosen) * (1 - self.capacity) / len(found)},
         )
 
-    def _route(self, block: Any, name: str, generator: torch.Generator) -> None:
-        weights = [p for p in block.parameters() if p.ndim == 2]
-        norms = [p for p in block.parameters() if p.ndim == 1]
-        width = norms[0].numel() if norms else weights[0].shape[1]
-        home = (norms or weights)[0]
+    def _route(self, block: Any, name: str, width: int, generator: torch.Generator) -> None:
+        home = min(block.parameters(), key=lambda p: p.ndim)  # a norm's or a bias, which nothing quantises
         dtype = torch.promote_types(home.dtype, torch.float32)
         drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
         block.register_parameter("depth_router", nn.Parameter(drawn.to(home.device, dtype)))

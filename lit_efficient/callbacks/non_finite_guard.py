@@ -23,22 +23,34 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import DivergedError, check_choice, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.torch_shards import largest_of_all
 from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
-from lit_efficient.surgery import is_sharded
+from lit_efficient.surgery import is_sharded, local
 
 LIMIT = 1e16  # the squares of a million such numbers can be added up in float32
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
     """The largest magnitude of all elements, NaN if one is; one wait for the device. Shards count as a whole."""
-    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
-    filled = [tensor for tensor in values if tensor.numel()]
-    meshes = dict.fromkeys(getattr(tensor, "device_mesh", None) for tensor in filled)  # None: of no shards
-    kinds = [[tensor for tensor in filled if getattr(tensor, "device_mesh", None) == mesh] for mesh in meshes]
-    found: list[Any] = [get_total_norm(tensors, norm_type=math.inf) for tensors in kinds]
-    sizes = [float(norm.full_tensor() if is_sharded(norm) else norm) for norm in found]
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        if values.numel():
+            kinds.setdefault(getattr(values, "device_mesh", None), []).append(values)
+    sizes = [_largest_shard(found, mesh) for mesh, found in kinds.items()]
     return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
+
+
+def _largest_shard(tensors: list[Tensor], mesh: Any) -> float:
+    """The largest magnitude, of all processes of a mesh; some may hold nothing, of which there is no largest."""
+    filled = [own for own in map(local, tensors) if own.numel()]
+    norm = get_total_norm(filled, norm_type=math.inf) if filled else torch.zeros((), device=local(tensors[0]).device)
+    if mesh is None:
+        return float(norm)
+    both = torch.stack([norm.nan_to_num(0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])  # no maximum keeps NaN
+    size, unknown = largest_of_all(both, mesh).tolist()
+    return math.nan if unknown else float(size)
 
 
 class NonFiniteGuard(Callback):

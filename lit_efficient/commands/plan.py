@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan_search import Found
     from lit_efficient.internals.lightning_strategies import Traits
 
-_DOES_NOT_FIT, _UNKNOWN, _INTERRUPTED = 3, 4, 130
+_DOES_NOT_FIT, _UNKNOWN, _INTERRUPTED = 3, 5, 130
 SOLVES = ("train_batch_size", "max_length", "lora_rank", "devices")
 
 
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         description="Say what a fit with these options will need: trace one step without values, and add up what lies "
         "in memory, by kind. Then the largest batch that fits, or what makes this one fit. Takes the options of fit: "
         "-c CONFIG, --trainer.precision bf16-mixed, ...",
-        epilog="exit codes: 0 fits, 3 does not, 4 cannot be said, 2 what the user can mend",
+        epilog="exit codes: 0 fits, 3 does not, 5 cannot be said, 2 what the user can mend",
         allow_abbrev=False,
     )
     parser.add_argument(

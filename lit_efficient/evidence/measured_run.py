@@ -114,6 +114,7 @@ def _train(
     trainer.callbacks = [steps, *trainer.callbacks, *counting, last]
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.run = partial(steps.validate, trainer, loop.run)
+    last.validates = loop.run if asked.validations else None
     last.saves = folder / "end.ckpt" if asked.counts else None
     fit.run()
     steps.write(asked.steps)

@@ -160,6 +160,11 @@ class StepWatch(Callback):
         self._pauses.append((after, start, self._now()))
         return result
 
+    @property
+    def moved(self) -> bool:
+        """Whether there were steps since the last validation."""
+        return (self._values[-1][0] if self._values else 0) < len(self._losses)
+
     def write(self, asked: int) -> None:
         """Put into the result what is known now that the run is over; what lies on a device is read here."""
         found, marks = self.found, self._clock
@@ -184,11 +189,18 @@ class LastWatch(Callback):
     leaves_traces = True
     steps: StepWatch
     saves: Path | None = None
+    validates: Callable[[], Any] | None = None
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.steps.stepped(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if (
+            self.validates is not None and trainer.enable_validation and self.steps.moved
+        ):  # steps of several optimizers are not those of batches
+            trainer.validating = True
+            self.validates()
+            trainer.training = True
         if self.saves is not None:
             trainer.save_checkpoint(self.saves, weights_only=False)
             files = [self.saves] if self.saves.is_file() else [one for one in self.saves.rglob("*") if one.is_file()]

@@ -89,6 +89,13 @@ def settle(checkpoint: dict[str, Any], epoch: bool) -> None:
             counters[name][part] = dict.fromkeys(counters[name][part], counters[name][part]["ready"])
 
 
+def count_batches(trainer: Any, number: int) -> None:
+    """Let a fit that is resumed have begun its epoch with so many batches: ``epoch_loop.batch_progress.current``."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in vars(current):
+        setattr(current, name, number)
+
+
 def end_batch(trainer: Any, validated: bool) -> None:
     """Inside a restarted ``epoch_loop.advance``: let the loops go on as after the batch before: ``_skip_next_val``."""
     forget_restart(trainer)

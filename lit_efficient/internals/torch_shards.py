@@ -50,3 +50,11 @@ def own_slices(tensor: Any) -> tuple[slice, ...] | None:
         return None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape))
+
+
+def largest_of_all(values: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """The largest of each number over all processes of a mesh of DTensors."""
+    from torch.distributed.tensor import DTensor, Partial  # it takes long to import
+
+    found = DTensor.from_local(values, mesh, [Partial("max")] * mesh.ndim, run_check=False)
+    return found.full_tensor()

@@ -38,12 +38,12 @@ _SMALL = 1024  # elements; what is smaller is made at once: code may ask for its
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor on the meta device stood; code may give it another shape or other memory later."""
+    """Where a tensor on the meta device was; code may give it another shape or other memory later."""
 
     storage: Any
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any
     dtype: torch.dtype
 
     @property
@@ -125,7 +125,7 @@ class DeferredDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = _generator(kwargs).get_state()
             func(*tree_map(_scratch, args), **_on_cpu(tree_map(_scratch, kwargs)))
-        self._note(func, *as_given, result, state)
+        self._note(func, as_given[0], as_given[1], result, state)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, state: Tensor | None) -> None:
@@ -157,7 +157,7 @@ class DeferredDraws(TorchDispatchMode):
     def _drawn(self, wanted: Any) -> Tensor:
         """What would stand in a tensor."""
         if not isinstance(wanted, _Place):
-            return wanted  # type: ignore[no-any-return]
+            return wanted
         needed, chosen = {wanted.key}, []
         for note in reversed(self._notes):
             given = _places((note.args, note.kwargs))

@@ -121,10 +121,9 @@ class DepthRouted(StaysFloat32):
                 taken = torch.arange(count, device=x.device) < shares.ceil().clamp_min(1)
                 chosen = torch.zeros_like(real).scatter(1, best, taken)
                 positions, kept = _first_chosen(chosen, count)
-            weight = None if real is None else real.to(scores.dtype) * real.numel() / real.sum().clamp_min(1)
-            term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[
-                None
-            ]  # in a recomputed forward, too
+            weight = None if real is None else real * (real.numel() / real.sum().clamp_min(1)).to(guess.dtype)
+            # In a recomputed forward, too:
+            term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[None]
             if self.side_terms is not None and torch.is_grad_enabled():
                 self.side_terms.append(term)
             return run_chosen(
@@ -216,9 +215,16 @@ class DepthRouted(StaysFloat32):
             before = self.depth_dims
             self.depth_dims = before | known | tried
             if _same(lambda: block(x[:, :-1], self._cut(named, length, first)), whole):
+                self._check_order(block, x, named, whole)
                 return
             self.depth_dims = before
         raise _refusal(self, "on its first tokens alone it computes something else than on all: it is not causal")
+
+    def _check_order(self, block: Any, x: Tensor, named: dict[str, Any], whole: Tensor) -> None:
+        """Refuse a block whose last token, of many, moves the others by less than they were compared to."""
+        other = torch.cat((x[:, :-1], -x[:, -1:].roll(1, -1)), 1)
+        if not _same(lambda: _first(block, other, named), whole, max(1e-3, 4 * torch.finfo(x.dtype).eps)):
+            raise _refusal(self, "another last token changes what it computes for the first ones: it is not causal")
 
     # Generation ------------------------------------------------------------------------------------------------------
 
@@ -270,13 +276,15 @@ def _first(block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> Te
     return block(x, named)[:, :-1]
 
 
-def _same(run: Callable[[], Tensor], wanted: Tensor) -> bool:
+def _same(run: Callable[[], Tensor], wanted: Tensor, tolerance: float = 2e-2) -> bool:
     try:
         found = run()
     except Exception:  # code of anybody, given what may not fit
         return False
     scale = float(wanted.float().abs().max())
-    return found.shape == wanted.shape and torch.allclose(found.float(), wanted.float(), rtol=2e-2, atol=2e-2 * scale)
+    return found.shape == wanted.shape and torch.allclose(
+        found.float(), wanted.float(), rtol=tolerance, atol=tolerance * scale
+    )
 
 
 def _take(value: Tensor, dim: int, positions: Tensor) -> Tensor:

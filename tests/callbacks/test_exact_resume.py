@@ -5,6 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lit_efficient.callbacks.ema import EMA
@@ -93,7 +94,7 @@ def both_ranks(folder, checkpoint=None):
     assert [process.exitcode for process in started] == [0, 0], (folder / "log0").read_text()
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes(tmp_path):
     both_ranks(tmp_path)
     both_ranks(tmp_path, tmp_path / "001.ckpt")
@@ -248,7 +249,7 @@ def test_its_state_is_small_and_has_gradients_only_inside_a_window(tmp_path):
     inside, boundary = (
         torch.load(tmp_path / f"{n:03d}.ckpt", weights_only=True)["callbacks"]["ExactResume"] for n in (2, 3)
     )
-    assert boundary == {"seed": 3, "world_size": 1, "reached": "batch", "metrics": {}, "results": []}
+    assert boundary == {"seed": 3, "world_size": 1, "rows": 3, "reached": "batch", "metrics": {}, "results": []}
     assert set(inside["gradients"]) == {name for name, _ in Tiny().named_parameters()}
 
 
@@ -268,6 +269,71 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
         assert equal(expected[:3], final_state(run)[:3]), path.name
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_longer_fit_goes_on_in_the_epoch_that_the_last_step_cut_short(tmp_path):
+    """Lightning ends the epoch of a fit's last step: its own last checkpoint, and one that is saved later, say so."""
+    settings = {"max_epochs": -1, "accumulate_grad_batches": 1, "val_check_interval": 4}
+    whole = Tiny()
+    expected = final_state(fit(whole, [ExactResume()], max_steps=12, **settings))
+    for steps in (3, 4):  # without a validation, and with one
+        saver = ModelCheckpoint(tmp_path / str(steps), save_last=True, save_on_train_epoch_end=True)
+        run = fit(Tiny(), [ExactResume(), saver], max_steps=steps, enable_checkpointing=True, **settings)
+        run.save_checkpoint(tmp_path / str(steps) / "later.ckpt")
+        for name in ("last.ckpt", "later.ckpt"):
+            resumed = Tiny()
+            result = final_state(
+                fit(resumed, [ExactResume()], tmp_path / str(steps) / name, seed=9, max_steps=12, **settings)
+            )
+            assert resumed.seen == whole.seen[steps:], (steps, name)
+            assert equal(expected, result), (steps, name)
+
+
+class Numbered(Tiny):
+    """Of 24 rows, each a number, which the loss does not weigh; nothing is drawn."""
+
+    def __init__(self, batch_size):
+        super().__init__(torch.arange(24.0)[:, None].expand(24, 4) / 24, batch_size)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+    def training_step(self, batch, batch_idx):
+        self.seen += (batch[:, 0] * 24).round().int().tolist()
+        return (self.net(batch) - batch[:, :1].square()).pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Numbered changes seen")
+@pytest.mark.parametrize(("seen", "size", "accumulate"), [(16, 2, 4), (8, 2, 4), (16, 8, 1)])
+def test_another_number_of_processes_goes_on_at_the_row(tmp_path, seen, size, accumulate):
+    """As if the checkpoint were of two processes with half of each batch; on as many rows an optimizer step."""
+    whole = Numbered(4)
+    expected = final_state(fit(whole, [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=2))
+    path = tmp_path / f"{seen // 4 - 1:03d}.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["callbacks"]["ExactResume"]["world_size"] = 2
+    torch.save(checkpoint, path)
+    resumed = Numbered(size)
+    with pytest.warns(UserWarning, match=f"a step has {size} rows, not 4: the epoch goes on at its row {seen}, 0"):
+        run = fit(resumed, [ExactResume()], path, max_epochs=2, accumulate_grad_batches=accumulate)
+    assert resumed.seen == whole.seen[seen:]
+    assert run.global_step == expected[-1]
+    torch.testing.assert_close(final_state(run)[0], expected[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Numbered changes seen")
+def test_rows_that_are_no_whole_batches_are_seen_again(tmp_path):
+    fit(Numbered(4), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1)
+    path = tmp_path / "001.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["callbacks"]["ExactResume"]["world_size"] = 4
+    torch.save(checkpoint, path)
+    resumed = Numbered(3)
+    with pytest.warns(UserWarning, match="a step has 3 rows, not 4: the epoch goes on at its row 6, 2 rows back"):
+        fit(resumed, [ExactResume()], path, max_epochs=1)
+    assert len(resumed.seen) == 18
+
+
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "1"])
 def test_bad_seeds_are_refused(seed):
     with pytest.raises(ConfigurationError, match="seed must be a whole number of at least 0 or null, got"):
@@ -276,8 +342,9 @@ def test_bad_seeds_are_refused(seed):
 
 def test_without_any_seed_the_run_has_torchs_in_63_bits(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    module = Tiny()
     torch.manual_seed(-2)
-    trainer([technique := ExactResume()], max_epochs=1, limit_train_batches=1).fit(Tiny())
+    trainer([technique := ExactResume()], max_epochs=1, limit_train_batches=1).fit(module)
     assert technique.state_dict()["seed"] == 2**63 - 2
 
 

@@ -440,7 +440,7 @@ def test_refuses_by_a_sentence() -> None:
         MixtureOfExperts().transform(GPT(CONFIG))
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_ranks_route_by_one_bias_and_train_as_one_process_does(tmp_path: Path) -> None:
     run_ranks(mixtures.equal_on_all_ranks, tmp_path)
     ranks = torch.load(tmp_path / "ddp.pt", weights_only=True)

@@ -170,5 +170,5 @@ def test_a_bug_keeps_its_traceback():
 def test_help_lists_every_code(capsys):
     assert main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())  # it is wrapped
-    assert [code for code in EXIT_CODES if f"{code} {EXIT_CODES[code]}" in said] == [0, 1, 2, 3, 4]
+    assert [code for code in EXIT_CODES if f"{code} {EXIT_CODES[code]}" in said] == [0, 1, 2, 3, 4, 5]
     assert DivergedError.exit_code == 4

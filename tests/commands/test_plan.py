@@ -26,17 +26,17 @@ class Block(nn.Module):
 class Tower(LightningModule):
     interrupts = 0  # the size of a batch in whose step somebody presses Ctrl-C
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, masked: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.width = width
+        self.width, self.masked = width, masked
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if len(batch) == Tower.interrupts:
             raise KeyboardInterrupt
         for block in self.blocks:
             batch = block(batch)
-        return batch.square().mean()
+        return (batch[torch.rand_like(batch) < 0.5] if self.masked else batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
@@ -85,6 +85,7 @@ def answer(capsys, *words: str) -> tuple[int, dict]:
 PARAMETERS = sum(p.numel() for p in Tower().parameters())
 
 
+@pytest.mark.turns(2, family="plans that try much")
 def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
     pytest.importorskip("matplotlib")
     code, whole = answer(capsys, "--device-memory", "400KiB", "--output", "step.png")
@@ -105,6 +106,15 @@ def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["step.png", "tower.yaml"]  # and no run
 
 
+def test_a_bound_says_so_first_and_does_not_decide_what_it_cannot(capsys):
+    masked = ["--no_advice", "--model.masked", "true"]
+    assert plan("--device-memory", "400KiB", *masked) == 0
+    assert capsys.readouterr().out.startswith("AT MOST")
+    assert plan("--device-memory", "100KiB", *masked) == 5
+    assert "CANNOT BE SAID" in capsys.readouterr().out
+
+
+@pytest.mark.turns(2, family="plans that try much")
 def test_advice_is_what_the_same_command_finds_with_it(capsys):
     limit = ["--device-memory", "200KiB"]
     code, whole = answer(capsys, *limit)

@@ -7,7 +7,7 @@ import torch
 from lit_efficient import LoRA
 from lit_efficient.cli.fits import ConfigFit
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource, LiveFit
+from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource, LiveFit, sum_of_sources
 from tests.support import Toy, data, trainer, weights
 
 
@@ -87,3 +87,21 @@ def test_a_config_is_known_by_what_stands_in_it(words, tmp_path):
         file.write_text(text)
         identities.add(ConfigFit(argv, tmp_path).identity())
     assert len(identities) == 2
+
+
+def test_code_that_was_edited_is_another_code_and_what_is_installed_is_not_read(tmp_path, monkeypatch):
+    package = tmp_path / "somebodys"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "network.py").write_text("class Network:\n    width = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = [sum_of_sources({name}) for name in ("somebodys.network", "torch.nn", "json")]
+    assert before[1] == before[2] != before[0]
+    (package / "network.py").write_text("class Network:\n    width = 2\n")
+    after = [sum_of_sources({name}) for name in ("somebodys.network", "torch.nn", "json")]
+    assert after[0] != before[0]
+    assert after[1:] == before[1:]
+    source = LiveFit(trainer(max_steps=1), Toy(), data())
+    assert Toy.__module__ in source.packages()
+    assert source.code() == LiveFit(trainer(max_steps=2), Toy(), data()).code()
+    assert ConfigFit(["--allow-import", "somebodys"], tmp_path).packages() == {"somebodys"}

@@ -21,6 +21,30 @@ def source() -> LiveFit:
     return LiveFit(run, Toy(), (data(shuffle=True), data()))
 
 
+class ByHand(Toy):
+    """Steps two optimizers in each batch, which its trainer counts as two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self._sample_loss(batch).mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.net.stem, self.net.head)]
+
+
+def test_the_last_validation_is_at_the_end_where_a_batch_is_two_steps():
+    source = LiveFit(trainer(max_steps=3), ByHand(), (data(), data()))
+    one = measured(source, steps=6, validations=2)
+    assert one.failed == ""
+    assert one.held_out["val/loss"][-1][0] == one.steps == 3
+
+
 class Losses(L.Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []

@@ -49,16 +49,18 @@ class Tied(AttentionNet):
 
 
 class Borrowed(Net):
-    """Calls a layer of its first block by itself, after the blocks, which two parents hold."""
+    """Calls a layer of its first block by itself, after the blocks, which two parents hold; a row that one rank has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.also = nn.Module()
         self.also.blocks = self.blocks
+        self.row = nn.Parameter(torch.ones(1, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = super().forward(x)
-        return y + self.blocks[0].down(self.blocks[0].up(x))
+        y: torch.Tensor = super().forward(x) * self.row
+        block: Any = self.blocks[0]
+        return y + block.down(block.up(x))
 
 
 class Trained(Toy):
@@ -123,7 +125,7 @@ def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         ("NonFiniteGuard", NonFiniteGuard, Net, {}),
         ("SignalCheckpoint", SignalCheckpoint, Net, {}),
         ("tied", L.Callback, Tied, {}),
-        ("borrowed", L.Callback, Borrowed, {"gradient_clip_val": 0.05}),
+        ("borrowed", NonFiniteGuard, Borrowed, {"gradient_clip_val": 0.05}),
         ("BlockSwap", BlockSwap, Net, {}),  # the row's refuses nothing
         ("KahanSummation", KahanSummation, Net, {"precision": "bf16-true"}),  # the row's network mixes formats
         ("StochasticRounding", StochasticRounding, Net, {"precision": "bf16-true"}),
@@ -194,7 +196,8 @@ class Qwen(nn.Module):
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         super().__init__()
-        sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 8}
+        sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2}
+        sizes |= {"head_dim": 8, "vocab_size": 8}
         self.model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -222,12 +225,12 @@ def sharing() -> None:
     one, other = everyones([loss for part in run.callbacks if isinstance(part, Losses) for loss in part.seen])
     assert one == other  # noise goes by the process's batches
     assert drawn[0] == drawn[1]  # by processes that share a batch, whatever each was seeded with
-    for make, network, said in (
+    for make, refused, said in (
         (list, Net, r"Trained has no network with a plan \(tp_plan\)"),
         (lambda: [LoRA()], Tied, "and tensor parallelism divides plain linear layers"),
     ):
         with pytest.raises(LitEfficientError, match=said):
-            fit(make, network, sharding=shared)
+            fit(make, refused, sharding=shared)
 
 
 def sharing_and_sharding() -> None:

@@ -87,6 +87,12 @@ class ResumableLoader(PlannedLoader):
         self._pending = {key: int(state_dict[key]) for key in ("epoch", "round", "batches")}
         self._pending |= {"indexed": 1} if state_dict.get("indexed") else {}
 
+    @property
+    def step_rows(self) -> int:
+        """Items that a batch has in all processes together, where the order does not depend on it; else 0."""
+        sampler, size = self._innermost_sampler, self._indices_of_batch
+        return size * sampler.num_replicas if isinstance(sampler, ResumableSampler) else 0
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator on purpose: Lightning calls iter() before it has restored its counters, and workers would prefetch
         # at once. Nothing runs here before the first batch is asked for.
