@@ -28,6 +28,7 @@ from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.depth_routing import DepthRouted
 from lit_efficient.models.teachers import width_of
+from lit_efficient.models.token_rows import rows_in
 from lit_efficient.surgery import count, mix_in
 from lit_efficient.technique import Technique
 
@@ -35,8 +36,9 @@ from lit_efficient.technique import Technique
 class MixtureOfDepths(LossHooks, Technique):
     """Let every other block of a causal language model run on a part of each row's tokens.
 
-    Attention in such a block is between the chosen tokens, at their own positions. Works on blocks that are causal and
-    return the tokens that they were given, changed: our GPT's, Llama's and their like.
+    Attention in such a block is between the chosen tokens, at their own positions. Padding, of which the block's mask
+    or the batch's ``attention_mask`` [B, T] tells, is not chosen; the share is of a row's other tokens. Works on blocks
+    that are causal and return the tokens that they were given, changed: our GPT's, Llama's and their like.
 
     Args:
         capacity: Share of a row's tokens that a block runs on in training, above 0, at most 1.
@@ -119,7 +121,7 @@ class MixtureOfDepths(LossHooks, Technique):
         block.register_parameter("depth_predictor", nn.Parameter(bias) if self.predict == "predictor" else None)
         names = tuple(inspect.signature(block.forward).parameters)
         state = {"depth_capacity": self.capacity, "depth_name": name, "depth_arguments": names}
-        mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None)
+        mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None, token_rows={})
 
     def prepare_parameters(self, module: nn.Module) -> None:
         for parameter in self.trains(module):  # beside adapters, too, which freeze all others
@@ -131,6 +133,14 @@ class MixtureOfDepths(LossHooks, Technique):
 
     def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None]:
         return self._terms.collecting(module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        for part in parts_of(pl_module, DepthRouted):  # until the backward pass is over, which may recompute
+            part.token_rows = rows_in(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for part in parts_of(pl_module, DepthRouted):
+            part.token_rows = {}
 
     def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
         terms = self._terms.mean(module)

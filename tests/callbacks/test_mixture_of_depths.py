@@ -177,6 +177,34 @@ def test_llama_generates_the_same_with_a_cache_behind_padding_too(attention: str
         llama.generate(IDS, max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0)
 
 
+@pytest.mark.parametrize("family", ["gpt", "sdpa", "eager"])
+def test_padding_is_not_chosen_and_changes_nothing(family: str) -> None:
+    network = _routed(_gpt() if family == "gpt" else _llama(family), capacity=0.5).train()
+    mask = torch.ones_like(IDS)
+    mask[1, 7:] = 0
+    block = parts_of(network, DepthRouted)[0]
+
+    def run(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        inner = block.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        seen: list[Tensor] = []
+        block.side_terms = []
+        if family == "gpt":
+            for part in parts_of(network, DepthRouted):
+                part.token_rows = {"attention_mask": mask}
+            logits = network(ids)
+        else:
+            logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        inner.remove()
+        assert seen[-1].shape[1] == -(-ids.shape[1] // 2)
+        return logits, block.side_terms[0]
+
+    logits, term = run(IDS[:2], mask[:2])
+    alone, own = run(IDS[1:2, :7], mask[1:2, :7])  # the row without its padding chooses the same of its tokens
+    torch.testing.assert_close(logits[1:, :7], alone, rtol=1e-4, atol=1e-5)
+    _, first = run(IDS[:1], mask[:1])
+    torch.testing.assert_close(term, (13 * first + 7 * own) / 20)
+
+
 def test_a_block_whose_queries_are_normalised_is_as_wide_as_its_stream() -> None:
     qwen = _routed(decoder("Qwen3"))
     assert {part.depth_router.shape for part in parts_of(qwen, DepthRouted)} == {(qwen.config.hidden_size,)}
