@@ -7,11 +7,14 @@ Costs: some quality at equal steps; a learning rate of its own, 1e-2, which each
 Source: Shazeer and Stern (2018), https://arxiv.org/abs/1804.04235; implementation: torch.optim.Adafactor
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from lit_efficient.optimizers.groups import parameter_groups
+from lit_efficient.optimizers.stepping import loss_of, unhooked, with_gradient
+from lit_efficient.surgery import is_sharded
 
 
 class GroupedAdafactor(torch.optim.Adafactor):
@@ -39,3 +42,65 @@ class GroupedAdafactor(torch.optim.Adafactor):
     ) -> None:
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
         super().__init__(groups, lr=lr, beta2_decay=beta2_decay, d=d, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient."""
+        loss = loss_of(closure)
+        stepped = [(p, group) for group in self.param_groups for p in with_gradient(group)]
+        if not any(is_sharded(p) for p, _ in stepped):
+            unhooked(torch.optim.Adafactor)(self)
+            return loss
+        for p, group in stepped:
+            step_shard(p, self.state[p], group)
+        return loss
+
+
+def step_shard(p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Torch's step out of place, as DTensors want it; a column, which sums over all shards, is on all processes.
+
+    Args:
+        p: A DTensor, or another one beside some, with a gradient; changed in place.
+        state: Of the parameter, empty before the first step; changed in place.
+        group: Adafactor's options.
+    """
+    gradient = -p.grad if group["maximize"] else p.grad
+    eps1, eps2 = group["eps"]
+    eps1 = torch.finfo(p.dtype).eps if eps1 is None else eps1
+    squares = gradient.square()
+    means = {"variance": squares}
+    if p.ndim > 1:
+        means = {"row_var": squares.mean(-1, keepdim=True), "col_var": _mean(squares, -2)}
+    state.setdefault("step", torch.tensor(0.0))
+    state["step"] += 1
+    step = float(state["step"])
+    for name, mean in means.items():
+        if name not in state:
+            state[name] = torch.zeros_like(mean)
+        state[name].lerp_(mean, step ** group["beta2_decay"])
+    scale = max(eps2, _rms(p)) * min(float(group["lr"]), step**-0.5)
+    if group["weight_decay"]:
+        p.mul_(1 - float(group["lr"]) * group["weight_decay"])
+    if p.ndim > 1:
+        row = state["row_var"]
+        estimate = row * state["col_var"] / _mean(row, -2).clamp(min=eps1)
+    else:
+        estimate = state["variance"]
+    update = estimate.clamp(min=eps1 * eps1).rsqrt() * gradient
+    p.sub_(update, alpha=scale / max(1.0, _rms(update) / group["d"]))
+
+
+def _mean(values: Any, dim: int) -> Any:
+    """Along ``dim``, by way of the sum, as shards may differ in length; on all processes that have a part in it."""
+    from torch.distributed.tensor import Replicate  # it takes long to import
+
+    total = values.sum(dim, keepdim=True) / values.shape[dim]
+    if not is_sharded(total):
+        return total
+    whole = [kind if kind.is_shard() else Replicate() for kind in total.placements]
+    return total.redistribute(placements=whole)
+
+
+def _rms(values: Any) -> float:
+    total = values.square().sum()
+    return float((total.full_tensor() if is_sharded(total) else total) / values.numel()) ** 0.5

@@ -25,11 +25,12 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.internals.torch_muon import adjusted_rate, muon, orthogonalised
+from lit_efficient.internals.torch_muon import adjusted_rate, orthogonalised
+from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.optimizers.groups import Groups, parameter_groups
 from lit_efficient.optimizers.spectra import upper_outlier_ratio
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
-from lit_efficient.surgery import expert_stacks, is_sharded
+from lit_efficient.surgery import expert_stacks, is_sharded, local
 
 _TRAINED = 1.2  # ratio of singular values; fresh matrices have 0.5 to 1.1
 _FILTER = 15  # the widest usual filter of a one-dimensional convolution
@@ -161,35 +162,18 @@ class MuonAdamW(Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             if group.get("normuon") is not None and "mean_square" not in self.state[p]:
-                self.state[p]["mean_square"] = p.new_zeros(*p.shape[:-1], 1)
-        if group.get("normuon") is not None or group.get("cautious_decay"):
-            for p in parameters:
-                self._muon_by_hand(group, p)
-            return
-        muon(
-            [matrix for p in parameters for matrix in _matrices(p)],
-            [matrix for p in parameters for matrix in _matrices(p.grad)],  # type: ignore[arg-type]
-            [matrix for p in parameters for matrix in _matrices(self.state[p]["momentum_buffer"])],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            nesterov=True,
-            ns_coefficients=_NEWTON_SCHULZ,
-            ns_steps=group["ns_steps"],
-            eps=1e-7,
-            adjust_lr_fn=_ADJUST[group["match_rms_adamw"]],
-            has_complex=False,
-        )
+                self.state[p]["mean_square"] = torch.zeros_like(p[..., :1])
+            self._step_matrices(group, p)
 
-    def _muon_by_hand(self, group: dict[str, Any], p: Any) -> None:
-        """Torch's step, with what it has no argument for."""
+    def _step_matrices(self, group: dict[str, Any], p: Any) -> None:
+        """Torch's step, with what it has no argument for, also for shards."""
         lr, momentum, state = float(group["lr"]), group["momentum"], self.state[p]
         squares = _matrices(state.get("mean_square", p))
         for matrix, gradient, buffer, square in zip(
             _matrices(p), _matrices(p.grad), _matrices(state["momentum_buffer"]), squares, strict=True
         ):
             buffer.lerp_(gradient, 1 - momentum)
-            update = orthogonalised(gradient.lerp(buffer, momentum), _NEWTON_SCHULZ, group["ns_steps"], 1e-7)
+            update = _orthogonal(gradient.lerp(buffer, momentum), group["ns_steps"])
             rate = adjusted_rate(lr, _ADJUST[group["match_rms_adamw"]], matrix.shape)
             if group.get("normuon") is not None:
                 size = min(matrix.shape) ** 0.5 if group["match_rms_adamw"] else None
@@ -225,6 +209,16 @@ class MuonAdamW(Optimizer):
         )
 
 
+def _orthogonal(update: Any, steps: int) -> Tensor:
+    """The orthogonal matrix next to ``update``; of shards, each process computes it of the whole, gathered once.
+
+    Products of shards would travel for each of the iterations, and be added up in bfloat16.
+    """
+    whole = update.full_tensor() if is_sharded(update) else update
+    found: Tensor = orthogonalised(whole, _NEWTON_SCHULZ, steps, 1e-7)
+    return placed_like(found, update, found.dtype) if whole is not update else found
+
+
 def normalise_neurons(update: Tensor, mean_square: Tensor, beta: float, size: float | None = None) -> Tensor:
     """Divide each row of an orthogonal update by the root of its running mean square, in float32 (NorMuon).
 
@@ -248,8 +242,8 @@ def decay(p: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
 
 
 def _matrices(p: Tensor) -> tuple[Tensor, ...]:
-    """A matrix itself, or the views of each expert's in a stack [E, m, n]."""
-    return (p,) if p.ndim == 2 else p.unbind()
+    """A matrix itself, or the views of each expert's in a stack [E, m, n]: of shards, of those in this process."""
+    return (p,) if p.ndim == 2 else local(p).unbind()
 
 
 def _is_hidden(p: Tensor, max_aspect_ratio: float) -> bool:

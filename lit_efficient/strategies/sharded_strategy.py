@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
@@ -392,16 +393,18 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
         if len(ids) != len(parameters):
             raise CheckpointError(f"{path}: its optimizer holds {len(ids)} parameters, and this one {len(parameters)}")
         like = dict(zip(ids, parameters, strict=True))
-        of = {
-            key: {k: _placed(v, like[key], k) if _alike(v, like[key]) else v for k, v in one.items()}
-            for key, one in state["state"].items()
-        }
+        of = {key: {k: _state_of(like[key], v) for k, v in one.items()} for key, one in state["state"].items()}
         optimizer.load_state_dict({**state, "state": of})
     return checkpoint
 
 
-def _alike(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+def _state_of(parameter: Any, value: Any) -> Any:
+    """A state as its parameter lies: where it has only one row, or column, for those that are shards, it is whole."""
+    if not isinstance(value, Tensor) or not value.ndim == parameter.ndim > 0 or not is_sharded(parameter):
+        return value
+    differs = [n for n, (own, of) in enumerate(zip(value.shape, parameter.shape)) if own != of]
+    kinds = [Replicate() if kind.is_shard() and kind.dim in differs else kind for kind in parameter.placements]
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, kinds)
 
 
 def _placed(tensor: Tensor, like: Any, what: str) -> Tensor:

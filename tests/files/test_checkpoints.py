@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -27,6 +28,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
+from lit_efficient.mechanisms.shards import check_everywhere
 from lit_efficient.models.autoencoders import build_autoencoder
 from lit_efficient.models.causal_lm import build as build_causal_lm
 from lit_efficient.models.teachers import find_teacher
@@ -154,7 +156,7 @@ READERS = {
     "export's base": lambda path: export_checkpoint(
         path.with_name("b.ckpt"), path.with_name("out"), "safetensors", path
     ),
-    "the keys of a sharded resume": checkpoint_keys,
+    "a sharded resume": lambda path: check_everywhere(SingleDeviceStrategy(), path),
     "a tokenizer": lambda path: load_chat_tokenizer(str(path)),
     "an autoencoder": lambda path: build_autoencoder(str(path)),
     "a language model": lambda path: load_language_model(str(path)),
@@ -172,6 +174,7 @@ def test_every_reader_compares_checksums(reader, tmp_path):
     with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged: its record .* does not match its checksum"):
         READERS[reader](path)
     assert not (tmp_path / "out").exists()
+    assert checkpoint_keys(path) == set(content()["state_dict"])  # reads no tensor
 
 
 def test_what_is_read_stays_on_disk_until_it_is_used_and_may_be_a_bare_state_dict(tmp_path):

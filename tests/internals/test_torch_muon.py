@@ -4,33 +4,6 @@ from torch import nn
 from tests.internals.leaning import leans_on
 
 
-@leans_on("torch", "torch.optim._muon.muon", "torch_muon")
-def test_the_function_is_the_step_of_the_class():
-    from lit_efficient.internals.torch_muon import muon
-
-    torch.manual_seed(0)
-    theirs = nn.Linear(4, 6, bias=False)
-    ours = theirs.weight.detach().clone()
-    gradient = torch.randn_like(ours)
-    theirs.weight.grad = gradient.clone()
-    torch.optim.Muon(theirs.parameters(), lr=0.1, weight_decay=0.01, momentum=0.9).step()
-    muon(
-        [ours],
-        [gradient],
-        [torch.zeros_like(ours)],
-        lr=0.1,
-        weight_decay=0.01,
-        momentum=0.9,
-        nesterov=True,
-        ns_coefficients=(3.4445, -4.775, 2.0315),
-        ns_steps=5,
-        eps=1e-7,
-        adjust_lr_fn=None,
-        has_complex=False,
-    )
-    assert torch.equal(ours, theirs.weight)
-
-
 @leans_on("torch", "torch.optim._muon._zeropower_via_newtonschulz", "torch_muon")
 @leans_on("torch", "torch.optim._muon._adjust_lr", "torch_muon")
 def test_the_step_is_made_of_these_two():

@@ -269,21 +269,6 @@ def test_cautious_decay_of_adamw_is_the_paper_s() -> None:
     torch.testing.assert_close(p.detach().double(), w, atol=1e-6, rtol=1e-6)
 
 
-def test_without_either_the_step_by_hand_is_torch_s() -> None:
-    ours, theirs = network(), network()
-    optimizers = [MuonAdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
-    optimizers[0]._muon = lambda group, ps: [  # type: ignore[method-assign]
-        (
-            optimizers[0].state[p].setdefault("momentum_buffer", torch.zeros_like(p)),
-            optimizers[0]._muon_by_hand(group, p),
-        )
-        for p in ps
-    ]
-    for module, optimizer in zip((ours, theirs), optimizers, strict=True):
-        steps(module, optimizer, 3)
-    assert_equal(weights(ours), weights(theirs))
-
-
 def test_a_gradient_of_zeros_moves_nothing_with_normuon() -> None:
     p = nn.Parameter(torch.randn(8, 8))
     before, optimizer = p.detach().clone(), MuonAdamW([{"params": [p], "muon": True}], weight_decay=0.0, normuon=0.95)

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -21,8 +24,10 @@ from lit_efficient import (
     BlockSwap,
     ChunkedCrossEntropy,
     ConfigurationError,
+    GroupedAdafactor,
     KahanSummation,
     LoRA,
+    MuonAdamW,
     NEFTune,
     NonFiniteGuard,
     ShardedStrategy,
@@ -247,6 +252,27 @@ def from_four() -> None:
     _, losses, _ = fit(list, Tied, 2, "four.ckpt", sharding={})
     if dist.get_rank() == 0:
         torch.save(losses, "from_four.pt")
+
+
+def steps_of_shards() -> None:
+    """Optimizers that look at whole matrices step shards of any length, experts' and filters as one process does."""
+    mesh = init_device_mesh("cpu", (2,))
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(16, 5), (5, 16), (3, 16, 16), (3, 4, 2, 3), (7,), (1,)]
+    weights, *gradients = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(3))
+    kinds: list[tuple[Callable[..., Any], float]] = [(MuonAdamW, 0.0), (GroupedAdafactor, 1e-6)]
+    kinds.append((partial(MuonAdamW, normuon=0.9, cautious_decay=True), 1e-6))
+    for make, error in kinds:
+        ours = [nn.Parameter(distribute_tensor(w.clone(), mesh, [Shard(0)])) for w in weights]
+        theirs = [nn.Parameter(w.clone()) for w in weights]
+        for parameters in (ours, theirs):
+            optimizer = make(parameters, lr=1e-2, weight_decay=0.1)
+            for drawn in gradients:
+                for p, g in zip(parameters, drawn):
+                    p.grad = distribute_tensor(g, mesh, [Shard(0)]) if parameters is ours else g
+                optimizer.step()
+        for mine, one in zip(ours, theirs):
+            torch.testing.assert_close(mine.full_tensor(), one, rtol=error, atol=error)  # type: ignore[attr-defined]
 
 
 class Shorter(Net):

@@ -149,6 +149,11 @@ def test_four_processes_share_layers_and_shard_and_two_go_on_with_their_checkpoi
     torch.testing.assert_close(found, losses[len(losses) // 2 :], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(4, family="ranks")
+def test_optimizers_of_whole_matrices_step_shards_alike(tmp_path: Path) -> None:
+    run_ranks(sharded.steps_of_shards, tmp_path)
+
+
 def test_arguments_out_of_range_are_refused() -> None:
     for arguments, said in (
         ({"replicas": 0}, "replicas must be a whole number of at least 1"),

@@ -12,7 +12,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import IO, Any, TypeVar
 
@@ -74,22 +74,29 @@ class _Worker:
         self.give(work)
 
     def give(self, part: Any) -> None:
-        _write(self._process.stdin, part)
+        try:
+            _write(self._process.stdin, part)
+        except BrokenPipeError:
+            raise self._ended() from None
 
     def take(self) -> Any:
         try:
             done, result = pickle.load(self._process.stdout)  # noqa: S301 (from our own child)
         except EOFError:
-            raise LitEfficientError(f"a process that tokenises has ended ({self._process.wait()})") from None
+            raise self._ended() from None
         if not done:
             raise result
         return result
+
+    def _ended(self) -> LitEfficientError:
+        return LitEfficientError(f"a process that tokenises has ended ({self._process.wait()})")
 
     def __enter__(self) -> "_Worker":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # of what an ended process has not read
+            self._process.stdin.close()
         self._process.stdout.close()
         self._process.kill()
         self._process.wait()
@@ -98,6 +105,15 @@ class _Worker:
 def _write(file: IO[bytes], content: Any) -> None:
     pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
     file.flush()
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or what it says, where it is of a class that pickle cannot make again."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301
+    except Exception:
+        return LitEfficientError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _serve() -> None:
@@ -113,7 +129,7 @@ def _serve() -> None:
         try:
             answer = True, work(part)
         except Exception as error:  # whatever it is, the parent raises it
-            answer = False, error
+            answer = False, _sendable(error)
         _write(results, answer)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.checkpoints import read
+from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
-from lit_efficient.mechanisms.shards import read_metadata
+from lit_efficient.mechanisms.shards import check_everywhere, read_metadata
 
 
 def restore_without_base(strategy: Any) -> None:
@@ -35,6 +35,7 @@ def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: 
     path = Path(self.broadcast(checkpoint_path))
     if not has_frozen_base(module) or not path.exists():
         return load(path, *arguments, **named)
+    check_everywhere(self, path)
     present = checkpoint_keys(path)
     check_adapters(module, present, path)
     with asking_for(module, present):
@@ -93,7 +94,7 @@ def check_surplus(module: Any, present: Collection[str], path: Path) -> None:
 
 
 def checkpoint_keys(path: Path) -> set[str]:
-    """The keys of the ``state_dict`` in a checkpoint: of one file, or of a folder of shards; no tensor is read."""
+    """The keys of the ``state_dict`` in a checkpoint that was checked: a file, or a folder; no tensor is read."""
     if path.is_file():
-        return set(read(path)["state_dict"])
+        return set(load_verified(path, verify=False, mapped=True).get("state_dict", ()))
     return {places[1] for places in read_metadata(path).planner_data.values() if places[0] == "state_dict"}
