@@ -229,7 +229,7 @@ PIECES = (
         14,
         "same-with-ranks",
         "the toy with each of seven techniques: two processes give the same bits twice, and one with batches of twice "
-        f"the size differs by {RANKS_BOUND:g} of a tensor's largest weight at most",
+        f"the size differs by {RANKS_BOUND:g} of a tensor's largest weight at most, {CODES_BOUND:g} with 8-bit states",
         lambda: [f"{name} {kind}" for name in MADE for kind in ("2+2", "1+2")],
         _try_ranks,
         in_ci=0,

@@ -77,7 +77,7 @@ class ExactResume(Technique):
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window, to be put back
         self._reached = ""  # what of a batch is over: "batch", "validation" or "epoch"; empty inside a step
         self._resumed: dict[str, Any] = {}  # the same of the checkpoint, with its metrics
-        self._cut: dict[str, Any] | None = None  # what stood after a step that ended the fit in the midst of an epoch
+        self._cut: dict[str, Any] | None = None  # as it was after a step that ended the fit in the midst of an epoch
         self._said: set[str] = set()
         self._carried: dict[str, object] | None = {}  # attributes after the fit's first batch; None: compared already
         self._loaders: list[ResumableLoader] | None = None  # in a fit

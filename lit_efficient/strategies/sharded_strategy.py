@@ -70,7 +70,6 @@ class ShardedStrategy(ShardingBase):
             once a window, and each process holds whole gradients until then.
         save_distributed_checkpoint: Each process writes its shards, into a folder; false: one file, which the first
             process gathers.
-        process_group_backend: ``null``: by the device.
         timeout: How long processes wait for each other.
 
     Raises:
@@ -101,7 +100,6 @@ class ShardedStrategy(ShardingBase):
         tensor_parallel: int = 1,
         reduce_each_batch: bool = False,
         save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         who = type(self).__name__
@@ -121,7 +119,7 @@ class ShardedStrategy(ShardingBase):
             raise refusal(who, "blocks", "auto or patterns", blocks)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend or ("cpu:gloo,cuda:nccl" if offload else None),
+            process_group_backend="cpu:gloo,cuda:nccl" if offload else None,
             timeout=timeout,
         )
         self.blocks = blocks
