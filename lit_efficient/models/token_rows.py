@@ -50,12 +50,12 @@ def tell_rows(root: nn.Module, layers: Sequence[tuple[str, Any]]) -> None:
 
 
 def rows_in(batch: Any) -> dict[str, Any]:
-    """What a batch says of its rows, for networks that are not told."""
+    """What a batch says of its rows, for networks that are not called with it."""
     return {key: batch.get(key) for key in _ROWS} if isinstance(batch, Mapping) else {}
 
 
 def row_of(layer: Any, name: str, shape: Sequence[int]) -> Tensor | None:
-    """What a layer was told by a name, where it is of that shape [B, T]."""
+    """What a layer knows by a name, where it is of that shape [B, T]."""
     value = layer.token_rows.get(name)
     return value if isinstance(value, Tensor) and value.shape == shape else None
 
