@@ -56,6 +56,7 @@ class MixtureOfDepths(LossHooks, Technique):
 
     phase = Phase.ARCHITECTURE
     alters = ("weights",)
+    sees_ahead = "the largest scores of a row are those of the whole row"
     conflicts: ClassVar[dict[str, str]] = {
         "PrefixTuning": "a prefix stands in the cache of keys and values, and a block that trains on part of the "
         "tokens has none; use LoRA or IA3",
