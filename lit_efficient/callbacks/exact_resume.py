@@ -151,12 +151,8 @@ class ExactResume(Technique):
         return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's seed, its number of processes, and the rows of a batch in all of them."""
-        if self._run_seed is None:
-            return {}
-        loaders = self._loaders or []
-        rows = {"rows": loaders[-1].step_rows} if len(loaders) == 1 else {}
-        return {"seed": self._run_seed, "world_size": self._world_size or 1, **rows}
+        """The run's seed and its number of processes; a checkpoint takes the rows of a batch in all of them, too."""
+        return {} if self._run_seed is None else {"seed": self._run_seed, "world_size": self._world_size or 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the checkpoint's seed, and say where the run differs from the interrupted one."""
@@ -175,6 +171,9 @@ class ExactResume(Technique):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
+        loaders = loaders_in(combined_loader(trainer))  # others may have been made and left: a search's
+        if state and len(loaders) == 1 and isinstance(loaders[0], ResumableLoader):
+            state["rows"] = loaders[0].step_rows
         if self._cut is not None and self._reached in ("", "epoch"):  # Lightning ends the epoch of a fit's last step
             checkpoint["loops"]["fit_loop"], checkpoint["epoch"] = copy.deepcopy(self._cut["loop"]), self._cut["epoch"]
             state |= self._cut["stands"]
