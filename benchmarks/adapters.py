@@ -5,9 +5,9 @@
 The base learns the code of Python's standard library byte by byte; each adapter then learns this repository's documents
 beside it, on the same rows, at the best of two rates. A line each: parameters that train, bytes of them, peak bytes of
 a step beyond the base (every tensor counted; on a GPU the allocator's), time of a step in parts of our LoRA's (which
-steps beside it, in turns, at the first rate; medians), loss on held-out documents. Each line is written to ``--out`` as it is found, and
-not made again: the table can be made in pieces. ``--write`` puts the lines that are there into benchmarks/figures.json;
-a document shows them between the markers of the table ``adapters``.
+steps beside it, in turns, at the first rate; medians), loss on held-out documents. Each line is written to ``--out`` as
+it is found, and not made again: the table can be made in pieces. ``--write`` puts the lines that are there into
+benchmarks/figures.json; a document shows them between the markers of the table ``adapters``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lit_efficient.mechanisms.trials.memory import AllocationMeter
 ROOT = Path(__file__).parent.parent
 WIDTH, LAYERS, LENGTH, ROWS, RANK = 128, 4, 128, 8, 8
 RATES = (1e-3, 5e-3)
+LOSS = "{loss_before:.3f} → {loss:.3f}"
 OURS: dict[str, Any] = {
     "LoRA": lambda: [LoRA(rank=RANK)],
     "LoRA, rslora": lambda: [LoRA(rank=RANK, variant="rslora")],
@@ -224,36 +225,12 @@ def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
                 "date": now_here["date"],
                 "threads": 1,
                 "environment": "adapters",
-                "cells": [shown, "{parameters:,}", "{bytes:,} B", "{peak} MiB", "{step:.2f}", "{loss:.3f}", "{rate:g}"],
+                "cells": [shown, "{parameters:,}", "{bytes:,} B", "{peak} MiB", "{step:.2f}", LOSS, "{rate:g}"],
             }
         )
     source["records"] = kept
-    path.write_text(dumped(source), "utf-8")
-    page = ROOT / "docs" / "measured.md"
-    if "<!-- figures: adapters -->" not in page.read_text("utf-8"):
-        with page.open("a", encoding="utf-8") as file:
-            file.write("\n## Adapters\n\n<!-- figures: adapters -->\n<!-- /figures -->\n")
+    path.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print("now: python -m benchmarks.figures --write")
-
-
-def dumped(source: dict[str, Any]) -> str:
-    """The records as JSON as people wrote it: columns of a table are one line, and so are figures."""
-    lists: dict[str, str] = {}
-
-    def short(value: Any) -> Any:
-        numbers = isinstance(value, dict) and all(isinstance(one, int | float) for one in value.values())
-        if numbers or any(value is columns for columns in source["tables"].values()):
-            name = f"list {len(lists)} of strings"
-            lists[name] = json.dumps(value, ensure_ascii=False)
-            return name
-        if isinstance(value, dict):
-            return {key: short(one) for key, one in value.items()}
-        return [short(one) for one in value] if isinstance(value, list) else value
-
-    text = json.dumps(short(source), indent=1, ensure_ascii=False)
-    for name, shown in lists.items():
-        text = text.replace(f'"{name}"', shown)
-    return text + "\n"
 
 
 if __name__ == "__main__":

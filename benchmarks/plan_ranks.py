@@ -97,7 +97,7 @@ def _rank(cell: Cell, strategy: str, rank: int, port: int, pipe: Any) -> None:
     fit = CellFit(cell, rows).make()
     trainer = L.Trainer(
         callbacks=[*(one for one in fit.trainer.callbacks if isinstance(one, le.Technique)), watch],
-        strategy=kind(process_group_backend="gloo") if kind else "auto",
+        strategy=kind() if kind else "auto",
         accelerator="cpu",
         devices=RANKS if kind else 1,
         precision=cell.precision,

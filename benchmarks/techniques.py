@@ -90,6 +90,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("LowBitOptimizer", ""): with_callback("LowBitOptimizer", bits=8),
     ("LossCurriculum", ""): with_callback("LossCurriculum", steps=30),
     ("MaxBatchSize", ""): with_callback("MaxBatchSize", max_size=128),
+    ("MixtureOfDepths", "GPT"): with_callback("MixtureOfDepths"),
     ("OptimizerSchedule", ""): with_callback("OptimizerSchedule", weight_decay=[0.04, 0.4]),
     ("PeftAdapter", ""): Setting(lambda: [le.PeftAdapter(LOKR)], shown="LoKr, r=8"),
     ("PowerEMA", ""): Setting(lambda: [le.PowerEMA(sigma_rels=[0.05, 0.1])], shown="sigma_rels=[0.05, 0.1]"),
@@ -123,8 +124,8 @@ SETTINGS: dict[tuple[str, str], Setting] = {
 
 # What says nothing on these three, and why: that is its row of the table.
 ELSEWHERE = {
-    "ActivationOffload": "refused on a CPU, whose memory is where it would offload to; `benchmarks/ladder_gpu.py` has it",
-    "BlockSwap": "refused on a CPU, whose memory is where the blocks would wait; `benchmarks/ladder_gpu.py` has it",
+    "ActivationOffload": "refused on a CPU, to whose memory it offloads; `benchmarks/ladder_gpu.py` has it",
+    "BlockSwap": "refused on a CPU, in whose memory blocks wait; `benchmarks/ladder_gpu.py` has it",
     "ContrastiveFlowMatching": "needs a prediction of the flow, and the DiT here predicts x0",
     "DataLoaderTuner": "what it brings is the data's, and it measures that itself",
     "EmptyCache": "a CPU has no such cache",

@@ -98,6 +98,9 @@ class Declaration:
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
     spares: ClassVar[bool] = False  # each step takes less than is measured
     draws_work: ClassVar[bool] = False  # what a step computes is drawn: figures of one step say little of another
+    sees_ahead: ClassVar[str] = (
+        ""  # why a token of a training step follows from later ones, while in evaluation none does
+    )
     leaves_traces: ClassVar[bool] = False  # writes or stops outside of the process: steps that are undone leave it out
     tries_steps: ClassVar[bool] = False  # runs steps before the first one and undoes them
     changes_accumulation: ClassVar[bool] = False  # sets trainer.accumulate_grad_batches in the run

@@ -14,7 +14,13 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *PAGES, ROOT / "configs/llm/README.md"]
 SCRIPT = ROOT / "benchmarks" / "pretrained.sh"
 # What stands for something of the reader's, and what it is here. A word in capitals that is not named here is an error.
-GIVEN = {"CONFIG": "language_model", "mine.yaml": "llm/llama_3_1_8b_qlora", "NAME": "LoRA", "FILE": "file.ckpt"}
+GIVEN = {
+    "examples/resnet.yaml": str(ROOT / "examples" / "resnet.yaml"),
+    "CONFIG": "language_model",
+    "mine.yaml": "llm/llama_3_1_8b_qlora",
+    "NAME": "LoRA",
+    "FILE": "file.ckpt",
+}
 GIVEN |= {"CKPT": "file.ckpt", "CKPT...": "file.ckpt", "DIR": "snapshots", "COMMAND": "average", "TASK": "autoencoder"}
 GIVEN |= {"OVERLAY": "ema", "RUN": "run", "PACKAGE": "tests", "my_package": "tests"}
 GIVEN |= {"my_package.MyModule": "tests.support_cli.ToyModel", "my_package.MyData": "tests.support_cli.ToyData"}

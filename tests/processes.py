@@ -23,6 +23,7 @@ import traceback
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
@@ -165,7 +166,7 @@ def answer_signals():
 
 def keep_kernels_as_written():
     """Compile nothing of bitsandbytes, which compiles its kernels for CPUs anew for each shape, in seconds of gcc's."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if torch is None or torch.compile.__module__ == __name__ or ("-m", "nightly") in pairwise(sys.argv):
         return
     compile_it = torch.compile

@@ -604,7 +604,7 @@ KNOWN: dict[str, tuple[list[str], list[str]]] = {
     "d: text of pictures": (["--trainer.callbacks+=SampleText"], ["SampleText"]),
     "d: data of text": (["--data=PythonCorpus", "--without=SampleImages"], ["LatentDiffusion", "PythonCorpus"]),
     "d: blocks that are not there": (["--trainer.callbacks+=HiddenAlignment", "--trainer.callbacks.block=40",
-                                      "--trainer.callbacks.teacher=null", "--trainer.callbacks.head.widths=[64,8]"],
+                                      "--trainer.callbacks.head.widths=[64,8]"],
                                      ["HiddenAlignment", "40"]),
     "d: gamma of another rule": (["--trainer.callbacks+=SNRWeighting", "--trainer.callbacks.gamma=-3"],
                                  ["gamma", "-3"]),

@@ -159,6 +159,7 @@ def _try_threads(case: str, folder: Path) -> str:
 
 MADE = ("ExactResume", "EMA", "LoRA", "ScheduleFree", "StochasticDepth", "TokenWeightedAccumulation", "LowBitOptimizer")
 RANKS_BOUND = 1e-4
+CODES_BOUND = 2e-3  # of states of 8 bits, in which a last bit becomes another code: 9.1e-4 was measured
 
 
 def _fit_ranks(name: str, ranks: int) -> None:
@@ -201,7 +202,7 @@ def _try_ranks(case: str, folder: Path) -> str:
         found.append(torch.load(own / f"{ranks}.pt"))
     gap = distance(*found)
     print(f"{case}: {gap:.2e}", flush=True)
-    bound = RANKS_BOUND if kind == "1+2" else 0.0
+    bound = (CODES_BOUND if name == "LowBitOptimizer" else RANKS_BOUND) if kind == "1+2" else 0.0
     return "" if gap <= bound else f"weights differ by {gap:.2e} of the largest, more than {bound:g}"
 
 
@@ -228,7 +229,7 @@ PIECES = (
         14,
         "same-with-ranks",
         "the toy with each of seven techniques: two processes give the same bits twice, and one with batches of twice "
-        f"the size differs by {RANKS_BOUND:g} of a tensor's largest weight at most",
+        f"the size differs by {RANKS_BOUND:g} of a tensor's largest weight at most, {CODES_BOUND:g} with 8-bit states",
         lambda: [f"{name} {kind}" for name in MADE for kind in ("2+2", "1+2")],
         _try_ranks,
         in_ci=0,

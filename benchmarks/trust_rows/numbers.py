@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.trust_rows import Piece
 from benchmarks.trust_rows.resumes import quiet
+from lit_efficient.models.gpt import GPTBlock
 from lit_efficient.testing import Block, Toy, data
 
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e25": 1e25, "1e38": 1e38}
@@ -57,7 +58,7 @@ class Fault(L.Callback):
         elif self.place == "gradient":
             self._hooks.append(parameter.register_hook(self._spoiled))
         elif self.place == "activation":
-            block = next(part for part in pl_module.modules() if isinstance(part, Block))
+            block = next(part for part in pl_module.modules() if isinstance(part, Block | GPTBlock))
             self._hooks.append(block.register_forward_hook(lambda module, args, out: out * self.value))
         elif self.place == "weight":
             parameter.data.view(-1)[0] = self.value
@@ -161,7 +162,9 @@ TECHNIQUES = (
     *("EMA", "PowerEMA", "CheckpointAverage", "ScheduleFree", "LowBitOptimizer", "LoRA", "TokenWeightedAccumulation"),
     *("OptimizerInBackward", "OffloadOptimizer", "GaLore", "APOLLO", "StochasticDepth", "ActivationCheckpointing"),
     *("SNRWeighting", "QuantizeBase+LoRA", "EMA+OptimizerInBackward", "EMA+LowBitOptimizer", "KahanSummation"),
-    *("StochasticRounding", "EMA+KahanSummation"),
+    *("StochasticRounding", "EMA+KahanSummation", "AdaptiveGradientClipping", "GradientClipping", "WeightClipping"),
+    *("SpikeGuard", "GradientNoiseScale", "SelectiveBackprop", "LossCurriculum", "LabelSmoothing", "MixtureOfExperts"),
+    *("MixtureOfDepths", "BatchRamp", "OptimizerSchedule", "ActivationOffload", "QuantizationAwareTraining"),
 )
 BESIDE = ("nothing", "accumulation", "clipping", *OPTIMIZERS, *TECHNIQUES)
 
@@ -329,7 +332,7 @@ PIECES = (
         5,
         "numbers-guarded",
         "NaN, Inf, 1e25 or 1e38 in an input, the loss, a gradient, activations, the rate or the validation's loss of "
-        "one batch, in four precisions, beside each of 30 optimizers and techniques, with NonFiniteGuard raising or "
+        "one batch, in four precisions, beside each of 45 optimizers and techniques, with NonFiniteGuard raising or "
         "skipping: weights, averages and optimizers' states are finite at the end, a step that is left out is counted "
         "and changes nothing, a validation changes nothing",
         lambda: _cases(False),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Report
 from lit_efficient.errors import check_number, refusal
 from lit_efficient.mechanisms.clipping import ClipsGradients
-from lit_efficient.surgery import inputs_first, match_parameters, name_pattern, parents
+from lit_efficient.surgery import expert_stacks, inputs_first, match_parameters, name_pattern, parents
 
 
 def adaptive_clip(
@@ -72,8 +72,9 @@ def input_dims(root: nn.Module) -> dict[Tensor, tuple[int, ...]]:
         for p in part.parameters(recurse=False):
             if p.ndim > 1 and inputs_first(part):
                 found[p] = (0, *range(2, p.ndim))
-            elif p.ndim == 3 and not isinstance(part, nn.Conv1d):  # of experts
-                found[p] = (1,) if getattr(part, "is_transposed", False) else (2,)
+    for _, part, _ in expert_stacks(root):
+        dims = (1,) if getattr(part, "is_transposed", False) else (2,)
+        found |= {p: dims for p in part.parameters(recurse=False) if p.ndim == 3}
     return found
 
 

@@ -13,6 +13,7 @@ alone writes the checkpoint, for every device, and whatever ran in between (vali
 It is promised for the same machine, versions, thread count and number of processes.
 """
 
+import copy
 import inspect
 import os
 from functools import partial
@@ -25,7 +26,14 @@ from torch import Tensor
 from lit_efficient.declaration import Report
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_data import combined_loader, restore_loader_states
-from lit_efficient.internals.lightning_loops import accumulates, count_batches, end_batch, end_epoch, settle
+from lit_efficient.internals.lightning_loops import (
+    accumulates,
+    count_batches,
+    end_batch,
+    end_epoch,
+    settle,
+    stops_now,
+)
 from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.metering import gradients_of
@@ -69,6 +77,7 @@ class ExactResume(Technique):
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window, to be put back
         self._reached = ""  # what of a batch is over: "batch", "validation" or "epoch"; empty inside a step
         self._resumed: dict[str, Any] = {}  # the same of the checkpoint, with its metrics
+        self._cut: dict[str, Any] | None = None  # as it was after a step that ended the fit in the midst of an epoch
         self._said: set[str] = set()
         self._carried: dict[str, object] | None = {}  # attributes after the fit's first batch; None: compared already
         self._loaders: list[ResumableLoader] | None = None  # in a fit
@@ -109,7 +118,7 @@ class ExactResume(Technique):
                     parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._reached = ""
+        self._reached, self._cut = "", None
         seed_all(self._seed_at(trainer, -1))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -118,6 +127,7 @@ class ExactResume(Technique):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._reached = "batch"
+        self._keep_cut(trainer)
         if self._carried is not None:
             self._say_carried(pl_module)
 
@@ -128,6 +138,7 @@ class ExactResume(Technique):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._reached:
             self._reached = "validation"
+            self._keep_cut(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._reached = "epoch"
@@ -140,12 +151,8 @@ class ExactResume(Technique):
         return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's seed, its number of processes, and the rows of a batch in all of them."""
-        if self._run_seed is None:
-            return {}
-        loaders = self._loaders or []
-        rows = {"rows": loaders[-1].step_rows} if len(loaders) == 1 else {}
-        return {"seed": self._run_seed, "world_size": self._world_size or 1, **rows}
+        """The run's seed and its number of processes; a checkpoint takes the rows of a batch in all of them, too."""
+        return {} if self._run_seed is None else {"seed": self._run_seed, "world_size": self._world_size or 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the checkpoint's seed, and say where the run differs from the interrupted one."""
@@ -164,12 +171,14 @@ class ExactResume(Technique):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
-        if self._reached:
-            results = unfinished(trainer) if self._reached != "epoch" else []
-            if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
-                self._say("each process's part of the epoch's training metrics is not in the checkpoint")
-                results = [result for result in results if not result["logged"]["on_epoch"]]
-            state |= {"reached": self._reached, "metrics": monitored(trainer), "results": results}
+        loaders = loaders_in(combined_loader(trainer))  # others may have been made and left: a search's
+        if state and len(loaders) == 1 and isinstance(loaders[0], ResumableLoader):
+            state["rows"] = loaders[0].step_rows
+        if self._cut is not None and self._reached in ("", "epoch"):  # Lightning ends the epoch of a fit's last step
+            checkpoint["loops"]["fit_loop"], checkpoint["epoch"] = copy.deepcopy(self._cut["loop"]), self._cut["epoch"]
+            state |= self._cut["stands"]
+        elif self._reached:
+            state |= self._stands(trainer)
         if not _window_is_open(trainer):
             return
         if trainer.world_size > 1:
@@ -189,6 +198,20 @@ class ExactResume(Technique):
         elif "reached" in state:  # older ones have none
             self._resumed = {key: state[key] for key in ("reached", "metrics", "results")}
             settle(checkpoint, epoch=state["reached"] == "epoch")  # the loops are restored after the callbacks
+
+    def _stands(self, trainer: Any) -> dict[str, Any]:
+        """What of the last batch is over, and the metrics until then."""
+        results = unfinished(trainer) if self._reached != "epoch" else []
+        if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
+            self._say("each process's part of the epoch's training metrics is not in the checkpoint")
+            results = [result for result in results if not result["logged"]["on_epoch"]]
+        return {"reached": self._reached, "metrics": monitored(trainer), "results": results}
+
+    def _keep_cut(self, trainer: Any) -> None:
+        """If the fit ends here, keep for later checkpoints that the epoch has batches left, for a longer fit."""
+        if stops_now(trainer) and not trainer.is_last_batch:
+            loop = copy.deepcopy(trainer.fit_loop.state_dict())
+            self._cut = {"loop": loop, "epoch": trainer.current_epoch, "stands": self._stands(trainer)}
 
     def _keep_place(self, trainer: Any) -> None:
         """Go on in the epoch where the interrupted run was, whose steps had more rows, or fewer."""

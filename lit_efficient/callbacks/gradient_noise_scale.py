@@ -162,7 +162,9 @@ class GradientNoiseScale(Technique):
         big = (unscaled * (share / len(inverse))).square()  # the last window of an epoch may be a short one
         if len(inverse) * trainer.world_size > 1:
             found = torch.stack([*noise_and_signal(total / count, big, count, inverses / count), torch.ones_like(big)])
-            self._sums = found if self._sums is None else self._sums.to(found) * self.decay + found
+            before = torch.zeros_like(found) if self._sums is None else self._sums.to(found)
+            # A step that is not finite, or whose squares are not, says nothing.
+            self._sums = torch.where(found.isfinite().all(), before * self.decay + found, before)
         self._samples = round(sum(1 / one for one in inverse)) * trainer.world_size
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -182,8 +184,8 @@ class GradientNoiseScale(Technique):
 
     def noise_scale(self) -> float:
         """The critical batch so far, in samples: infinite where noise hides the gradient, NaN before any estimate."""
-        noise, signal, _ = (math.nan,) * 3 if self._sums is None else self._sums.tolist()
-        return max(noise, 0.0) / signal if signal > 0 else math.nan if math.isnan(noise) else math.inf
+        noise, signal, weight = (0.0,) * 3 if self._sums is None else self._sums.tolist()
+        return max(noise, 0.0) / signal if signal > 0 else math.inf if weight else math.nan
 
     def advice(self, rates: list[float]) -> str:
         """What batch and which rates would be right, in a sentence.

@@ -84,7 +84,7 @@ class HiddenAlignment(Alignment):
     def __init__(
         self,
         block: int | str,
-        teacher: str | nn.Module | None,
+        teacher: str | nn.Module | None = None,
         teacher_layer: str = "",
         weight: float = 0.5,
         stop_at: int | GradientConflict | None = None,
@@ -135,7 +135,7 @@ class HiddenAlignment(Alignment):
         """The encoder, unless its features are in the batch."""
         if self.teacher is None:
             return None
-        images = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
+        images: dict[str, Any] = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
         images["class_layer"] = self.head.class_layer
         return find_teacher(self.teacher, [self.teacher_layer], who="HiddenAlignment", data=data, **images)
 

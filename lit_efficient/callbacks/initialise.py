@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_fake import has_values
-from lit_efficient.internals.torch_fx import has_parts, residual_ends
+from lit_efficient.internals.torch_fx import adds_to_input, adds_to_several, has_parts, residual_ends
+from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.models.signs_of_training import sign_of_training
 from lit_efficient.surgery import count, inputs_first, match_modules
@@ -75,8 +76,9 @@ class Initialise(Technique):
         seed: Of the draws, which are the same on every device.
 
     Raises:
-        ConfigurationError: For an argument out of range, where there is nothing to draw, no residual branch with
-            ``scaled`` or ``zero``, or the weights are trained already.
+        ConfigurationError: For an argument out of range, where there is nothing to draw, the weights are trained
+            already, and with ``scaled`` or ``zero`` where there is no residual branch, or not all can be known, as of
+            blocks with a stream for images and one for text.
     """
 
     phase = Phase.ARCHITECTURE
@@ -117,6 +119,10 @@ class Initialise(Technique):
             )
         chosen = self._chosen(module)
         ends = _ends_of(module) if self.residual != "same" else []
+        if self.residual != "same" and (hidden := _hidden_branches(module)):
+            raise ConfigurationError(
+                f"Initialise: {hidden}, so that N, the number of residual branches, is not known: set residual='same'"
+            )
         if not ends and self.residual != "same":
             raise ConfigurationError(
                 f"Initialise: the code of {type(module).__name__} shows no residual branches: set residual='same'"
@@ -209,6 +215,20 @@ def _ends_of(root: nn.Module) -> list[tuple[Any, Any, bool]]:
             if _is_drawn(layer):
                 found.setdefault(id(layer), (layer, part.get_submodule(norm) if norm else None, closed))
     return list(found.values())
+
+
+def _hidden_branches(root: nn.Module) -> str | None:
+    """Why there may be branches that `_ends_of` does not see, or ``None``."""
+    try:
+        blocks = find_blocks(root, who="Initialise")
+    except ConfigurationError:  # none that is repeated
+        return None
+    for name, block in blocks:
+        if adds_to_several(block):
+            return f"block {name!r} adds to more than its first argument"
+        if adds_to_input(block) is None and not any(map(residual_ends, filter(has_parts, block.modules()))):
+            return f"the code of block {name!r} cannot be read without a batch"
+    return None
 
 
 def _matrices(layer: Any) -> list[nn.Parameter]:

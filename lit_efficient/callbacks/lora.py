@@ -67,9 +67,9 @@ class LoRA(Technique):
         modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
         save_base: Whether checkpoints hold the frozen weights, too.
         seed: Of the adapters' start, which is the same on all ranks.
-        beside: Folders as for ``start_from``, by names: adapters that rest on the same base until
-            :func:`~lit_efficient.mechanisms.adapters.several.mix_adapters` switches or mixes them with the trained one,
-            ``default``, or ``adapters_by_row`` chooses for each row. Variants lora and rslora.
+        beside: Folders as for ``start_from``, by names: adapters that rest on the same base until ``mix_adapters``
+            (lit_efficient.mechanisms.adapters.several) switches or mixes them with the trained one, ``default``, or
+            ``adapters_by_row`` chooses for each row. Variants lora and rslora.
         start_from: A folder that peft has saved (or ``export --format peft``) to start from. Its rank, alpha, targets,
             dropout, variant, bias and modules_to_save are taken; those that are given, too, must be the same.
 

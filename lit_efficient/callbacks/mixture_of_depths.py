@@ -27,6 +27,8 @@ from lit_efficient.mechanisms.blocks.residual import why_not_residual
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.depth_routing import DepthRouted
+from lit_efficient.models.teachers import width_of
+from lit_efficient.models.token_rows import rows_in
 from lit_efficient.surgery import count, mix_in
 from lit_efficient.technique import Technique
 
@@ -34,8 +36,9 @@ from lit_efficient.technique import Technique
 class MixtureOfDepths(LossHooks, Technique):
     """Let every other block of a causal language model run on a part of each row's tokens.
 
-    Attention in such a block is between the chosen tokens, at their own positions. Works on blocks that are causal and
-    return the tokens that they were given, changed: our GPT's, Llama's and their like.
+    Attention in such a block is between the chosen tokens, at their own positions. Padding, of which the block's mask
+    or the batch's ``attention_mask`` [B, T] tells, is not chosen; the share is of a row's other tokens. Works on blocks
+    that are causal and return the tokens that they were given, changed: our GPT's, Llama's and their like.
 
     Args:
         capacity: Share of a row's tokens that a block runs on in training, above 0, at most 1.
@@ -53,6 +56,7 @@ class MixtureOfDepths(LossHooks, Technique):
 
     phase = Phase.ARCHITECTURE
     alters = ("weights",)
+    sees_ahead = "the largest scores of a row are those of the whole row"
     conflicts: ClassVar[dict[str, str]] = {
         "PrefixTuning": "a prefix stands in the cache of keys and values, and a block that trains on part of the "
         "tokens has none; use LoRA or IA3",
@@ -97,7 +101,10 @@ class MixtureOfDepths(LossHooks, Technique):
                 raise ConfigurationError(f"MixtureOfDepths: block {name!r} cannot run on part of the tokens: {why}")
         before = count(module.parameters())
         for i, (name, block) in enumerate(chosen):
-            self._route(block, name, torch.Generator().manual_seed(mix_seed(self.seed, i)))
+            width = width_of(module, name)
+            if width is None:
+                raise ConfigurationError(f"MixtureOfDepths: cannot tell the width of block {name!r}")
+            self._route(block, name, width, torch.Generator().manual_seed(mix_seed(self.seed, i)))
         added = count(module.parameters()) - before
         return Report(
             f"{len(chosen)} of {len(found)} blocks run on {self.capacity:.1%} of the tokens; {added:,} parameters more",
@@ -106,11 +113,8 @@ class MixtureOfDepths(LossHooks, Technique):
             details={"share_of_blocks_compute": 1 - len(chosen) * (1 - self.capacity) / len(found)},
         )
 
-    def _route(self, block: Any, name: str, generator: torch.Generator) -> None:
-        weights = [p for p in block.parameters() if p.ndim == 2]
-        norms = [p for p in block.parameters() if p.ndim == 1]
-        width = norms[0].numel() if norms else weights[0].shape[1]
-        home = (norms or weights)[0]
+    def _route(self, block: Any, name: str, width: int, generator: torch.Generator) -> None:
+        home = min(block.parameters(), key=lambda p: p.ndim)  # a norm's or a bias, which nothing quantises
         dtype = torch.promote_types(home.dtype, torch.float32)
         drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
         block.register_parameter("depth_router", nn.Parameter(drawn.to(home.device, dtype)))
@@ -118,7 +122,7 @@ class MixtureOfDepths(LossHooks, Technique):
         block.register_parameter("depth_predictor", nn.Parameter(bias) if self.predict == "predictor" else None)
         names = tuple(inspect.signature(block.forward).parameters)
         state = {"depth_capacity": self.capacity, "depth_name": name, "depth_arguments": names}
-        mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None)
+        mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None, token_rows={})
 
     def prepare_parameters(self, module: nn.Module) -> None:
         for parameter in self.trains(module):  # beside adapters, too, which freeze all others
@@ -130,6 +134,14 @@ class MixtureOfDepths(LossHooks, Technique):
 
     def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None]:
         return self._terms.collecting(module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        for part in parts_of(pl_module, DepthRouted):  # until the backward pass is over, which may recompute
+            part.token_rows = rows_in(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for part in parts_of(pl_module, DepthRouted):
+            part.token_rows = {}
 
     def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
         terms = self._terms.mean(module)

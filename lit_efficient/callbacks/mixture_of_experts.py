@@ -15,8 +15,8 @@ All experts start as the dense module, and the weights of those that a token pas
 dense one, whatever is chosen. Nothing is dropped: tokens are sorted by expert, and each layer is one grouped product.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,8 @@ from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.blocks.feed_forward import find_feed_forwards
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
-from lit_efficient.models.expert_layers import ExpertMixture, add_mixture, balanced_bias
+from lit_efficient.models.expert_layers import ExpertMixture, add_mixture, balanced_bias, router_losses
+from lit_efficient.models.token_rows import rows_in, tell_rows
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
 
@@ -37,7 +38,8 @@ class MixtureOfExperts(LossHooks, Technique):
 
     They are found by what they do: modules of linear layers in the blocks that map each token by itself. The weights
     keep their names and have one entry for each expert: [experts + shared, out, in]. The router, in float32 whatever
-    the precision is, stands beside them as ``router_weight``. A checkpoint of the dense network loads.
+    the precision is, stands beside them as ``router_weight``. A checkpoint of the dense network loads. Losses and loads
+    are of tokens that the ``attention_mask`` [B, T] of the network's call, or of the batch, does not call padding.
 
     ``LoRA(targets="all-linear+experts")`` adapts the experts; the routers train beside it.
 
@@ -84,7 +86,7 @@ class MixtureOfExperts(LossHooks, Technique):
         self.layers = layers
         self.seed = seed
         self._steps = 0
-        self._terms = SideTerms("MixtureOfExperts", ExpertMixture)
+        self._terms = SideTerms("MixtureOfExperts", ExpertMixture, router_losses)
 
     def transform(self, module: nn.Module) -> Report:
         found = find_feed_forwards(module, self.layers, who="MixtureOfExperts")
@@ -93,6 +95,7 @@ class MixtureOfExperts(LossHooks, Technique):
             generator = torch.Generator().manual_seed(mix_seed(self.seed, i))
             balanced = self.bias_rate > 0
             add_mixture(part, self.experts, self.top_k, self.shared, balanced=balanced, generator=generator)
+        tell_rows(module, found)
         call_layers(module)
         after = count(module.parameters())
         held = count(p for _, part in found for name, p in part.named_parameters() if name != "router_weight")
@@ -114,8 +117,17 @@ class MixtureOfExperts(LossHooks, Technique):
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return [part.router_weight for part in parts_of(module, ExpertMixture)]
 
-    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None]:
-        return self._terms.collecting(module)
+    @contextmanager
+    def watch_step(self, module: nn.Module, batch: Any) -> Iterator[None]:
+        parts, rows = parts_of(module, ExpertMixture), rows_in(batch)
+        for part in parts:
+            part.token_rows = rows
+        try:
+            with self._terms.collecting(module):
+                yield
+        finally:
+            for part in parts:
+                part.token_rows = {}
 
     def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
         terms = self._terms.mean(module)

@@ -7,9 +7,6 @@ Costs: one draw for each number of the embeddings; the training loss is higher t
 Source: Jain et al. (2023), https://arxiv.org/abs/2310.05914
 """
 
-import functools
-import inspect
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +18,9 @@ from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.models.document_attention import document_starts
 from lit_efficient.models.token_embeddings import token_embeddings
+from lit_efficient.models.token_rows import row_of, rows_in, tell_rows
 from lit_efficient.surgery import match_modules, mix_in
 from lit_efficient.technique import Technique
-
-_ROWS = ("attention_mask", "position_ids")  # what tells the texts of a row, as arguments and in batches
 
 
 def noisy_embeddings(
@@ -77,7 +73,7 @@ class _Noisy:
     _noise_alpha: float
     _noise_name: str
     _noise_seed: int | None  # None outside a trainer's loop: draw from the device's global generator
-    _noise_rows: dict[str, Any]  # of the network's call, or of the batch
+    token_rows: dict[str, Any]  # of the network's call, or of the batch
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         embeddings = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -95,43 +91,9 @@ def _with_noise(layer: _Noisy, embeddings: Tensor) -> Tensor:
     if layer._noise_seed is not None:
         generator = torch.Generator(embeddings.device).manual_seed(layer._noise_seed)
     shape = embeddings.shape[:2]
-    rows = [layer._noise_rows.get(key) for key in _ROWS]
-    mask, positions = (one if isinstance(one, Tensor) and one.shape == shape else None for one in rows)
+    mask, positions = (row_of(layer, key, shape) for key in ("attention_mask", "position_ids"))
     lengths = None if mask is None and positions is None else text_lengths(mask, positions)
     return noisy_embeddings(embeddings, layer._noise_alpha, lengths, generator)
-
-
-class _KnowsRows:
-    """Mix-in of a network around the embedding: it is called with what tells the texts of a row."""
-
-    _noise_layers: tuple[str, ...]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = super().forward  # type: ignore[misc]
-        given = {key: _argument(type(self), key, args, kwargs) for key in _ROWS}
-        given = {key: value for key, value in given.items() if value is not None}
-        if not given:
-            return own(*args, **kwargs)
-        layers: list[Any] = [self.get_submodule(name) for name in self._noise_layers]  # type: ignore[attr-defined]
-        before = [layer._noise_rows for layer in layers]
-        for layer in layers:
-            layer._noise_rows = {**layer._noise_rows, **given}
-        try:
-            return own(*args, **kwargs)
-        finally:
-            for layer, rows in zip(layers, before, strict=True):
-                layer._noise_rows = rows
-
-
-def _argument(kind: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    places = _places(kind)
-    return args[places[name]] if name in places and places[name] < len(args) else kwargs.get(name)
-
-
-@functools.cache
-def _places(kind: Any) -> dict[str, int]:
-    names = list(inspect.signature(kind.forward).parameters)[1:]
-    return {name: names.index(name) for name in _ROWS if name in names}
 
 
 class NEFTune(Technique):
@@ -173,25 +135,20 @@ class NEFTune(Technique):
             patterns = [self.embeddings] if isinstance(self.embeddings, str) else self.embeddings
             found = match_modules(module, patterns, who="NEFTune: embeddings")
         for name, layer in found:
-            mix_in(layer, _Noisy, _noise_alpha=self.alpha, _noise_name=name, _noise_seed=None, _noise_rows={})
-        for around, network in module.named_modules():
-            prefix = f"{around}." if around else ""
-            inside = tuple(name.removeprefix(prefix) for name, _ in found if name.startswith(prefix) and name != around)
-            kind: Any = type(network)
-            if inside and _places(kind) and not hasattr(network, "training_step"):
-                mix_in(network, _KnowsRows, _noise_layers=inside)
+            mix_in(layer, _Noisy, _noise_alpha=self.alpha, _noise_name=name, _noise_seed=None)
+        tell_rows(module, found)
         names = tuple(name for name, _ in found)
         return Report(f"noise of alpha {self.alpha:g} on {', '.join(names)}", modules=names)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        rows = {key: batch.get(key) for key in _ROWS} if isinstance(batch, Mapping) else {}
+        rows = rows_in(batch)
         for i, layer in enumerate(_noisy(pl_module)):
             layer._noise_seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, i, data_rank(trainer))
-            layer._noise_rows = rows
+            layer.token_rows = rows
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         for layer in _noisy(pl_module):
-            layer._noise_seed, layer._noise_rows = None, {}
+            layer._noise_seed, layer.token_rows = None, {}
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         self.on_train_batch_end(trainer, pl_module, None, None, 0)

@@ -20,7 +20,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_numb
 from lit_efficient.mechanisms.adapters.base import added_names, has_frozen_base
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, WideLayer, hold, release
-from lit_efficient.surgery import count, match_modules, mix_in
+from lit_efficient.surgery import count, inputs_first, match_modules, mix_in
 from lit_efficient.technique import Technique
 
 _NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, timm and most others call it
@@ -50,7 +50,7 @@ def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: 
         raise ConfigurationError(f"ReplaceHead: {name!r} is on the meta device: give the network its weights first")
     old = outputs_of(layer)
     shape = list(layer.weight.shape)
-    shape[1 if _is_conv1d(layer) else 0] = num_outputs
+    shape[1 if inputs_first(layer) else 0] = num_outputs
     generator = torch.Generator().manual_seed(seed)
     wide = torch.get_default_dtype().itemsize < torch.float32.itemsize  # of a run in bf16-true, which would cast it
     values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) * std
@@ -211,15 +211,11 @@ def _is_layer(part: nn.Module) -> bool:
     if bases[0] is nn.Conv2d:
         conv: Any = part
         return conv.kernel_size == (1, 1) and conv.groups == 1
-    return bases[0] is nn.Linear or _is_conv1d(part)
-
-
-def _is_conv1d(part: nn.Module) -> bool:
-    return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(part).__mro__)
+    return bases[0] is nn.Linear or inputs_first(part)
 
 
 def _size_attribute(layer: nn.Module) -> str:
-    if _is_conv1d(layer):
+    if inputs_first(layer):
         return "nf"
     return "out_channels" if isinstance(layer, nn.Conv2d) else "out_features"
 

@@ -8,6 +8,7 @@ Source: progressive resizing, Howard (2018), https://www.fast.ai/posts/2018-04-3
     (2018), https://arxiv.org/abs/1710.10196; Tan and Le (2021), https://arxiv.org/abs/2104.00298
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -32,19 +33,33 @@ def resize(images: Tensor, scale: float, multiple_of: int = 1) -> Tensor:
         >>> resize(torch.ones(1, 3, 20, 10), 0.5, multiple_of=4).shape
         torch.Size([1, 3, 8, 4])
     """
-    sides = [max(multiple_of, round(side * scale / multiple_of) * multiple_of) for side in images.shape[-2:]]
-    sides = [min(new, old) if scale <= 1 else new for new, old in zip(sides, images.shape[-2:])]
+    sides = _sides(images, scale, multiple_of)
     if sides == [*images.shape[-2:]]:
         return images
     resized = F.interpolate(images.float(), sides, mode="bilinear", antialias=True)
     return resized.round().clamp(0, 255).to(images.dtype) if images.dtype == torch.uint8 else resized.to(images.dtype)
 
 
+def resize_labels(labels: Tensor, scale: float, multiple_of: int = 1) -> Tensor:
+    """Labels [..., H, W] of pixels, any format: those nearest to the middles of the new ones, as `resize` has them."""
+    for dim, side in zip((-2, -1), _sides(labels, scale, multiple_of), strict=True):
+        old = labels.shape[dim]
+        nearest = (2 * torch.arange(side, device=labels.device) + 1) * old // (2 * side)
+        labels = labels.index_select(dim, nearest)
+    return labels
+
+
+def _sides(images: Tensor, scale: float, multiple_of: int) -> list[int]:
+    sides = [max(multiple_of, round(side * scale / multiple_of) * multiple_of) for side in images.shape[-2:]]
+    return [min(new, old) if scale <= 1 else new for new, old in zip(sides, images.shape[-2:])]
+
+
 class ResolutionRamp(BatchChanges):
     """Train on images of smaller sides first, and validate on whole ones; for networks that take any size.
 
-    Resizes the tensors [B, C, H, W] of a batch that have one or three channels. Batches of latents have others and are
-    refused: encode smaller images for them. Samples count as they are; while memory is measured, images are whole.
+    Resizes the tensors [B, C, H, W] of a batch that have one or three channels. Beside images of three channels whole
+    numbers [B, H, W] and [B, 1, H, W] are labels of their pixels, of which the nearest is taken. Batches of ``latents``
+    are refused: encode smaller images for them. Samples count as they are; while memory is measured, images are whole.
 
     Args:
         start: Scale of the first images' sides, above 0 and below 1.
@@ -89,18 +104,26 @@ class ResolutionRamp(BatchChanges):
 
     def scaled(self, batch: Any, scale: float) -> Any:
         """A batch with its images resized; override it where they are kept in another way."""
-        if not any(map(_is_image, tensors_in(batch))):
+        images = [tensor for tensor in tensors_in(batch) if _is_image(tensor)]
+        if not images or (isinstance(batch, Mapping) and "latents" in batch):
             shapes = [list(tensor.shape) for tensor in tensors_in(batch)][:4]
             raise ConfigurationError(
                 f"ResolutionRamp: a batch with tensors {shapes} has no images [B, C, H, W] of one or three channels"
             )
+        pixels = {(len(image), *image.shape[-2:]) for image in images if image.shape[1] == 3}
 
         def change(item: Any) -> Any:
             if not isinstance(item, Tensor):
                 return rebuilt(item, change)
+            if not item.is_floating_point() and (tuple(item.shape) in pixels or _of_one_channel(item) in pixels):
+                return resize_labels(item, scale, self.multiple_of)
             return resize(item, scale, self.multiple_of) if _is_image(item) else item
 
         return change(batch)
+
+
+def _of_one_channel(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.squeeze(1).shape) if tensor.ndim == 4 else ()
 
 
 def _is_image(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from lit_efficient.application import own_training_step
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.losses.selection import choose, selection_odds
+from lit_efficient.losses.selection import choose, selection_odds, share_of
 from lit_efficient.mechanisms.moving import rebuilt, tensors_in
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.ramps import BatchChanges
@@ -124,7 +124,7 @@ class SelectiveBackprop(BatchChanges):
         seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, data_rank(trainer))
         generator = torch.Generator("cpu").manual_seed(seed)
         odds = selection_odds(losses, self._past, self.beta)
-        rows = choose(odds, max(1, -int(-self.keep * size // 1)), generator)
+        rows = choose(odds, share_of(self.keep, size), generator)
         chosen = take_rows(batch, rows, size)
         if len(rows) < size and not _differs(batch, chosen):
             raise ConfigurationError(

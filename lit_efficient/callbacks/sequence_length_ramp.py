@@ -25,7 +25,8 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
 
     Args:
         batch: Nested containers of tensors. Those that begin with the dimensions of ``ids`` are changed, of masks
-            [..., T, T] the last two; others stay, or come once for each piece of their row.
+            [..., T, T] the last two, unless three dimensions hold fractions, as embeddings do; others stay, or come
+            once for each piece of their row.
         ids: The tensor [B, T] that tells rows and positions.
         length: Positions of the new rows, at least 1; rows that are no longer stay as they are.
         fold: Whether the rest of a row becomes rows of its own, [B * (T // length), length]; what is left of it then,
@@ -53,7 +54,7 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
     def change(item: Any) -> Any:
         if not isinstance(item, Tensor):
             return rebuilt(item, change)
-        if item.ndim >= 3 and item.shape[-2:] == (whole, whole):
+        if item.ndim >= 3 and item.shape[-2:] == (whole, whole) and (item.ndim > 3 or not item.is_floating_point()):
             if fold:
                 raise ConfigurationError(
                     "SequenceLengthRamp: mode='fold' cannot cut an attention mask [..., T, T] in pieces: use mode='cut'"

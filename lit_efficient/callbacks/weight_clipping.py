@@ -10,6 +10,7 @@ Source: Arjovsky et al. (2017), https://arxiv.org/abs/1701.07875; Elsayed et al.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,8 +22,13 @@ from lit_efficient.technique import Technique
 
 
 def clip_weight_(weight: Tensor, bound: float) -> Tensor:
-    """Bring all elements of ``weight`` into [-bound, bound], in place, of a DTensor those of this process."""
-    local(weight.detach()).clamp_(-bound, bound)
+    """Bring all elements of ``weight`` into [-bound, bound], in place, of a DTensor those of this process.
+
+    A bound that the weight's format lacks is the next one below that it has.
+    """
+    nearest = torch.tensor(bound, dtype=weight.dtype, device="cpu")
+    most = torch.nextafter(nearest, torch.zeros_like(nearest)) if nearest.item() > bound else nearest
+    local(weight.detach()).clamp_(-most.item(), most.item())
     return weight
 
 

@@ -51,7 +51,7 @@ def check_config(config: Mapping[str, Any], devices_are_here: bool = True) -> No
 
 
 def check_numbers(config: Any) -> None:
-    """Refuse numbers on which Lightning fails while it divides by them or seeds with them.
+    """Refuse numbers on which Lightning fails while it divides by them or seeds with them, or that it passes over.
 
     Args:
         config: The config of a subcommand; its keys may have dots.
@@ -66,6 +66,8 @@ def check_numbers(config: Any) -> None:
     check_number("trainer", "accumulate_grad_batches", steps, least=1, whole=True, null=True)
     if isinstance(interval, int | float):
         check_number("trainer", "val_check_interval", interval, above=0)
+    if isinstance(clip := config.get("trainer.gradient_clip_val"), int | float):  # below 0 Lightning clips nothing
+        check_number("trainer", "gradient_clip_val", clip, least=0)
 
 
 def check_monitors(callbacks: Iterable[Any], scheduler: str | None, module: Any) -> None:

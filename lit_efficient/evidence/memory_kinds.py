@@ -87,15 +87,6 @@ class StepMemory:
     host: int
     timeline: tuple[Moment, ...]
 
-    def with_states(self, size: int) -> StepMemory:
-        """The same with more bytes of states, which live all the time."""
-
-        def more(kinds: Mapping[str, int]) -> dict[str, int]:
-            return _present({**kinds, "states": kinds.get("states", 0) + size})
-
-        timeline = tuple(Moment(moment.name, more(moment.kinds)) for moment in self.timeline)
-        return StepMemory(self.peak + size, more(self.kinds), more(self.resident), self.host, timeline)
-
 
 class _Piece:
     """A storage that lives or lived."""
@@ -332,7 +323,7 @@ def _held(roots: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _present(kinds: Mapping[str, int]) -> dict[str, int]:
-    return {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
+    return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
 
 
 def _vocabularies(module: nn.Module) -> set[int]:

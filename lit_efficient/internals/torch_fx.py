@@ -142,13 +142,16 @@ def _flat(container: Any) -> Iterator[Any]:
     return chain(container, container.values() if isinstance(container, dict) else ())
 
 
-def adds_to_input(module: nn.Module, adding: Collection[int] = (), *, whole: bool = False) -> bool | None:
-    """Whether a forward adds what its layers make of the first argument to that argument; ``None`` if it hides it.
+def adds_to_input(
+    module: nn.Module, adding: Collection[int] = (), *, whole: bool = False, argument: int = 0
+) -> bool | None:
+    """Whether a forward adds what its layers make of an argument to that argument; ``None`` if it hides it.
 
     Args:
         module: Any module.
         adding: Identities of its parts that are known to do so: what they return is their input still.
         whole: Look into its parts, too; else the addition must stand in its own code.
+        argument: Which one, of those that must be given.
     """
 
     def opaque(part: nn.Module) -> bool:
@@ -161,16 +164,16 @@ def adds_to_input(module: nn.Module, adding: Collection[int] = (), *, whole: boo
     for node in graph.nodes:
         if node.op == "output":
             return any(found[n] == _SUM for n in node.all_input_nodes)
-        found[node] = _kind_of(node, {found[n] for n in node.all_input_nodes} - {0}, module, adding)
+        found[node] = _kind_of(node, {found[n] for n in node.all_input_nodes} - {0}, module, adding, argument)
     return None
 
 
-def _kind_of(node: Node, kinds: set[int], module: nn.Module, adding: Collection[int]) -> int:
+def _kind_of(node: Node, kinds: set[int], module: nn.Module, adding: Collection[int], argument: int = 0) -> int:
     if node.op == "placeholder":
         return 0
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == "getitem" and node.all_input_nodes[0].op == "placeholder":
-        return _INPUT if node.args[1] == 0 else 0
+        return _INPUT if node.args[1] == argument else 0
     if not kinds or name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
         return 0
     both = bool(kinds & {_INPUT, _CARRIED}) and _BRANCH in kinds
@@ -189,6 +192,11 @@ def _kind_of(node: Node, kinds: set[int], module: nn.Module, adding: Collection[
 
 def _name_of(node: Node) -> str:
     return str(node.target).removeprefix("inner.")
+
+
+def adds_to_several(module: nn.Module) -> bool:
+    """Whether a forward has more than one residual stream, as where images and text attend to each other."""
+    return any(adds_to_input(module, argument=i) for i in range(1, len(_Call(module, every=False).names)))
 
 
 def runs_in_chain(module: nn.Module, parts: Collection[nn.Module]) -> bool | None:

@@ -11,6 +11,11 @@ def hooks_after_accumulation(tensor: Tensor) -> Any:
     return tensor._post_accumulate_grad_hooks
 
 
+def gradient_hooks(tensor: Tensor) -> Any:
+    """What ``register_hook`` has registered, if anything: ``_backward_hooks``."""
+    return tensor._backward_hooks
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor's memory has been written to, through it or its views: ``_version``."""
     return tensor._version

@@ -5,8 +5,20 @@
 Sources: Jiang et al. (2019), https://arxiv.org/abs/1910.00762; Kumar et al. (2010), self-paced learning.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+
+def share_of(share: float, count: int) -> int:
+    """A share of ``count`` things, rounded up, at least 1; 0.55 of 100 are 55, though the product is above that.
+
+    Example:
+        >>> share_of(0.55, 100), share_of(0.551, 100), share_of(0.0, 100)
+        (55, 56, 1)
+    """
+    return max(1, math.ceil(share * count * (1 - 1e-12)))
 
 
 def selection_odds(losses: Tensor, history: Tensor, beta: float) -> Tensor:
@@ -49,7 +61,7 @@ def easiest(losses: Tensor, share: float) -> Tensor:
 
     Source: Kumar et al. (2010), with the threshold at a quantile of the batch.
     """
-    count = max(1, -int(-share * len(losses) // 1))
+    count = share_of(share, len(losses))
     weights = torch.zeros_like(losses)
     weights[losses.argsort(stable=True)[:count]] = len(losses) / count
     return weights

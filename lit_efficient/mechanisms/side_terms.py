@@ -4,7 +4,7 @@ A module with an attribute ``side_terms`` appends a vector to it in each call, w
 for the backward pass comes later, and is not collected again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,11 @@ class SideTerms:
     Args:
         who: Name of the technique, for errors.
         kind: The class.
+        made: Makes the vector of what was appended; by default it is that.
     """
 
-    def __init__(self, who: str, kind: type) -> None:
-        self.who, self.kind = who, kind
+    def __init__(self, who: str, kind: type, made: Callable[[Any], Tensor] = lambda term: term) -> None:
+        self.who, self.kind, self.made = who, kind, made
         self._idle = 0  # steps in a row in which none was called
 
     @contextmanager
@@ -58,7 +59,7 @@ class SideTerms:
             )
         if not parts:
             return None
-        terms = torch.stack([torch.stack(part.side_terms).mean(0) for part in parts]).mean(0)
+        terms = torch.stack([torch.stack([*map(self.made, part.side_terms)]).mean(0) for part in parts]).mean(0)
         if not terms.requires_grad and any(p.requires_grad for part in parts for p in part.parameters()):
             raise ConflictError(
                 f"{self.who}: its losses have no gradient: activation checkpointing that is reentrant runs the forward "

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.mechanisms.metering import gradient_norm
+from lit_efficient.mechanisms.order.resumable_sampler import seed_all
 from lit_efficient.surgery import local
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "kv_heads")
@@ -101,7 +102,7 @@ def same_draws(mesh: Any) -> None:
     """Have the processes of ``mesh`` draw alike from now on: what they compute together is of one batch."""
     seed = torch.randint(2**62, (1,))
     distributed.broadcast(there := seed.to(mesh.device_type), group=mesh.get_group(), group_src=0)
-    torch.manual_seed(int(there))
+    seed_all(int(there))
 
 
 def clip_by_norm(self: Any, optimizer: Any, clip_val: float) -> None:

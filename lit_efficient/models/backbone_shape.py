@@ -47,7 +47,7 @@ class BackboneShape:
     pooled_width: int = 0
     masks_text: bool = True
     learned_variance: bool = False
-    class_token: ClassToken | None = None
+    class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
 
     @property
     def conditions(self) -> set[str]:

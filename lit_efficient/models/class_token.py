@@ -21,15 +21,15 @@ class ClassToken:
     """A token of an image's content, in the features of an encoder, that is drawn together with the image.
 
     Args:
-        features: Of the encoder's vector for an image, which should have a variance of about 1.
+        features: Of the encoder's vector for an image, which should have a variance of about 1; 0: there is no token.
         weight: Of its part of the loss; 0.03 in the paper.
     """
 
-    features: int
+    features: int = 0
     weight: float = 0.03
 
     def __post_init__(self) -> None:
-        check_number("ClassToken", "features", self.features, least=1, whole=True)
+        check_number("ClassToken", "features", self.features, least=0, whole=True)
         check_number("ClassToken", "weight", self.weight, least=0)
 
 

@@ -38,7 +38,7 @@ _SMALL = 1024  # elements; what is smaller is made at once: code may ask for its
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor on the meta device stood; code may give it another shape or other memory later."""
+    """Where a tensor on the meta device was; code may give it another shape or other memory later."""
 
     storage: Any
     size: torch.Size

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import StaysFloat32
+from lit_efficient.losses.selection import share_of
 from lit_efficient.models.gpt import KVCache
 from lit_efficient.models.kept_keys import only_kept
+from lit_efficient.models.token_rows import row_of
 
 _STARTS = "starts"  # of our GPT's blocks: an index of tokens, [B, T]
 
@@ -74,6 +76,7 @@ class DepthRouted(StaysFloat32):
     depth_name: str
     depth_arguments: tuple[str, ...]  # names of the block's own
     depth_tuple: bool | None  # whether it returns a tuple; None before its first call
+    token_rows: dict[str, Any]  # of the batch: says what is padding
     depth_dims: dict[Any, tuple[int, ...]]  # what is known of the arguments: place and dimensions -> those of tokens
     training: bool
     side_terms: list[Tensor] | None = None  # of each call, while a step's are collected
@@ -108,23 +111,47 @@ class DepthRouted(StaysFloat32):
             named = {key: _without(value, key) for key, value in named.items()}
             self._learn_dims(block, x, named)
         if self.training:
-            positions = choose_tokens(scores.detach(), max(1, math.ceil(self.depth_capacity * x.shape[1])))
-            chosen = torch.zeros_like(scores).scatter(1, positions, 1.0)
-            term = F.binary_cross_entropy_with_logits(guess, chosen)[None]  # in a recomputed forward, too
+            count, real = share_of(self.depth_capacity, x.shape[1]), self._real(named, x)
+            if real is None:
+                positions, kept = choose_tokens(scores.detach(), count), None
+                chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, positions, value=True)
+            else:
+                best = scores.detach().masked_fill(~real, -math.inf).argsort(1, descending=True)[:, :count]
+                shares = self.depth_capacity * real.sum(1, keepdim=True).double() * (1 - 1e-12)  # as share_of
+                taken = torch.arange(count, device=x.device) < shares.ceil().clamp_min(1)
+                chosen = torch.zeros_like(real).scatter(1, best, taken)
+                positions, kept = _first_chosen(chosen, count)
+            weight = None if real is None else real * (real.numel() / real.sum().clamp_min(1)).to(guess.dtype)
+            # In a recomputed forward, too:
+            term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[None]
             if self.side_terms is not None and torch.is_grad_enabled():
                 self.side_terms.append(term)
-            return run_chosen(lambda part: block(part, self._cut(named, x.shape[1], positions)), x, gates, positions)
+            return run_chosen(
+                lambda part: block(part, self._cut(named, x.shape[1], positions, kept)), x, gates, positions, kept
+            )
         chosen = guess > 0
         if cache is not None:
             return self._cached(block, x, named, cache, gates, chosen)
         most = int(chosen.sum(1).max())
         if not most and self.depth_tuple is not None:
             return x
-        positions = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : max(most, 1)].contiguous()
-        kept = chosen.gather(1, positions)
+        positions, kept = _first_chosen(chosen, max(most, 1))
         return run_chosen(
             lambda part: block(part, self._cut(named, x.shape[1], positions, kept)), x, gates, positions, kept
         )
+
+    def _real(self, named: dict[str, Any], x: Tensor) -> Tensor | None:
+        """Which tokens are no padding, [B, T], as the block's own mask says, on whose diagonal each sees itself, or
+        else the batch; ``None``: all, as far as is known.
+        """
+        length = x.shape[1]
+        for key, value in named.items():
+            if isinstance(value, Tensor) and self.depth_dims.get(((key,), value.ndim)) == (2, 3):
+                own = value.diagonal(dim1=-2, dim2=-1)[:, 0]
+                own = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+                return own.expand(len(x), length)
+        mask = row_of(self, "attention_mask", x.shape[:-1])
+        return None if mask is None else mask != 0
 
     def _scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
@@ -188,9 +215,16 @@ class DepthRouted(StaysFloat32):
             before = self.depth_dims
             self.depth_dims = before | known | tried
             if _same(lambda: block(x[:, :-1], self._cut(named, length, first)), whole):
+                self._check_order(block, x, named, whole)
                 return
             self.depth_dims = before
         raise _refusal(self, "on its first tokens alone it computes something else than on all: it is not causal")
+
+    def _check_order(self, block: Any, x: Tensor, named: dict[str, Any], whole: Tensor) -> None:
+        """Refuse a block whose last token, of many, moves the others by less than they were compared to."""
+        other = torch.cat((x[:, :-1], -x[:, -1:].roll(1, -1)), 1)
+        if not _same(lambda: _first(block, other, named), whole, max(1e-3, 4 * torch.finfo(x.dtype).eps)):
+            raise _refusal(self, "another last token changes what it computes for the first ones: it is not causal")
 
     # Generation ------------------------------------------------------------------------------------------------------
 
@@ -224,6 +258,12 @@ class DepthRouted(StaysFloat32):
         return x + torch.where(chosen[..., None], added, 0)
 
 
+def _first_chosen(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Positions [B, count] of the chosen [B, T], ascending, filled up by others behind them, and which are chosen."""
+    positions = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
+    return positions, chosen.gather(1, positions)
+
+
 def _refusal(block: Any, why: str) -> ConfigurationError:
     return ConfigurationError(f"MixtureOfDepths: block {block.depth_name!r} cannot run on part of the tokens: {why}")
 
@@ -236,13 +276,15 @@ def _first(block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> Te
     return block(x, named)[:, :-1]
 
 
-def _same(run: Callable[[], Tensor], wanted: Tensor) -> bool:
+def _same(run: Callable[[], Tensor], wanted: Tensor, tolerance: float = 2e-2) -> bool:
     try:
         found = run()
     except Exception:  # code of anybody, given what may not fit
         return False
     scale = float(wanted.float().abs().max())
-    return found.shape == wanted.shape and torch.allclose(found.float(), wanted.float(), rtol=2e-2, atol=2e-2 * scale)
+    return found.shape == wanted.shape and torch.allclose(
+        found.float(), wanted.float(), rtol=tolerance, atol=tolerance * scale
+    )
 
 
 def _take(value: Tensor, dim: int, positions: Tensor) -> Tensor:

@@ -41,17 +41,15 @@ class DiTVariant:
         qk_norm: Normalise queries and keys, which keeps large networks and large learning rates stable in bfloat16.
         time_embedding: Frequencies that the time is embedded with: compact has 64, diffusers the 256 of its DiT, which
             an export to its layout needs.
-        class_token: A token of the image's content that is noised and drawn with its latents (REG); null: none.
+        class_token: A token of the image's content that is noised and drawn with its latents (REG).
     """
 
     positions: Positions = "sincos"
     qk_norm: bool = False
     time_embedding: TimeEmbedding = "compact"
-    class_token: ClassToken | None = None
+    class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
-        if isinstance(self.class_token, dict):  # as checkpoints store it
-            object.__setattr__(self, "class_token", ClassToken(**self.class_token))
         check_choice("DiTConfig", "variant.positions", self.positions, get_args(Positions))
         check_choice("DiTConfig", "variant.qk_norm", self.qk_norm, (True, False))
         check_choice("DiTConfig", "variant.time_embedding", self.time_embedding, get_args(TimeEmbedding))
@@ -140,8 +138,8 @@ class DiT(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, patch * patch * config.channels)
-        beside = config.variant.class_token
-        self.class_token = None if beside is None else TokenPort(beside.features, width)
+        features = config.variant.class_token.features
+        self.class_token = TokenPort(features, width) if features else None
         positions = grid_positions(config.size // patch, width) if config.variant.positions == "sincos" else None
         self.register_buffer("positions", positions, persistent=False)
         self._initialise()

@@ -76,7 +76,7 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
             "it adds sine-cosine positions to the tokens and turns nothing",
         ),
         "variant.qk_norm": (config.variant.qk_norm, "its attention normalises neither queries nor keys"),
-        "variant.class_token": (config.variant.class_token is not None, "its samplers draw latents, and no token"),
+        "variant.class_token": (config.variant.class_token.features > 0, "its samplers draw latents, and no token"),
         "context_width": (
             config.context_width > 0,
             "it has no attention to text, and PixArtTransformer2DModel, which has, shares one modulation among all "

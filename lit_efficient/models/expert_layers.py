@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.internals.torch_modules import Loads, StaysFloat32
+from lit_efficient.models.token_rows import row_of
 from lit_efficient.surgery import mix_in
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,26 +45,33 @@ def route_tokens(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tupl
     return picked / total.clamp_min(torch.finfo(total.dtype).tiny), chosen
 
 
-def load_balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
+def load_balance_loss(logits: Tensor, chosen: Tensor, real: Tensor | None = None) -> Tensor:
     """``E sum_e f_e P_e``: f the share of the choices, P the mean probability. 1 where both are even, E at worst.
 
     Args:
         logits: Of the router, [N, E].
         chosen: Experts of each token, [N, k].
+        real: Which tokens count, [N] bool, the others being padding; ``None``: all.
 
     Source: Fedus et al. (2021), https://arxiv.org/abs/2101.03961, equation 4; several choices a token count alike.
     """
     experts = logits.shape[-1]
-    share = _loads(chosen, experts).to(logits.dtype) / chosen.numel()
-    return experts * (share * logits.softmax(-1).mean(0)).sum()
+    loads = _loads(chosen, experts, real).to(logits.dtype)
+    return experts * (loads / loads.sum().clamp_min(1) * _mean(logits.softmax(-1), real)).sum()
 
 
-def router_z_loss(logits: Tensor) -> Tensor:
-    """``mean (log sum_e exp l_e)^2``, which keeps the router's logits [N, E] small.
+def router_z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
+    """``mean (log sum_e exp l_e)^2``, which keeps the router's logits [N, E] small; of the ``real`` [N] tokens, or all.
 
     Source: Zoph et al. (2022), https://arxiv.org/abs/2202.08906, equation 5.
     """
-    return logits.logsumexp(-1).square().mean()
+    return _mean(logits.logsumexp(-1).square(), real)
+
+
+def router_losses(call: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+    """Both losses, [2], of what a mixture appends to its ``side_terms``."""
+    logits, chosen, real = call
+    return torch.stack([load_balance_loss(logits, chosen, real), router_z_loss(logits, real)])
 
 
 def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
@@ -216,7 +224,8 @@ class ExpertMixture(Loads, StaysFloat32):
     router_shared: int  # experts beyond the router's, which all tokens pass
     router_load: Tensor | None  # [E], choices since the last step
     training: bool
-    side_terms: list[Tensor] | None = None  # [balance, z] of each call, while a step's are collected
+    side_terms: list[Any] | None = None  # logits, choices and what is real of each call, while a step's are collected
+    token_rows: dict[str, Any]  # says what is padding
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -224,13 +233,11 @@ class ExpertMixture(Loads, StaysFloat32):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(rows.to(torch.promote_types(x.dtype, torch.float32)), self.router_weight.to(_wide(x)))
         weights, chosen = route_tokens(logits, self.router_top_k, self.router_bias)
-        if (
-            self.training and len(rows) and torch.is_grad_enabled()
-        ):  # in a recomputed forward, too: it must save the same tensors
-            terms = torch.stack([load_balance_loss(logits, chosen), router_z_loss(logits)])
-            if self.side_terms is not None:
-                self.side_terms.append(terms)
-                self._count(chosen)
+        if self.side_terms is not None and self.training and len(rows) and torch.is_grad_enabled():
+            mask = row_of(self, "attention_mask", x.shape[:-1])
+            real = None if mask is None else mask.flatten() != 0
+            self.side_terms.append((logits, chosen, real))
+            self._count(chosen, real)
         if self.router_shared:
             weights, chosen = self._with_shared(weights, chosen)
         slots = chosen.shape[-1]
@@ -258,9 +265,9 @@ class ExpertMixture(Loads, StaysFloat32):
                 if tensor is not None:
                     state_dict.setdefault(f"{prefix}{name}", tensor.detach())
 
-    def _count(self, chosen: Tensor) -> None:
+    def _count(self, chosen: Tensor, real: Tensor | None) -> None:
         if self.router_bias is not None:
-            now = _loads(chosen, len(self.router_bias))
+            now = _loads(chosen, len(self.router_bias), real)
             self.router_load = now if self.router_load is None else self.router_load.to(now.device) + now
 
     def _with_shared(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +301,7 @@ def add_mixture(
     module.register_parameter("router_weight", nn.Parameter(drawn.to(first.device, dtype)))
     bias = torch.zeros(experts, dtype=dtype, device=first.device) if balanced else None
     module.register_buffer("router_bias", bias)
-    mix_in(module, ExpertMixture, router_top_k=top_k, router_shared=shared, router_load=None)
+    mix_in(module, ExpertMixture, router_top_k=top_k, router_shared=shared, router_load=None, token_rows={})
 
 
 def width_of(module: nn.Module) -> int:
@@ -314,10 +321,18 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
     return tensor.expand(times, *tensor.shape).clone(memory_format=torch.contiguous_format)
 
 
-def _loads(chosen: Tensor, experts: int) -> Tensor:
+def _loads(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:
     """How often each expert was chosen, [E]; without waiting for a GPU."""
     flat = chosen.flatten()
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    ones = torch.ones_like(flat) if real is None else real.to(flat.dtype).repeat_interleave(chosen.shape[-1])
+    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
+
+
+def _mean(values: Tensor, real: Tensor | None) -> Tensor:
+    """Over the tokens that count, the first dimension."""
+    if real is None:
+        return values.mean(0)
+    return torch.tensordot(real.to(values.dtype), values, 1) / real.sum().clamp_min(1)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -274,9 +274,10 @@ def width_of(root: nn.Module, name: str) -> int | None:
         own = _last_width(list(owner)[: int(last) + 1])  # an activation: as wide as what comes before it
     if own is not None:
         return own
-    norms = [part for part in layer.modules() if "Norm" in type(part).__name__]
+    norms = [(part_name.count("."), part) for part_name, part in layer.named_modules() if "Norm" in type(part).__name__]
     if name and norms and not isinstance(layer, nn.Sequential):  # of a residual block: as wide as its stream
-        return next(filter(None, map(_own_width, norms)), None)  # of adaptive ones the norm inside tells
+        norms.sort(key=lambda norm: norm[0])  # those of queries and keys lie deeper
+        return next(filter(None, (_own_width(part) for _, part in norms)), None)  # of adaptive ones the one inside
     parts = name.split(".") if name else []
     for i in range(len(parts), -1, -1):
         config = getattr(root.get_submodule(".".join(parts[:i])), "config", None)

@@ -31,6 +31,7 @@ from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_sharding import ShardingBase, configured
 from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
 from lit_efficient.internals.torch_optimizers import without_step_hooks
+from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.internals.wraps import wrap_method
 from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.mechanisms.adapters.base import has_frozen_base
@@ -70,7 +71,6 @@ class ShardedStrategy(ShardingBase):
             once a window, and each process holds whole gradients until then.
         save_distributed_checkpoint: Each process writes its shards, into a folder; false: one file, which the first
             process gathers.
-        process_group_backend: ``null``: by the device.
         timeout: How long processes wait for each other.
 
     Raises:
@@ -101,7 +101,6 @@ class ShardedStrategy(ShardingBase):
         tensor_parallel: int = 1,
         reduce_each_batch: bool = False,
         save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         who = type(self).__name__
@@ -121,7 +120,7 @@ class ShardedStrategy(ShardingBase):
             raise refusal(who, "blocks", "auto or patterns", blocks)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend or ("cpu:gloo,cuda:nccl" if offload else None),
+            process_group_backend="cpu:gloo,cuda:nccl" if offload else None,
             timeout=timeout,
         )
         self.blocks = blocks
@@ -240,13 +239,19 @@ class ShardedStrategy(ShardingBase):
             raise ConfigurationError(
                 f"ShardedStrategy: {scalar!r} is a scalar, which cannot be sharded: make it a tensor of one element"
             )
+        hooked = next((name for name, p in module.named_parameters() if gradient_hooks(p)), None)
+        if hooked is not None:
+            raise ConfigurationError(
+                f"ShardedStrategy: a hook on the gradient of {hooked!r} would be lost, for a shard takes the place of "
+                "the parameter: use strategy='ddp', or register it in on_fit_start, if parts of gradients will do"
+            )
         found = [block for _, block in find_blocks(module, self.blocks, who="ShardedStrategy")]
         ends, heads = ends_of(module, found)
         units = [unit for unit in (*found, *ends) if owns_its_parameters(unit, module)]
         if not units:
             raise ConfigurationError(
-                f"ShardedStrategy: the {len(found)} blocks of {type(module).__name__} have no parameters of their own: "
-                r"name others with blocks=['layers\.\d+'], for example"
+                f"ShardedStrategy: the {len(found)} blocks of {type(module).__name__} have no parameters of their own, "
+                r"or share some: name others with blocks=['layers\.\d+'], for example, or use strategy='ddp'"
             )
         return found, units, heads
 
@@ -423,9 +428,15 @@ def ends_of(module: nn.Module, blocks: list[nn.Module]) -> tuple[list[nn.Module]
 def owns_its_parameters(unit: nn.Module, root: nn.Module) -> bool:
     """Whether a module has parameters, and no module outside of it has one of them, too."""
     own = {id(p) for p in unit.parameters()}
-    inside = {id(part) for part in unit.modules()}
-    others = (part for part in root.modules() if id(part) not in inside)
-    return bool(own) and not any(id(p) in own for part in others for p in part.parameters(recurse=False))
+    seen, waiting = {id(unit)}, [root]  # not through the unit: what lies in it may lie elsewhere, too
+    while own and waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            waiting.extend(part.children())
+            if any(id(p) in own for p in part.parameters(recurse=False)):
+                return False
+    return bool(own)
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ class LatentDiffusion(LatentGenerator):
                 condition = condition.dropped(hidden, self.conditioning.null(self.device))
         encoded = latent_source.with_posterior(batch, self.codec)
         output = self._losses(encoded, condition, self.process, None)
-        if self.shape.class_token is not None:
+        if "class_loss" in output:
             output["sample_loss"] = output["sample_loss"] + self.shape.class_token.weight * output.pop("class_loss")
             output["loss"] = output["sample_loss"].mean()
         self.log("train/loss", output["loss"], prog_bar=logs_in_bar(output["loss"]), batch_size=count)
@@ -174,16 +174,16 @@ class LatentDiffusion(LatentGenerator):
         self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None
     ) -> dict[str, Tensor]:
         """The loss protocol's dictionary; every draw comes from ``generator`` (None: the global one)."""
-        x0, beside = latent_source.draw_latents(batch, generator), self.shape.class_token
-        if beside is not None:
-            x0 = with_token(x0, self._class_features(batch, beside.features))
+        x0, features = latent_source.draw_latents(batch, generator), self.shape.class_token.features
+        if features:
+            x0 = with_token(x0, self._class_features(batch, features))
         t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process)
         eps, seen = diffusion.draw_noise(x0, process, generator)
         output = self(diffusion.add_noise(x0, seen, t, process), t, condition)
         wanted = diffusion.target(x0, eps, t, process, self.prediction)
         of_token = {}
-        if beside is not None:
-            (output, drawn), (wanted, meant) = apart(output, beside.features), apart(wanted, beside.features)
+        if features:
+            (output, drawn), (wanted, meant) = apart(output, features), apart(wanted, features)
             of_token = {"class_loss": (drawn - meant).square().mean(dim=1)}
         sample_loss = (output - wanted).square().flatten(1).mean(dim=1)
         snr = process.log_snr(t)

@@ -340,8 +340,8 @@ class LatentGenerator(LightningModule):
             raise ConfigurationError(
                 f"LatentDiffusion: sample needs size, height and width of the latents: {self.shape.name} says none."
             )
-        beside = self.shape.class_token
-        rows = 0 if beside is None else rows_of(beside.features, self.shape.channels, size[1])
+        features = self.shape.class_token.features
+        rows = rows_of(features, self.shape.channels, size[1])
         noise = draw_noise((count, self.shape.channels, size[0] + rows, size[1]), generator, self.device)
         nothing = partial(self.conditioning.null, self.device)
         steps = self.sampling_steps if steps is None else steps
@@ -351,7 +351,7 @@ class LatentGenerator(LightningModule):
             predict = guided(self, condition.rows(part), nothing, scale, self.sampler.guidance_rescale)
             drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, self.sampler))
         whole = torch.cat(drawn)
-        return whole if beside is None else apart(whole, beside.features)[0]
+        return apart(whole, features)[0] if features else whole
 
     def _check_nothing(self) -> None:
         """Refuse guidance without the empty caption's embedding, of which a text encoder is needed."""

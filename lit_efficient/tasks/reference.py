@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 from lit_efficient.errors import ConfigurationError
@@ -121,9 +121,9 @@ def _train_in_full(network: nn.Module) -> list[str]:
     return [name for name in trained if name not in added]
 
 
-def _digest(tensor: Tensor) -> str:
+def _digest(tensor: Any) -> str:
     """Of a tensor's shape and up to 1024 of its values, bit by bit: one step at a rate of 1e-6 must show."""
-    tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[operator]
+    tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     values = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)].contiguous().cpu()
     content = repr((tuple(tensor.shape), str(tensor.dtype))).encode() + values.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()

@@ -320,7 +320,7 @@ def test_settings_that_exclude_another_technique_are_refused(techniques: list[An
         trainer(techniques).fit(Toy(), data(), data())
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 @pytest.mark.parametrize("shards", [False, True])
 def test_on_two_processes_gradients_are_those_without_it_and_of_one_process(shards: bool, tmp_path: Path) -> None:
     run_ranks(checkpointing.gradients_are_the_plain_ones, tmp_path, shards)

@@ -33,7 +33,7 @@ class AdaptiveGradientClipping(lit_efficient.AdaptiveGradientClipping):
         before = {p: g.clone() for p, g in gradients.items()}
         super().clip(gradients)
         for p, gradient in gradients.items():
-            rows = (t.flatten(0, 1) if t.ndim == 3 else t for t in (p, before[p], gradient))  # of experts
+            rows = (t.flatten(0, 1) if self._dims.get(p) == (2,) else t for t in (p, before[p], gradient))  # of experts
             for w, old, new in zip(*map(units, rows), strict=True):
                 limit = self.clip_factor * max(norm(w), self.eps)
                 self.most = max(self.most, norm(new) / limit)
@@ -102,17 +102,19 @@ def test_a_unit_is_what_one_output_sees_where_inputs_are_first_and_of_each_exper
     upwards = nn.ConvTranspose2d(3, 5, 2)
     experts = ExpertLinear(nn.Parameter(torch.randn(2, 5, 3)), None)
     turned = ExpertLinear(nn.Parameter(torch.randn(2, 3, 5)), None, transposed=True)
-    net = nn.ModuleList([conv1d, upwards, experts, turned])
+    net = nn.ModuleList([conv1d, upwards, experts, turned, kernels := nn.Conv1d(3, 5, 2, bias=False)])
+    net.register_parameter("positions", nn.Parameter(torch.randn(1, 4, 5)))
     for p in net.parameters():
         p.grad = torch.randn_like(p)
     technique = lit_efficient.AdaptiveGradientClipping(0.16)
     technique._dims = input_dims(net)
     layouts = {conv1d: lambda t: t.mT, upwards: lambda t: t.transpose(0, 1), experts: lambda t: t.flatten(0, 1)}
-    layouts[turned] = lambda t: t.mT.flatten(0, 1)
+    layouts |= {turned: lambda t: t.mT.flatten(0, 1), kernels: lambda t: t}
     wanted = [slow(turn(part.weight), turn(part.weight.grad), 0.16, 1e-3) for part, turn in layouts.items()]
     technique.clip({p: p.grad for p in net.parameters() if p.grad is not None})
     for (part, turn), expected in zip(layouts.items(), wanted, strict=True):
         torch.testing.assert_close(turn(part.weight.grad).double(), expected, rtol=1e-5, atol=0)
+    assert {*technique._dims} == {conv1d.weight, upwards.weight, experts.weight, turned.weight}  # a table is one unit
 
 
 def test_sparse_gradients_are_clipped_by_their_rows_and_others_by_their_own_formats() -> None:

@@ -14,12 +14,12 @@ from tests.ranks import averages
 from tests.support import assert_equal, data, trainer
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_averages_are_sharded_as_the_weights_are_and_resume_exactly(tmp_path: Path) -> None:
     run_ranks(averages.sharded_as_the_weights, tmp_path)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_checkpoint_averages_and_power_emas_are_sharded_and_equal_those_of_one_process(tmp_path: Path) -> None:
     run_ranks(averages.snapshots, tmp_path)
     for last_k in (2, None):

@@ -95,7 +95,7 @@ def both_ranks(folder, checkpoint=None):
     assert [process.exitcode for process in started] == [0, 0], (folder / "log0").read_text()
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes(tmp_path):
     both_ranks(tmp_path)
     both_ranks(tmp_path, tmp_path / "001.ckpt")
@@ -270,6 +270,25 @@ def test_validation_and_lightnings_own_checkpoints(tmp_path):
         assert equal(expected[:3], final_state(run)[:3]), path.name
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_longer_fit_goes_on_in_the_epoch_that_the_last_step_cut_short(tmp_path):
+    """Lightning ends the epoch of a fit's last step: its own last checkpoint, and one that is saved later, say so."""
+    settings = {"max_epochs": -1, "accumulate_grad_batches": 1, "val_check_interval": 4}
+    whole = Tiny()
+    expected = final_state(fit(whole, [ExactResume()], max_steps=12, **settings))
+    for steps in (3, 4):  # without a validation, and with one
+        saver = ModelCheckpoint(tmp_path / str(steps), save_last=True, save_on_train_epoch_end=True)
+        run = fit(Tiny(), [ExactResume(), saver], max_steps=steps, enable_checkpointing=True, **settings)
+        run.save_checkpoint(tmp_path / str(steps) / "later.ckpt")
+        for name in ("last.ckpt", "later.ckpt"):
+            resumed = Tiny()
+            result = final_state(
+                fit(resumed, [ExactResume()], tmp_path / str(steps) / name, seed=9, max_steps=12, **settings)
+            )
+            assert resumed.seen == whole.seen[steps:], (steps, name)
+            assert equal(expected, result), (steps, name)
+
+
 class Numbered(Tiny):
     """Of 24 rows, each a number, which the loss does not weigh; nothing is drawn."""
 
@@ -342,8 +361,9 @@ def test_bad_seeds_are_refused(seed):
 
 def test_without_any_seed_the_run_has_torchs_in_63_bits(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    module = Tiny()
     torch.manual_seed(-2)
-    trainer([technique := ExactResume()], max_epochs=1, limit_train_batches=1).fit(Tiny())
+    trainer([technique := ExactResume()], max_epochs=1, limit_train_batches=1).fit(module)
     assert technique.state_dict()["seed"] == 2**63 - 2
 
 

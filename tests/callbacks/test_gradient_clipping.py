@@ -99,7 +99,7 @@ def test_sparse_and_dense_gradients_have_one_norm_and_values_come_first() -> Non
         torch.testing.assert_close(gradient.to_dense().double(), reference * 2 / total, rtol=1e-6, atol=0)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes_clip_skip_and_measure_as_one(tmp_path: Path) -> None:
     """In shards by norm, value and unit; a spike of one process alone; the noise between both."""
     run_ranks(dynamics.act_as_one, tmp_path)

@@ -99,6 +99,18 @@ def test_equals_a_slow_reference_with_unequal_batches_and_a_short_last_window() 
     torch.testing.assert_close(module.w.detach(), w)
 
 
+def test_a_step_whose_squares_overflow_says_nothing() -> None:
+    whole, rest = Quadratic(samples=64), Quadratic(samples=64)
+    whole.x[0], rest.x = 1e30, rest.x[8:]  # a window less
+    found = []
+    for module in (whole, rest):
+        fit(noise := GradientNoiseScale(every_n_steps=1), module)
+        found.append(noise.state_dict()["sums"])
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+    assert math.isnan(GradientNoiseScale().noise_scale())
+
+
 def test_it_looks_at_one_step_of_many_and_leaves_no_hooks() -> None:
     noise, module = GradientNoiseScale(every_n_steps=3, decay=0.5), Quadratic(64)
     fit(noise, module)  # 8 steps, of which it sees 0, 3 and 6

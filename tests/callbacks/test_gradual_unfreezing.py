@@ -347,7 +347,7 @@ def test_bad_arguments_and_modules_are_errors() -> None:
         _fit([GradualUnfreezing(every_n_steps=1), freezing()])
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_ddp_ranks_are_equal_after_each_thaw_and_equal_one_process(tmp_path: Path) -> None:
     """Without a new reducer what thaws is never averaged over the ranks, or the first backward waits for ever."""
     run_ranks(unfreezing.equal_after_each_thaw, tmp_path)

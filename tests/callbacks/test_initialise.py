@@ -131,6 +131,19 @@ def test_trained_weights_are_kept_unless_told() -> None:
     assert "statistics of 1 batches" in str(sign_of_training(seen))
 
 
+def test_branches_of_a_second_stream_or_of_hidden_code_are_refused_not_left_out() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    heads = {"attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 16}
+    sizes = {"sample_size": 8, "pos_embed_max_size": 8, "caption_projection_dim": 16, "in_channels": 4, **heads}
+    sd3 = diffusers.SD3Transformer2DModel(num_layers=2, **sizes)
+    parts = {"num_layers": 2, "num_single_layers": 1, "axes_dims_rope": (2, 2, 4), "in_channels": 4}
+    flux = diffusers.FluxTransformer2DModel(**parts, **heads)
+    for network, message in ((sd3, "adds to more than its first argument"), (flux, "cannot be read without a batch")):
+        with pytest.raises(ConfigurationError, match=f"{message}, so that N, .*set residual='same'"):
+            apply(nn.ModuleDict({"model": network}), [Initialise()])
+        apply(nn.ModuleDict({"model": network}), [Initialise(residual="same")])
+
+
 def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="shows no residual branches"):
         apply(nn.Sequential(nn.Linear(2, 2)), [Initialise()])

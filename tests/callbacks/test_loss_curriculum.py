@@ -31,6 +31,7 @@ def test_weights_are_those_of_the_mean_over_the_easiest() -> None:
         slow = sum(sorted(losses.tolist())[:count]) / count
         assert float((easiest(losses, share) * losses).mean()) == pytest.approx(slow)
     assert easiest(losses, 0.2).tolist() == [0, 5, 0, 0, 0]
+    assert int((easiest(torch.arange(100.0), 0.55) > 0).sum()) == 55  # 0.55 * 100 is above it in binary
 
 
 def test_bad_arguments_and_losses_are_refused() -> None:

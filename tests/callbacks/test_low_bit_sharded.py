@@ -10,6 +10,6 @@ from tests.processes import run_ranks
 from tests.ranks import low_bit
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_sharded_states_resume_exactly_from_a_sharded_checkpoint(tmp_path: Path) -> None:
     run_ranks(low_bit.resumed_exactly, tmp_path)

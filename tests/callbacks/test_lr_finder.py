@@ -189,7 +189,7 @@ def test_what_cannot_work_is_refused() -> None:
         trainer([LRFinder()]).fit(Toy(optimizers=2), data(), data())
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_processes_agree(tmp_path: Path) -> None:
     run_ranks(_agree, tmp_path)
 

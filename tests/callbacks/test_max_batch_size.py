@@ -438,7 +438,7 @@ def test_manual_optimization_searches_without_accumulation() -> None:
     assert run.global_step == 4  # two batches, two optimizers
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_processes_agree_on_the_smallest(tmp_path: Path) -> None:
     run_ranks(_agree_on_the_smallest, tmp_path)
 

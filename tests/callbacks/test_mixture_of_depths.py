@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient import ConfigurationError, MixtureOfDepths
+from lit_efficient import ConfigurationError, DiT, DiTConfig, MixtureOfDepths
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.depth_routing import DepthRouted, choose_tokens
@@ -19,6 +19,7 @@ from lit_efficient.models.gpt import GPT, GPTConfig, KVCache, rotary_table, rota
 from lit_efficient.testing import Run
 from tests.contract.effects import moved, training
 from tests.contract.row import Row
+from tests.mechanisms.adapters.decoders import decoder
 from tests.support import AttentionNet, Toy
 
 CONFIG = GPTConfig(64, dim=16, depth=4, num_heads=2, num_kv_heads=1, hidden_dim=24, max_length=64)
@@ -174,6 +175,52 @@ def test_llama_generates_the_same_with_a_cache_behind_padding_too(attention: str
         torch.testing.assert_close(torch.stack(runs[0].scores), torch.stack(runs[1].scores), rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigurationError, match="its cache was reordered or cut, as beam search does"):
         llama.generate(IDS, max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("family", ["gpt", "sdpa", "eager"])
+def test_padding_is_not_chosen_and_changes_nothing(family: str) -> None:
+    network = _routed(_gpt() if family == "gpt" else _llama(family), capacity=0.5).train()
+    mask = torch.ones_like(IDS)
+    mask[1, 7:] = 0
+    block = parts_of(network, DepthRouted)[0]
+
+    def run(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        inner = block.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        seen: list[Tensor] = []
+        block.side_terms = []
+        if family == "gpt":
+            for part in parts_of(network, DepthRouted):
+                part.token_rows = {"attention_mask": mask}
+            logits = network(ids)
+        else:
+            logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        inner.remove()
+        assert seen[-1].shape[1] == -(-ids.shape[1] // 2)
+        return logits, block.side_terms[0]
+
+    logits, term = run(IDS[:2], mask[:2])
+    alone, own = run(IDS[1:2, :7], mask[1:2, :7])  # the row without its padding chooses the same of its tokens
+    torch.testing.assert_close(logits[1:, :7], alone, rtol=1e-4, atol=1e-5)
+    _, first = run(IDS[:1], mask[:1])
+    torch.testing.assert_close(term, (13 * first + 7 * own) / 20)
+
+
+def test_a_block_whose_queries_are_normalised_is_as_wide_as_its_stream() -> None:
+    qwen = _routed(decoder("Qwen3"))
+    assert {part.depth_router.shape for part in parts_of(qwen, DepthRouted)} == {(qwen.config.hidden_size,)}
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
+    runs = [qwen.generate(IDS % 32, **settings, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(*runs)
+
+
+def test_a_block_that_is_not_causal_is_refused_although_one_token_of_many_moves_the_others_little() -> None:
+    torch.manual_seed(0)
+    dit = DiT(DiTConfig(width=16, depth=2, heads=2)).train()
+    for p in dit.parameters():
+        nn.init.normal_(p, std=0.1)
+    MixtureOfDepths(0.5).transform(dit)
+    with pytest.raises(ConfigurationError, match=r"block 'blocks\.1' cannot run on part of the tokens: .* not causal"):
+        dit(torch.randn(2, 4, 8, 8), torch.rand(2), torch.tensor([1, 2]))
 
 
 def test_a_token_that_no_row_chose_runs_through_no_block() -> None:

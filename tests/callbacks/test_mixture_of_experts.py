@@ -41,6 +41,7 @@ from lit_efficient.models.gpt import GPT, GPTConfig, SwiGLU
 from lit_efficient.testing import Case, Run, check_resumes
 from tests.contract.effects import moved
 from tests.contract.row import Row
+from tests.mechanisms.adapters.decoders import decoder
 from tests.processes import run_ranks
 from tests.ranks import mixtures
 from tests.support import AttentionNet, Toy, trainer
@@ -298,6 +299,33 @@ def test_losses_are_added_and_the_bias_follows_the_loads() -> None:
     assert steps != {0.0}
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_padding_counts_neither_in_losses_as_in_transformers_nor_in_loads(told: bool) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    network = decoder("Llama").train()
+    technique = MixtureOfExperts(4, 2, balance_loss=1.0, z_loss=0.0, bias_rate=0.1)
+    apply(root := nn.ModuleDict({"model": network}), [technique])
+    mixtures = parts_of(root, ExpertMixture)
+    ids = torch.arange(8).reshape(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    seen: list[Tensor] = []
+    hooks = [part.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach())) for part in mixtures]
+    with technique.watch_step(root, {} if told else {"attention_mask": mask}):
+        network(input_ids=ids, attention_mask=mask if told else None)
+        extra = technique.extra_loss(None, root, None)
+        loads = [part.router_load for part in mixtures]
+    assert extra is not None
+    logits = [F.linear(x.flatten(0, 1), part.router_weight) for x, part in zip(seen, mixtures, strict=True)]
+    wanted = [load_balancing_loss_func((one,), 4, 2, mask) / 2 for one in logits]  # theirs counts each choice
+    torch.testing.assert_close(extra, sum(wanted) / len(wanted))
+    for load, one in zip(loads, logits, strict=True):
+        assert torch.equal(load, one.topk(2).indices[mask.flatten().bool()].flatten().bincount(minlength=4))
+    assert all(part.token_rows == {} for part in mixtures)
+    for hook in hooks:
+        hook.remove()
+
+
 def test_goes_on_with_the_same_bias() -> None:
     row = Case(lambda: [MixtureOfExperts(3, 1, bias_rate=0.125)], specialises, repacks=True, network=AttentionNet)
     check_resumes(row)
@@ -392,6 +420,8 @@ def test_the_router_stays_in_float32_and_autocast_computes_in_bfloat16() -> None
 
 
 def test_refuses_by_a_sentence() -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
     with pytest.raises(ConfigurationError, match=r"MixtureOfExperts: top_k must be.*at most 4, got 5"):
         MixtureOfExperts(4, 5)
     with pytest.raises(ConfigurationError, match=r"experts must be.*at least 2.*got 1"):
@@ -402,11 +432,15 @@ def test_refuses_by_a_sentence() -> None:
         MixtureOfExperts(layers=[r"blocks\.0\.attention"]).transform(_dit())
     with pytest.raises(ConfigurationError, match="no module of linear layers that maps tokens one by one"):
         MixtureOfExperts().transform(Toy().net)
+    with pytest.raises(ConfigurationError, match=r"mlp: it has fewer than two plain linear layers: FalconLinear may"):
+        MixtureOfExperts().transform(
+            FalconForCausalLM(FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2))
+        )
     with torch.device("meta"), pytest.raises(ConfigurationError, match="meta device"):
         MixtureOfExperts().transform(GPT(CONFIG))
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_ranks_route_by_one_bias_and_train_as_one_process_does(tmp_path: Path) -> None:
     run_ranks(mixtures.equal_on_all_ranks, tmp_path)
     ranks = torch.load(tmp_path / "ddp.pt", weights_only=True)

@@ -82,7 +82,7 @@ def test_a_network_is_asked_what_it_was_called_with(family: str) -> None:
         assert 0 < float(noise[0].abs().max()) <= 1 / (4 * width) ** 0.5 + 1e-6
         assert 1 / (4 * width) ** 0.5 < float(noise[1, 0].abs().max()) <= 1 / width**0.5 + 1e-6
     assert not seen[2].any()
-    assert layer._noise_rows == {}
+    assert layer.token_rows == {}
 
 
 def test_where_the_network_is_not_told_the_batch_is_asked() -> None:
@@ -91,7 +91,7 @@ def test_where_the_network_is_not_told_the_batch_is_asked() -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             network: Any = self.network
-            self.rows = dict(network.embedding._noise_rows)
+            self.rows = dict(network.embedding.token_rows)
             return super().training_step(batch, batch_idx)
 
     module = Watched({"dim": 16, "depth": 1, "num_heads": 2, "hidden_dim": 32, "vocab_size": 32, "max_length": 16})
@@ -100,7 +100,7 @@ def test_where_the_network_is_not_told_the_batch_is_asked() -> None:
     trainer([NEFTune()], max_steps=1).fit(module, DataLoader([batch], None), DataLoader([batch], None))
     assert torch.equal(module.rows["attention_mask"], batch["attention_mask"])
     network: Any = module.network
-    assert network.embedding._noise_rows == {}
+    assert network.embedding.token_rows == {}
     assert network.embedding._noise_seed is None
 
 

@@ -429,7 +429,7 @@ def test_what_needs_gradients_later_is_refused_with_the_way_out(
         fitted(*callbacks, early=True, toy=toy, **arguments)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_the_shards_of_two_processes_are_stepped_alike(tmp_path: Path) -> None:
     run_ranks(in_backward.shards_are_stepped_alike, tmp_path)
 

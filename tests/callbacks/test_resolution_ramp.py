@@ -96,6 +96,17 @@ def test_resizing_is_torchs_with_filtering_and_keeps_numbers_whole() -> None:
     assert resize(images.bfloat16(), 0.5).dtype == torch.bfloat16
 
 
+def test_labels_of_pixels_go_with_their_images_and_are_none_between() -> None:
+    ramp = lit_efficient.ResolutionRamp(0.5, steps=10)
+    labels = torch.tensor([3, 255, 7]).repeat_interleave(8)[torch.randint(0, 24, (2, 16, 24))]
+    for mask in (labels, labels.to(torch.uint8)[:, None]):
+        small = ramp.scaled({"image": torch.rand(2, 3, 16, 24), "mask": mask}, 0.5)
+        assert small["image"].shape[-2:] == small["mask"].shape[-2:] == (8, 16)
+        wanted = F.interpolate(mask.reshape(2, 1, 16, 24).double(), (8, 16), mode="nearest-exact")
+        assert torch.equal(small["mask"].reshape(2, 1, 8, 16).double(), wanted)
+        assert small["mask"].dtype == mask.dtype
+
+
 def test_a_mean_colour_stays_what_it_is() -> None:
     torch.manual_seed(0)
     images = torch.rand(2, 1, 32, 32)
@@ -107,6 +118,7 @@ def test_batches_without_images_are_refused() -> None:
     ramp._steps = 10
     for batch in (
         {"latents": torch.zeros(2, 4, 8, 8)},
+        {"latents": torch.zeros(2, 3, 8, 8)},  # of a codec of three channels
         [torch.zeros(2, 3, 8)],
         {"ids": torch.zeros(2, 3, 8, 8).long()},
     ):

@@ -41,6 +41,8 @@ def test_cutting_keeps_the_first_positions_of_everything() -> None:
     assert shorter["input_ids"].tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
     assert shorter["shift_labels"].tolist() == [[1, 2, 3, 4], [13, 14, 15, 16]]
     assert shorter["attention_mask"].shape == (2, 1, 4, 4)
+    assert shorten({"embeds": torch.ones(2, 12, 12)}, batch["input_ids"], 4)["embeds"].shape == (2, 4, 12)
+    assert shorten({"mask": torch.ones(2, 12, 12).bool()}, batch["input_ids"], 4)["mask"].shape == (2, 4, 4)
     assert shorter["weight"].tolist() == [0, 1]
     assert shorter["name"] == "a"
     assert batch["input_ids"].shape == (2, 12)

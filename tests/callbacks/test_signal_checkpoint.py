@@ -103,7 +103,7 @@ def test_a_second_interrupt_exits_at_once(tmp_path):
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_of_two_processes_one_is_told_and_both_agree(tmp_path):
     def both(**arguments):
         with socket.socket() as probe:

@@ -271,7 +271,7 @@ def test_a_window_that_a_checkpoint_interrupts_goes_on(saved_after: int, tmp_pat
     assert torch.equal(whole.gradients[-1], resumed.gradients[-1])
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_with_unequal_counts_equal_one_big_batch(strategy: str, tmp_path: Path) -> None:
     run_ranks(_equal_one_big_batch, tmp_path, strategy)

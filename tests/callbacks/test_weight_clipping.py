@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from lit_efficient import EMA, ConfigurationError, GradualUnfreezing, LoRA, WeightClipping
+from lit_efficient.callbacks.weight_clipping import clip_weight_
 from lit_efficient.testing import Case, Run
 from tests.contract.row import Row
 from tests.support import Toy, data, trainer
 
-BOUND = 0.02
+BOUND = 0.015625
 
 
 def matched_weights_stay_within_the_bound(run: Run) -> None:
@@ -42,6 +43,13 @@ def test_only_what_matches_is_clamped_and_as_torch_clamps_it() -> None:
         assert torch.equal(w, unclipped.clamp(-BOUND, BOUND) if matches else unclipped)
         assert not matches or unclipped.abs().max() > BOUND
     assert run.reports["WeightClipping"].summary.startswith("9 tensors of weights")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_bound_that_the_format_lacks_is_not_exceeded(dtype: torch.dtype) -> None:
+    for bound in (0.1, 0.25):
+        most = clip_weight_(torch.tensor([-1.0, 1.0], dtype=dtype), bound).double().abs().amax()
+        assert bound * (1 - torch.finfo(dtype).eps) <= most <= bound
 
 
 def test_beside_adapters_the_frozen_base_keeps_its_weights() -> None:

@@ -15,7 +15,7 @@ def on_two(*arguments):
     return python("-m", "lit_efficient", "fit", *ALLOW, "-c", "base.yaml", "--trainer.devices", "2", *arguments)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_a_module_that_shards_nothing_does_not_train_apart():
     done = on_two("--trainer.strategy", "ModelParallelStrategy")
     assert done.returncode == 2, (done.stdout + done.stderr)[-4000:]
@@ -23,7 +23,7 @@ def test_a_module_that_shards_nothing_does_not_train_apart():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_a_checkpoint_in_shards_is_gone_on_from_and_carries_hashes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     toys, own = "tests.cli.sharded_toy", {"data_parallel_size": 1, "tensor_parallel_size": 1}
@@ -48,7 +48,7 @@ def test_a_checkpoint_in_shards_is_gone_on_from_and_carries_hashes(tmp_path, mon
     assert said[0] == said[1]
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes_train_as_one_does_on_both_batches():
     """A batch holds all of a process's rows, so that two processes see together what one sees, in whatever order."""
     weights = "--trainer.callbacks+=tests.support_cli.WeightsOfRank"

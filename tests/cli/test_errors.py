@@ -54,6 +54,14 @@ WRONG = {
         ["--trainer.val_check_interval", "0"],
         ["trainer: val_check_interval must be", "above 0", "got 0"],
     ),
+    "clipping at infinity": (
+        ["--trainer.gradient_clip_val", "1e999"],
+        ["trainer: gradient_clip_val must be", "at least 0", "got inf"],
+    ),
+    "clipping below 0": (
+        ["--trainer.gradient_clip_val", "-1"],
+        ["trainer: gradient_clip_val must be", "at least 0", "got -1"],
+    ),
     "folder below a file": (["--trainer.default_root_dir", "base.yaml/x"], ["trainer.default_root_dir", "base.yaml"]),
     "secret": (
         ["--trainer.callbacks+=tests.support_cli.Recorder", "--trainer.callbacks.api_key=***"],

@@ -269,7 +269,7 @@ KILLS = {
 }
 
 
-@pytest.mark.turns(2, family="killed")
+@pytest.mark.turns(4, family="killed")
 @pytest.mark.parametrize("before", KILLS)
 def test_a_run_that_is_killed_between_two_files_ends_with_those_of_one_that_was_not(before):
     each = {"every_n_train_steps": 1, "filename": "{step}", "save_last": "link"}

@@ -85,6 +85,7 @@ def answer(capsys, *words: str) -> tuple[int, dict]:
 PARAMETERS = sum(p.numel() for p in Tower().parameters())
 
 
+@pytest.mark.turns(2, family="plans that try much")
 def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
     pytest.importorskip("matplotlib")
     code, whole = answer(capsys, "--device-memory", "400KiB", "--output", "step.png")
@@ -113,6 +114,7 @@ def test_a_bound_says_so_first_and_does_not_decide_what_it_cannot(capsys):
     assert "CANNOT BE SAID" in capsys.readouterr().out
 
 
+@pytest.mark.turns(2, family="plans that try much")
 def test_advice_is_what_the_same_command_finds_with_it(capsys):
     limit = ["--device-memory", "200KiB"]
     code, whole = answer(capsys, *limit)

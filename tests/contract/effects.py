@@ -249,7 +249,9 @@ def _averaged(run: Run, key: str) -> list[str]:
     names = list(state if key == "average" else state[0])
     assert names
     if (gradual := run.technique("GradualUnfreezing")) is not None:  # averages follow what thaws from then on
-        names = [name for name in names if name in gradual._names[0]]
+        exported = run.exported()["state_dict"]
+        groups = ([name for name in names if name in group] for group in gradual._names)
+        names = next(group for group in groups if any(name in exported for name in group))  # heads are not exported
     return names
 
 
@@ -283,13 +285,16 @@ def averages_of_each_width(run: Run) -> None:
 def logits_are_never_whole(run: Run) -> None:
     """No product has more than three rows of logits: the chunk's size."""
     heads = [part for name, part in run.module.named_modules() if name.endswith("head")]
-    vocabulary = next(head.out_features for head in heads if hasattr(head, "out_features"))
+    head: Any = next(head for head in heads if hasattr(head, "out_features"))
+    shape = (head.in_features, head.out_features)
     rows: list[int] = []
 
     class Rows(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = function(*args, **(kwargs or {}))
-            if function.__name__.split(".")[0] in ("mm", "addmm", "gemm_4bit") and out.shape[-1] == vocabulary:
+            name = function.__name__.split(".")[0]
+            plain = name in ("mm", "addmm") and args[-1].shape == shape
+            if plain or (name == "gemm_4bit" and out.shape[-1] == head.out_features):
                 rows.append(len(out))
             return out
 

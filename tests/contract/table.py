@@ -66,8 +66,8 @@ def _power_ema() -> PowerEMA:
     return PowerEMA(sigma_rels=[0.1, 0.25], dirpath=str(effects.SNAPSHOTS))
 
 
-def _lr_finder(apply: bool = True) -> LRFinder:
-    return LRFinder(min_lr=1e-3, max_lr=3.0, num_steps=6, early_stop_threshold=None, apply=apply)
+def _lr_finder(apply: bool = True, max_lr: float = 3.0) -> LRFinder:
+    return LRFinder(min_lr=1e-3, max_lr=max_lr, num_steps=6, early_stop_threshold=None, apply=apply)
 
 
 class Teacher(nn.Sequential):
@@ -138,10 +138,10 @@ CASES: dict[str, Row] = {
         lambda: GradualUnfreezing([".*"], every_n_steps=1),
     ),
     "HiddenAlignment": Row(
-        lambda: HiddenAlignment(2, _teacher(), hidden=8, source="0"),
+        lambda: HiddenAlignment(2, _teacher(), hidden=6, source="0"),
         effects.aligns_hidden_tokens,
         lambda: HiddenAlignment(2, _teacher(WIDTH), weight=0.0, projection="none", source="0"),
-        beside=dict.fromkeys(_TOKENS, lambda: HiddenAlignment(2, _teacher_of_tokens(), hidden=8, source="0")),
+        beside=dict.fromkeys(_TOKENS, lambda: HiddenAlignment(2, _teacher_of_tokens(), hidden=6, source="0")),
     ),
     "IA3": Row(
         lambda: IA3(targets=["up"], feedforward=["down"]),
@@ -168,7 +168,13 @@ CASES: dict[str, Row] = {
             ("MixtureOfDepths", "MixtureOfExperts"), lambda: LowBitOptimizer(min_size=0, keep_32bit=())
         ),
     ),
-    "LRFinder": Row(_lr_finder, effects.rate_is_the_suggested_one, lambda: _lr_finder(apply=False)),
+    "LRFinder": Row(
+        _lr_finder,
+        effects.rate_is_the_suggested_one,
+        lambda: _lr_finder(apply=False),
+        # Its best loss is a number, which logits that explode have no digits for.
+        beside={"LabelSmoothing": lambda: _lr_finder(max_lr=0.1)},
+    ),
     # half the batch, accumulated: the same gradient up to rounding
     "MaxBatchSize": Row(lambda: MaxBatchSize(max_size=2), effects.batches_are_smaller, MaxBatchSize),
     "OffloadOptimizer": Row(OffloadOptimizer, effects.states_are_streamed, OffloadOptimizer, changes=False),

@@ -269,7 +269,7 @@ def test_strategies_that_step_other_tensors_are_refused() -> None:
         fit([Clamp()], strategy=FSDPStrategy("cpu"), accelerator="auto", devices="auto")
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_the_bound_holds_on_two_processes(tmp_path: Path) -> None:
     run_ranks(_bounded_on_ranks, tmp_path)
 

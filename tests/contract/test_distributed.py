@@ -19,7 +19,7 @@ def test_ddp_ranks_stay_equal_and_resume_bit_exactly(skip: str, tmp_path: Path) 
     run_ranks(contract.resumed_exactly, tmp_path, skip)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_ddp_equals_one_process_on_the_whole_batch(tmp_path: Path) -> None:
     """The same blocks are dropped on both ranks, so the averaged gradients are those of the whole batch."""
     run_ranks(contract.halves_of_batches, tmp_path)

@@ -413,7 +413,7 @@ def killed_build(data: LatentData, before: int, **options) -> bool:
     return code == 0
 
 
-@pytest.mark.turns(2, family="killed")
+@pytest.mark.turns(4, family="killed")
 def test_a_build_that_is_killed_between_any_two_writes_ends_as_one_that_was_not(tmp_path):
     options = {"shard_rows": 24, "batch_size": 4}
     images = ToyImages(variants=2, captions=True)

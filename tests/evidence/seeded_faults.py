@@ -156,6 +156,16 @@ class TrainsMasked(Reader):
         return targets_of({"labels": batch["input_ids"]})
 
 
+class LosesLabels(le.LanguageModeling):
+    def __init__(self) -> None:
+        super().__init__(setups.gpt(), learning_rate=1e-2, warmup_steps=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        labels = batch["labels"].clone()
+        labels[:, ::5] = IGNORE
+        return super().training_step({**batch, "labels": labels}, batch_idx)
+
+
 class MeansOfChunks(Reader):
     """Never holds all logits, and averages its chunks, of which each has another number of tokens that count."""
 
@@ -524,6 +534,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "labels are shifted twice": Fault(reads(ShiftsAgain), "labels", "head"),
     "labels are not shifted": Fault(reads(ShiftsNever), "labels", "head"),
+    "labels are lost, and samples weighed": Fault(
+        setups.GPT.but(module=LosesLabels, callbacks=lambda: [le.LossCurriculum(0.5, 500)]), "labels", "head"
+    ),
     "filling is learned": Fault(reads(Reader, learns_filling), "labels", "the batch: labels"),
     "masked turns train": Fault(reads(TrainsMasked, prompt=4), "labels", "head"),
     "the mean of the means of chunks": Fault(reads(MeansOfChunks), "chunked", "head"),

@@ -347,6 +347,8 @@ HEALTHY: dict[str, Setup] = {
     "optimizers of 8 bits": GPT.but(callbacks=_of(lambda: le.LowBitOptimizer(min_size=512))),
     "optimizer in backward": GPT.but(callbacks=_of(le.OptimizerInBackward)),
     "bfloat16": GPT.but(trainer=(("precision", "bf16-mixed"),)),
+    "blocks that run on a part of the tokens": GPT.but(callbacks=_of(lambda: le.MixtureOfDepths(capacity=0.5))),
+    "the easy half of each batch": GPT.but(callbacks=_of(lambda: le.LossCurriculum(start=0.5, steps=500))),
     "gradients clipped": GPT.but(trainer=(("gradient_clip_val", 0.5),)),
     "Llama, packed": LLAMA,
     "Llama, chunked, recomputed, adapters": LLAMA.but(

@@ -150,11 +150,11 @@ class Recurrent(Network):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows = batch[0].reshape(-1, 16).repeat(self.steps // 16, 1).view(self.steps, -1, 16)
-        return 1e4 * (self.network(rows)[0] - 1).square().mean()  # far from where LBFGS would stop
+        return 1e4 * (self.network(rows)[0] - 1).square().mean()  # or LBFGS stops, and remembers nothing
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.history:
-            return torch.optim.LBFGS(self.parameters(), lr=1e-6, max_iter=2, history_size=self.history)
+            return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=2, history_size=self.history)
         return super().configure_optimizers()
 
 
@@ -162,14 +162,14 @@ class Recurrent(Network):
 def test_an_lstm_on_a_cpu_and_a_history_that_grows_are_counted(steps: int, history: int) -> None:
     def source() -> tuple[L.Trainer, L.LightningModule, DataLoader[Any]]:
         torch.manual_seed(0)
-        trainer = L.Trainer(accelerator="cpu", max_steps=6, max_epochs=-1, **QUIET)
+        trainer = L.Trainer(accelerator="cpu", max_steps=20 if history else 3, max_epochs=-1, **QUIET)
         return trainer, Recurrent(steps, history), DataLoader(Rows(True), 4)
 
     planned = le.plan(LiveFit(*source()))
     trainer, module, loader = source()
     trainer.callbacks.append(meter := StepMeter())
     trainer.fit(module, loader)
-    assert planned.peak == pytest.approx(meter.steps[-1].peak, rel=0.01)
+    assert planned.peak == pytest.approx(max(step.peak for step in meter.steps), rel=0.01)
     assert [note.partition(":")[0] for note in planned.notes] == (["LBFGS"] if history else [])
 
 

@@ -53,7 +53,7 @@ def save_for_ever(path):
         step += 1
 
 
-@pytest.mark.turns(2, family="killed")
+@pytest.mark.turns(4, family="killed")
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     path, torn, pause = tmp_path / "last.ckpt", 0, random.Random(0)
     save_atomically(content(0, 300_000), path)

@@ -18,11 +18,15 @@ def test_writes_are_counted_and_what_is_viewed_is_known():
     assert torch_tensors.viewed(parameter) is None
 
 
-@leans_on("torch", "Tensor._post_accumulate_grad_hooks", "torch_tensors")
-def test_hooks_after_accumulation_are_seen():
+@leans_on("torch", "Tensor._post_accumulate_grad_hooks and _backward_hooks", "torch_tensors")
+def test_hooks_of_a_gradient_are_seen():
     parameter = nn.Parameter(torch.ones(1))
-    assert not torch_tensors.hooks_after_accumulation(parameter)
-    handle = parameter.register_post_accumulate_grad_hook(print)
-    assert torch_tensors.hooks_after_accumulation(parameter)
-    handle.remove()
-    assert not torch_tensors.hooks_after_accumulation(parameter)
+    for register, seen in (
+        (parameter.register_post_accumulate_grad_hook, torch_tensors.hooks_after_accumulation),
+        (parameter.register_hook, torch_tensors.gradient_hooks),
+    ):
+        assert not seen(parameter)
+        handle = register(print)
+        assert seen(parameter)
+        handle.remove()
+        assert not seen(parameter)

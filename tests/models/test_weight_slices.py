@@ -34,7 +34,7 @@ def split(network: nn.Module, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_each_of_two_processes_reads_and_draws_its_own_slices(tmp_path: Path) -> None:
     torch.manual_seed(0)
     run_ranks(slices.each_its_own, tmp_path, split(slices.made(), tmp_path / "base"))

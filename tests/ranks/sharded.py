@@ -64,7 +64,8 @@ class Borrowed(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = super().forward(x) * self.row
-        return y + self.blocks[0].down(self.blocks[0].up(x))
+        block: Any = self.blocks[0]
+        return y + block.down(block.up(x))
 
 
 class Trained(Toy):
@@ -200,7 +201,8 @@ class Qwen(nn.Module):
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         super().__init__()
-        sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 8}
+        sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2}
+        sizes |= {"head_dim": 8, "vocab_size": 8}
         self.model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,12 +230,12 @@ def sharing() -> None:
     one, other = everyones([loss for part in run.callbacks if isinstance(part, Losses) for loss in part.seen])
     assert one == other  # noise goes by the process's batches
     assert drawn[0] == drawn[1]  # by processes that share a batch, whatever each was seeded with
-    for make, network, said in (
+    for make, refused, said in (
         (list, Net, r"Trained has no network with a plan \(tp_plan\)"),
         (lambda: [LoRA()], Tied, "and tensor parallelism divides plain linear layers"),
     ):
         with pytest.raises(LitEfficientError, match=said):
-            fit(make, network, sharding=shared)
+            fit(make, refused, sharding=shared)
 
 
 def sharing_and_sharding() -> None:

@@ -115,7 +115,7 @@ def losses(folder: str, **arguments: Any) -> list[float]:
             seen.append(float(outputs["loss"].detach()))
 
     tokens = torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    rows: Any = [{"input_ids": row, "labels": row} for row in tokens]
     run = trainer([Seen()], max_epochs=4, limit_val_batches=0, use_distributed_sampler=False, **arguments)
     run.fit(Rows(CausalLMConfig(folder)), DataLoader(rows, batch_size=8))
     return seen

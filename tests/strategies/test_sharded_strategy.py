@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lit_efficient import ConfigurationError, SafeCheckpointIO, ShardedStrategy, restore
 from lit_efficient.__main__ import main
@@ -14,6 +15,7 @@ from lit_efficient.catalog import PACKAGE
 from lit_efficient.commands.average import average_files
 from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.shards import read_checkpoint
+from lit_efficient.strategies.sharded_strategy import owns_its_parameters
 from tests.contract.table import CASES
 from tests.processes import run_ranks
 from tests.ranks import sharded
@@ -60,7 +62,7 @@ def test_the_table_of_strategies_says_what_was_tried(kind: str, strategy: str | 
     assert as_one_process(TRIED, tmp_path) == json.loads((PACKAGE / "tested.json").read_text("utf-8"))[kind]
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In shards and in one file; the next epoch's losses are those of the world size that went on."""
     monkeypatch.chdir(tmp_path)
@@ -90,9 +92,35 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monke
     assert [path.name for path in tmp_path.glob(".*")] == []  # no half of a folder is left
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_units_replicas_formats_and_communication(tmp_path: Path) -> None:
     run_ranks(sharded.units, tmp_path)
+
+
+class Shares(nn.Module):
+    """A layer that keeps what all of its kind share, as peft's VB-LoRA does."""
+
+    def __init__(self, bank: nn.ParameterDict) -> None:
+        super().__init__()
+        self.layer, self.bank = nn.Linear(2, 2), bank
+
+
+def test_what_lies_in_several_blocks_is_no_block_s_own() -> None:
+    bank = nn.ParameterDict({"vectors": torch.ones(3)})
+    blocks = nn.ModuleList([Shares(bank), Shares(bank)])
+    assert not owns_its_parameters(blocks[0], blocks)
+    assert owns_its_parameters(blocks[0].layer, blocks)
+    assert owns_its_parameters(blocks, blocks)
+    assert not owns_its_parameters(nn.Identity(), blocks)
+
+
+def test_hooks_that_a_shard_would_not_have_are_refused() -> None:
+    module = Toy()
+    module.net.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(
+        ConfigurationError, match=r"a hook on the gradient of 'net\.blocks\.0\.up\.weight' would be lost"
+    ):
+        ShardedStrategy()._shard(module)
 
 
 @pytest.mark.turns(4, family="ranks")

@@ -359,7 +359,7 @@ def test_conversations_packed_or_padded_are_found_in_the_cache(home: Path, tmp_p
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes_share_one_cache_and_keep_the_teacher_out_of_ddp(home: Path, tmp_path: Path) -> None:
     run_ranks(_train_live_and_from_one_cache, tmp_path, home)
     assert len(list((tmp_path / "teacher").iterdir())) == 1

@@ -207,10 +207,11 @@ class _Observer(StepMeter):
         }
         if later := [p for name, p in pl_module.named_parameters() if name in held(pl_module)]:
             self.known["notes"].append(f"{count(later):,} parameters are frozen at first, and are taken as frozen.")
-        self.later = sum(map(_history, trainer.optimizers))
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for optimizer in trainer.optimizers:
+            _remember(optimizer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.flops.append(self.counter.sums.total())
         if len(self.steps) == _STEPS:
@@ -219,7 +220,7 @@ class _Observer(StepMeter):
     def traced(self) -> Traced:
         last = self.flops[-1] - self.flops[-2]
         flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
-        return Traced(self.steps[-1].with_states(self.later), flops, **self.known)
+        return Traced(self.steps[-1], flops, **self.known)
 
 
 def _notes(technique: Any) -> Iterator[str]:
@@ -233,18 +234,25 @@ def _notes(technique: Any) -> Iterator[str]:
 def _unseen(trainer: Any) -> Iterator[str]:
     """What a step without values cannot show."""
     for optimizer in trainer.optimizers:
-        if most := max((group.get("history_size", 0) for group in optimizer.param_groups), default=0):
+        if most := _longest(optimizer):
+            size = 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
             yield (
                 f"{type(optimizer).__name__}: its history, which grows step by step, is counted as it is in the end: "
-                f"{format_bytes(_history(optimizer))} for {most} steps."
+                f"{format_bytes(most * size)} of {most} steps."
             )
 
 
-def _history(optimizer: Any) -> int:
-    """Bytes of the two vectors for each step that an optimizer such as LBFGS remembers, once all are there."""
-    groups = optimizer.param_groups
-    size = sum(p.nbytes for group in groups for p in group["params"] if p.requires_grad)
-    return 2 * size * max((group.get("history_size", 0) for group in groups), default=0)
+def _longest(optimizer: Any) -> int:
+    """Steps that an optimizer such as LBFGS remembers."""
+    return max((group.get("history_size", 0) for group in optimizer.param_groups), default=0)
+
+
+def _remember(optimizer: Any) -> None:
+    """Fill an optimizer's history up to its end, once it has begun."""
+    for state in optimizer.state.values() if (most := _longest(optimizer)) else ():
+        for name in ("old_dirs", "old_stps"):
+            state[name] += [state["d"].clone() for _ in range(most - len(state[name]))]
+        state["ro"] += [state["d"].new_ones(()) for _ in range(most - len(state["ro"]))]
 
 
 class _Loader:

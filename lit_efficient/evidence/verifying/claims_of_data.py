@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_efficient.declaration import techniques_of
 from lit_efficient.evidence.verifying.claims import Claim, Verdict
 from lit_efficient.evidence.verifying.layer_calls import (
     Bench,
@@ -96,7 +97,8 @@ class Causal(BenchClaim):
         places = [max(1, length * (row + 1) // (rows + 1)) for row in range(rows)]
         for row, place in enumerate(places):
             ids[row, place] = _other_than(ids, ids[row, place])
-        one, other = (bench.step(batch)[0] for batch in (found.batch, found.with_ids(ids)))
+        ahead = {type(by).__name__: by.sees_ahead for by in techniques_of(bench.trainer) if by.sees_ahead}
+        one, other = (bench.step(batch, training=not ahead)[0] for batch in (found.batch, found.with_ids(ids)))
         before, behind = (torch.zeros(rows, length, dtype=torch.bool) for _ in range(2))
         for row, place in enumerate(places):
             before[row, :place] = behind[row, place:] = True
@@ -105,7 +107,9 @@ class Causal(BenchClaim):
         if not own:
             return self.idle(_BLIND)
         why = f"one token in each of {rows} rows was replaced, and what is computed of those before it compared"
-        return self.measured(leak, tolerance, "share of what moves behind it", why, where=where)
+        why += ", in evaluation" if ahead else ""
+        uncovered = tuple(f"training, in which {name} sees ahead: {reason}" for name, reason in ahead.items())
+        return self.measured(leak, tolerance, "share of what moves behind it", why, where=where, uncovered=uncovered)
 
 
 class DocumentsApart(BenchClaim):

@@ -8,13 +8,14 @@ which tokens are learned and how much each counts, however the loss is computed:
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.evidence.verifying.claims import Claim, Verdict
 from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, Call, as_it_is, few_rows, floats, recorded
 from lit_efficient.evidence.verifying.token_batches import TokenBatch, token_batch
@@ -126,11 +127,23 @@ class LearnsWhatIsShown(_LearnedClaim):
         if unexplained > tolerance:
             return self.more()
         learns = weights.abs() > tolerance * weights.abs().max()
+        weighing = [type(by).__name__ for by in techniques_of(bench.trainer) if overrides(by, "sample_weights")]
+        if weighing and len(learns) > 1 and (found.shown.any(1) & ~learns.any(1)).any():
+            return self._rows_alone(bench, found, tolerance, weighing)
         wrong = learns != found.shown
         too_much, too_little = int((wrong & learns).sum()), int((wrong & ~learns).sum())
         why = f"of {wrong.numel()} positions {int(found.shown.sum())} are shown as learned"
         why += f", {too_much} others are, too, and {too_little} are not" if wrong.any() else ""
         return self.measured(float(wrong.sum()), 0.0, unit, why, where=found.head)
+
+    def _rows_alone(self, bench: Bench, found: Learned, tolerance: float, weighing: list[str]) -> Verdict:
+        """The worst of the rows, each as a batch of its own: of a batch some samples may count nothing."""
+        rows = [token_batch(found.tokens.part(row, 0, found.tokens.ids.shape[1])) for row in range(len(found.shown))]
+        alone = [learned(bench, row) for row in rows if row is not None]
+        verdicts = [self.judged(bench, one, tolerance) for one in alone if isinstance(one, Learned)]
+        worst = max(verdicts, key=lambda verdict: verdict.number or 0.0)
+        uncovered = f"which samples of a batch count nothing: {', '.join(weighing)} weighs them"
+        return replace(worst, why=f"of each row alone: {worst.why}", uncovered=(uncovered,))
 
 
 class CountsAlike(_LearnedClaim):

@@ -155,7 +155,11 @@ class Bench:
             return calls, None
 
     def returned(self, batch: Any, seed: int) -> Any:
-        """What the module's own training step returns, without what techniques make of it, by draws of a seed."""
+        """What the module's own training step returns, without what techniques make of it, by draws of a seed; nothing
+        where it goes back by itself.
+        """
+        if not self.module.automatic_optimization:
+            return None
         self._record.restore()
         seed_everything(seed, verbose=False)
         step = type(self.module).training_step

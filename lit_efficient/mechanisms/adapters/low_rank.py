@@ -107,9 +107,10 @@ class LowRank(ReadsAdapted):
             a, b = self.lora_A.flatten(1), self.lora_B.flatten(1)
             norm = dora_norm(base_matrix(self), a, b, self.lora_scale, self.lora_squared)
         ratio = self._over_rows((self.lora_magnitude / norm).to(y.dtype))
-        # Written as a correction, so that a ratio of one leaves y bit for bit as it was.
+        # Written as a correction, so that a ratio of one leaves y bit for bit as it was; with one product, which keeps
+        # one output for the backward pass.
         own = y if self.bias is None else y - self._over_rows(self.bias.to(y.dtype))
-        return y + (ratio - 1) * own + ratio * delta
+        return y + (ratio * (own + delta) - own)
 
     def _plus_mixed(self, y: Tensor, x: Tensor, dropped: Tensor) -> Tensor:
         """``y`` and what the adapters of :attr:`lora_mix` add to it."""

@@ -65,7 +65,7 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
             shape = [fields["rank"] if i == dim else size for i, size in enumerate(first.shape)]
             given = None if tensors is None else _given(tensors, f"{at}.{key}")
             if given is not None and list(given.shape) != shape:
-                raise refusal("LoRA", f"{at}.{key} of the adapter {name!r}", shape, list(given.shape))
+                raise refusal("LoRA", f"{at}.{key} of the adapter {name!r}", str(shape), list(given.shape))
             held = first.new_zeros(shape) if given is None else given.to(first).clone()
             part.register_buffer(f"{key}_{name}", held)
         part.lora_others = {**part.lora_others, name: scale}

@@ -41,7 +41,8 @@ def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: s
     for name, block in trained_blocks(find_blocks(root, who=who, example="layers=['mlp']")):
         inside: list[tuple[str, nn.Module]] = []
         for key, part in reversed(list(block.named_modules(prefix=name))[1:]):
-            if any(inner.startswith(f"{key}.") for inner, _ in inside) or len(_linears(part)) < 2:
+            every = sum(isinstance(layer, nn.Linear) or is_linear(layer) for layer in part.modules())
+            if any(inner.startswith(f"{key}.") for inner, _ in inside) or every < 2:
                 continue
             if (why := why_no_feed_forward(part)) is None:
                 inside.append((key, part))
@@ -65,7 +66,9 @@ def why_no_feed_forward(module: nn.Module) -> str | None:
         return "it is a list of modules"
     linears = _linears(module)
     if len(linears) < 2:
-        return "it has fewer than two linear layers"
+        derived = {type(part).__name__ for part in module.modules() if isinstance(part, nn.Linear)} - {"Linear"}
+        more = f": {', '.join(sorted(derived))} may compute more than nn.Linear, from which it is derived"
+        return f"it has fewer than two plain linear layers{more if derived else ''}"
     of_linears = {id(p) for part in linears for p in part.parameters()}
     if any(id(p) not in of_linears for p in module.parameters()):
         return "it has weights beside those of its linear layers"

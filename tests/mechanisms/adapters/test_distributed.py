@@ -10,11 +10,11 @@ from tests.processes import run_ranks
 from tests.ranks import adapters
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_ranks_agree_and_shards_compute_what_ddp_computes(tmp_path: Path) -> None:
     run_ranks(adapters.as_under_ddp, tmp_path, "dora")
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_shards_resume_from_adapters_alone_and_miss_none(tmp_path: Path) -> None:
     run_ranks(adapters.resumed_from_adapters_alone, tmp_path)

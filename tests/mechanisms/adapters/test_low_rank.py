@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_efficient import ConfigurationError, merge_adapters
+from lit_efficient import ConfigurationError, LoRA, merge_adapters
+from lit_efficient.application import apply
 from lit_efficient.mechanisms.adapters.low_rank import (
     ON_INT4,
     VARIANTS,
@@ -21,6 +22,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     merged_matrix,
 )
 from lit_efficient.mechanisms.adapters.targets import find_targets
+from lit_efficient.mechanisms.trials.memory import SavedTensors
 
 
 def _conv1d() -> nn.Module:
@@ -123,6 +125,18 @@ def test_equals_peft_in_outputs_and_gradients(variant: str) -> None:
     pairs += [(layer.lora_magnitude, theirs.lora_magnitude_vector)] if variant == "dora" else []
     for mine, peft_layers in pairs:
         torch.testing.assert_close(mine.grad, peft_layers["default"].weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_dora_keeps_one_output_more_than_lora_for_the_backward_pass() -> None:
+    kept = {}
+    for variant in ("lora", "dora"):
+        net = nn.Sequential(nn.Linear(32, 64))
+        apply(net, [LoRA(rank=2, variant=variant, targets=["0"])])
+        x = torch.randn(512, 32, requires_grad=True)
+        with SavedTensors([x, *net.parameters(), *net.buffers()]) as saved:
+            net(x)
+        kept[variant] = saved.bytes
+    assert kept["dora"] - kept["lora"] <= 4 * (512 * 64 + 3 * 64)
 
 
 def test_dora_norm_is_the_norm_of_the_sum() -> None:

@@ -175,7 +175,7 @@ def test_lightning_tells_the_epoch_without_exact_resume_too():
     assert seen == [[index for index, _ in batch] for number in (0, 1) for batch in epoch(sampler(), number)]
 
 
-@pytest.mark.turns(4, family="ranks")
+@pytest.mark.turns(6, family="ranks")
 def test_two_processes_under_lightning(tmp_path):
     write(tmp_path / "images", [f"{number}.png" for number in range(20)])
     run_ranks(_train_in_two_processes, tmp_path)
