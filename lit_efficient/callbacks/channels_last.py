@@ -50,7 +50,7 @@ class ChannelsLast(Technique):
 
     Raises:
         ConfigurationError: Without such a convolution.
-        ConflictError: For a strategy that keeps weights in flat pieces, which have no layout.
+        ConflictError: For a strategy that shards weights: FSDP2 takes contiguous ones alone, the others flatten them.
     """
 
     phase = Phase.LAYOUT
@@ -73,8 +73,8 @@ class ChannelsLast(Technique):
         traits = traits_of(trainer.strategy)
         if traits.shards:
             raise ConflictError(
-                f"ChannelsLast cannot be combined with {traits.name}: it stores weights in flat pieces, which have no "
-                "layout; use strategy='ddp', or leave ChannelsLast out"
+                f"ChannelsLast cannot be combined with {traits.name}: torch shards weights only that lie in "
+                "memory in the order of their dimensions; use strategy='ddp', or leave ChannelsLast out"
             )
 
     def transform(self, module: nn.Module) -> Report:

@@ -101,7 +101,8 @@ class SpikeGuard(Technique):
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
         if traits.flattens or (traits.dtensors and self.action == "rewind"):
-            what = "joins parameters: use" if traits.flattens else "holds weights in shards: use action='skip', or"
+            shards = "saves what callbacks keep of the first process alone, which has shards to go back to, not weights"
+            what = "joins parameters: use" if traits.flattens else f"{shards}: use action='skip', or"
             raise ConflictError(f"SpikeGuard: {traits.name} {what} strategy='ddp'")
 
     def describe(self, module: nn.Module) -> Report:

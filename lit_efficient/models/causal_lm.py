@@ -243,7 +243,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         return None
     config = resolve(spec, from_data)
     grows = (from_data or {}).get("vocab_size", 0) > config.get_text_config().vocab_size
-    if grows or config.tie_word_embeddings or getattr(config, "quantization_config", None) is not None:
+    if grows or getattr(config, "quantization_config", None) is not None:
         return None
     try:
         folder = stored_folder(spec)
@@ -254,7 +254,10 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
     with torch.device("cpu"), DeferredDraws():
         model = empty_from_config(config, dtype or torch.float32, **options)
-    if model.state_dict().keys() != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):
+    model.tie_weights()
+    # What is tied to another weight, and in the files beside it, may be another one there: `build` looks.
+    needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
+    if needed != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):
         return None
     model.__dict__[WAITS] = str(folder)
     keep_unpacked(model)

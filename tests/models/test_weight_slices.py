@@ -43,18 +43,19 @@ def test_each_of_two_processes_reads_and_draws_its_own_slices(tmp_path: Path) ->
 @pytest.mark.turns(4, family="ranks")
 def test_a_fit_on_two_processes_reads_a_named_model_in_slices(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=False))
-    model.save_pretrained(tmp_path / "base")
-    run_ranks(slices.in_a_fit, tmp_path, str(tmp_path / "base"))
-    plain = slices.losses(str(tmp_path / "base"))
-    for rank in (0, 1):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
+    folders = [str(tmp_path / name) for name in ("tied", "untied")]
+    for folder in folders:
+        llama(tied=folder == folders[0]).save_pretrained(folder)
+    run_ranks(slices.in_a_fit, tmp_path, folders)
+    for folder in folders:
+        plain = slices.losses(folder)
+        for rank in (0, 1):
+            torch.testing.assert_close(torch.load(f"{folder}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
 
 
-def llama() -> nn.Module:
+def llama(tied: bool = True) -> Any:
     fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=True))
+    return LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=tied))
 
 
 def gpt() -> nn.Module:
