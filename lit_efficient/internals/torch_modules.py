@@ -28,6 +28,11 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers
 
 
+def give_memory(module: nn.Module, device: Any) -> None:
+    """Put what is on meta in ``module`` onto a device, with any values, and leave the rest where it is: ``_apply``."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
 def held_beside(module: object) -> list[Any]:
     """The attributes of ``module`` but the tables of its parameters and parts: ``_parameters``, ``_modules``."""
     return [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.mechanisms.metering import gradient_norm
 from lit_efficient.mechanisms.order.resumable_sampler import seed_all
 from lit_efficient.surgery import local
@@ -152,6 +153,6 @@ def _shared(root: nn.Module) -> list[list[str]]:
     """The names of layers that share their weight."""
     places: defaultdict[int, list[str]] = defaultdict(list)
     for name, part in root.named_modules():
-        if isinstance(weight := part._parameters.get("weight"), nn.Parameter):
+        if isinstance(weight := tensor_tables(part)[0].get("weight"), nn.Parameter):
             places[id(weight)].append(name)
     return [names for names in places.values() if len(names) > 1]

@@ -27,6 +27,7 @@ from lit_efficient.internals.torch_dispatch import (
     truncated_draws,
 )
 from lit_efficient.internals.torch_shards import own_slices
+from lit_efficient.internals.torch_tensors import version
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.surgery import is_sharded, local
 
@@ -169,7 +170,7 @@ class DeferredDraws(TorchDispatchMode):
 
         def realized(value: Any) -> Any:
             if isinstance(value, _Given):
-                if value.tensor._version != value.version:
+                if version(value.tensor) != value.version:
                     raise ConfigurationError(
                         f"DeferredDraws: a tensor of {tuple(value.tensor.shape)} that weights were made of was changed "
                         "after it: make them of a copy"
@@ -215,7 +216,7 @@ def _kept(tree: Any) -> Any:
             return value
         if _is_meta(value):
             return _place_of(value)
-        return value.detach().clone() if value.numel() < _SMALL else _Given(value, value._version)
+        return value.detach().clone() if value.numel() < _SMALL else _Given(value, version(value))
 
     return tree_map(kept, tree)
 

@@ -19,6 +19,7 @@ from torch import nn
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import map_tensors
+from lit_efficient.internals.torch_modules import give_memory
 from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.surgery import is_sharded, local
 
@@ -87,7 +88,7 @@ def fill_waiting(root: nn.Module, device: torch.device) -> int:
     """
     waiting = [network for network in root.modules() if WAITS in network.__dict__]
     if waiting:  # of the whole: whoever has sharded it must see its new parameters
-        root._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+        give_memory(root, device)
     for network in waiting:
         load_slices(network, network.__dict__.pop(WAITS))
     return len(waiting)

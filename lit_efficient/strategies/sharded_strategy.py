@@ -30,6 +30,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictEr
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_sharding import ShardingBase, configured
 from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
+from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.internals.wraps import wrap_method
@@ -468,12 +469,12 @@ def gather_when_called(root: Any, units: Sequence[Any]) -> None:
             part.register_forward_pre_hook(torch.compiler.disable(gather))
     for unit in units:
         for part in unit.modules():
-            if part is not unit and part._parameters:
+            if part is not unit and tensor_tables(part)[0]:
                 part.register_forward_pre_hook(partial(_gather_part, unit))
 
 
 def _gather_part(unit: Any, part: nn.Module, _: object) -> None:
-    if not torch.compiler.is_compiling() and any(map(is_sharded, part._parameters.values())):
+    if not torch.compiler.is_compiling() and any(map(is_sharded, tensor_tables(part)[0].values())):
         unit.unshard()
 
 

@@ -3,6 +3,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from lit_efficient.internals import torch_fsdp
 from tests.internals.leaning import leans_on
@@ -21,5 +22,18 @@ def test_the_outer_module_is_the_root_though_an_inner_one_is_called_first():
         network[0](torch.ones(1, 2))
         network(torch.ones(1, 2)).sum().backward()  # torch refuses a second root
         assert network[1].weight.grad is not None
+    finally:
+        dist.destroy_process_group()
+
+
+@leans_on("torch", "_get_fsdp_state()._fsdp_param_groups and _to_sharded", "torch_fsdp")
+def test_what_has_been_gathered_goes_in_the_midst_of_a_forward_pass_too():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        network = fully_shard(nn.Linear(2, 2), mesh=DeviceMesh("cpu", [0]))
+        network.unshard()
+        assert not isinstance(network.weight, DTensor)
+        torch_fsdp.drop_gathered(network)
+        assert isinstance(network.weight, DTensor)
     finally:
         dist.destroy_process_group()

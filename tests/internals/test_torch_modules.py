@@ -84,6 +84,17 @@ def test_what_lies_beside_parameters_and_parts_is_found():
     assert not any(isinstance(value, nn.Module | nn.Parameter) for table in tables for value in table.values())
 
 
+@leans_on("torch", "nn.Module._apply", "torch_modules")
+def test_what_is_on_meta_gets_memory_and_the_rest_stays():
+    from lit_efficient.internals.torch_modules import give_memory
+
+    network = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2))
+    kept = network[1].weight
+    give_memory(network, "cpu")
+    assert {tensor.device.type for tensor in network.state_dict().values()} == {"cpu"}
+    assert network[1].weight is kept
+
+
 @leans_on("torch", "nn.Module._parameters", "torch_modules")
 @leans_on("torch", "nn.Module._buffers", "torch_modules")
 def test_what_is_put_into_the_tables_is_what_a_module_has():

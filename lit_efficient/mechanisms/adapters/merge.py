@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.application import forget_what_is_gone
+from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
@@ -142,7 +143,8 @@ def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
 
 
 def _strip(part: Any) -> None:
-    for added in [*part._parameters, *part._buffers, *part.__dict__]:
+    parameters, buffers = tensor_tables(part)
+    for added in [*parameters, *buffers, *part.__dict__]:
         if added.startswith("lora_"):
             delattr(part, added)
     mix_out(part, LowRank)
