@@ -98,6 +98,7 @@ class Declaration:
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
     spares: ClassVar[bool] = False  # each step takes less than is measured
     draws_work: ClassVar[bool] = False  # what a step computes is drawn: figures of one step say little of another
+    of_batch: ClassVar[str] = ""  # why its part of a batch's loss is not the mean of those of the batch's parts
     sees_ahead: ClassVar[str] = (
         ""  # why a token of a training step follows from later ones, while in evaluation none does
     )

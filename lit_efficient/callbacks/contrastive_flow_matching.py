@@ -59,6 +59,7 @@ class ContrastiveFlowMatching(LossHooks, Technique):
     """
 
     phase = Phase.LOSS
+    of_batch = "each sample is set against another one of its batch"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (12, "fewer steps of flow matching, at no cost a step")}
 
     def __init__(self, weight: float = 0.05, seed: int = 0) -> None:

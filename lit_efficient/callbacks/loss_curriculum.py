@@ -34,6 +34,7 @@ class LossCurriculum(LossHooks, Technique):
     """
 
     phase = Phase.LOSS
+    of_batch = "the easiest are those of a batch"
     needs = ("steps",)
     conflicts: ClassVar[dict[str, str]] = {
         "SelectiveBackprop": "one takes the easy samples and the other the hard ones; keep one of them"

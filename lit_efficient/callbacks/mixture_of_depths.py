@@ -56,6 +56,7 @@ class MixtureOfDepths(LossHooks, Technique):
 
     phase = Phase.ARCHITECTURE
     alters = ("weights",)
+    of_batch = "what teaches its predictor is a mean over all tokens, learned or not"
     sees_ahead = "the largest scores of a row are those of the whole row"
     conflicts: ClassVar[dict[str, str]] = {
         "PrefixTuning": "a prefix stands in the cache of keys and values, and a block that trains on part of the "

@@ -70,6 +70,7 @@ class SelectiveBackprop(BatchChanges):
     """
 
     phase = Phase.LOSS
+    of_batch = "samples are chosen among those of a batch"
     draws_work = spares = True
     conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "samples of low loss are not trained on")}

@@ -323,6 +323,7 @@ def _numbers() -> DataLoader:
     return DataLoader(TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))), 4)
 
 
+TWICE = (("accumulate_grad_batches", 2),)
 _SAVERS = (lambda: le.LoRA(rank=2), lambda: le.ChunkedCrossEntropy(chunk_size=7), le.ActivationCheckpointing)
 HEALTHY: dict[str, Setup] = {
     "a language model on packed rows": GPT,
@@ -347,8 +348,15 @@ HEALTHY: dict[str, Setup] = {
     "optimizers of 8 bits": GPT.but(callbacks=_of(lambda: le.LowBitOptimizer(min_size=512))),
     "optimizer in backward": GPT.but(callbacks=_of(le.OptimizerInBackward)),
     "bfloat16": GPT.but(trainer=(("precision", "bf16-mixed"),)),
-    "blocks that run on a part of the tokens": GPT.but(callbacks=_of(lambda: le.MixtureOfDepths(capacity=0.5))),
-    "the easy half of each batch": GPT.but(callbacks=_of(lambda: le.LossCurriculum(start=0.5, steps=500))),
+    "blocks that run on a part of the tokens": GPT.but(
+        callbacks=_of(lambda: le.MixtureOfDepths(capacity=0.5)), trainer=TWICE,
+    ),
+    "the easy half of each batch": GPT.but(
+        callbacks=_of(lambda: le.LossCurriculum(start=0.5, steps=500)), trainer=TWICE,
+    ),
+    "experts that are balanced over a batch": GPT.but(
+        callbacks=_of(lambda: le.MixtureOfExperts(experts=4)), trainer=TWICE,
+    ),
     "gradients clipped": GPT.but(trainer=(("gradient_clip_val", 0.5),)),
     "Llama, packed": LLAMA,
     "Llama, chunked, recomputed, adapters": LLAMA.but(

@@ -173,6 +173,49 @@ def test_an_lstm_on_a_cpu_and_a_history_that_grows_are_counted(steps: int, histo
     assert [note.partition(":")[0] for note in planned.notes] == (["LBFGS"] if history else [])
 
 
+class Critic(L.LightningModule):
+    """Steps its large network once in five batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(16, 256), nn.Linear(256, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, due in zip(self.optimizers(), (batch_idx % 5 == 4, True)):  # type: ignore[arg-type]
+            if due:
+                optimizer.zero_grad()
+                self.manual_backward(self.critic(self.generator(batch[0][:, 0, 0])).square().mean())
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters()) for part in (self.generator, self.critic)]
+
+
+def test_of_what_is_optimized_by_hand_the_largest_step_is_planned() -> None:
+    def source() -> tuple[L.Trainer, L.LightningModule, DataLoader[Any]]:
+        return L.Trainer(accelerator="cpu", max_steps=16, max_epochs=-1, **QUIET), Critic(), DataLoader(Rows(True), 2)
+
+    planned = le.plan(LiveFit(*source()))
+    trainer, module, loader = source()
+    trainer.callbacks.append(meter := StepMeter())
+    trainer.fit(module, loader)
+    assert planned.peak == max(step.peak for step in meter.steps)
+
+
+def test_sparse_gradients_are_said_to_be_left_out() -> None:
+    class Looked(Network):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.network(batch["input_ids"]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SparseAdam(list(self.parameters()))
+
+    trainer = L.Trainer(accelerator="cpu", max_steps=2, **QUIET)
+    planned = le.plan(LiveFit(trainer, Looked(nn.Embedding(512, 16, sparse=True)), DataLoader(Rows(False), 4)))
+    assert "sparse" in planned.at_least
+
+
 class Chooses(Network):
     """Takes entries by their values, or rows of unequal lengths."""
 

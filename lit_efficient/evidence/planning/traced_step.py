@@ -53,15 +53,16 @@ from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
 
 _STEPS = 2
+_BY_HAND = 12  # of manual optimization, where a generator may step once in five batches
 
 
 @dataclass
 class Traced:
-    """What two steps without values have shown.
+    """What a few steps without values have shown.
 
     Args:
-        memory: Of the second one.
-        flops: Of the second one.
+        memory: Of the largest one behind the first.
+        flops: Of one behind the first.
         parameters: Number of elements of the network's parameters.
         trainable: Those that the optimizers step.
         techniques: Names in the order in which they act, each with what it touched.
@@ -83,7 +84,7 @@ class Traced:
 def trace(
     fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1
 ) -> Traced:
-    """Run two steps of a fit without values.
+    """Run two steps of a fit without values, of manual optimization a dozen.
 
     Args:
         fit: The fit, whose parts are real, on the meta device or fakes of ``mode``; its data is prepared.
@@ -193,6 +194,7 @@ class _Observer(StepMeter):
         self.flops = [0]  # after each batch
         self.accumulated = 1  # batches a step, of which no more than two are traced: the others are like the first
         self.known: dict[str, Any] = {}
+        self.sparse = False  # whether some gradient is
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         techniques = techniques_of(trainer)
@@ -214,13 +216,19 @@ class _Observer(StepMeter):
             _remember(optimizer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.flops.append(self.counter.sums.total())
-        if len(self.steps) == _STEPS:
+        self.sparse |= any(p.grad is not None and p.grad.layout != torch.strided for p in pl_module.parameters())
+        if len(self.steps) == (_STEPS if pl_module.automatic_optimization else _BY_HAND):
             raise _Enough
 
     def traced(self) -> Traced:
         last = self.flops[-1] - self.flops[-2]
         flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
-        return Traced(self.steps[-1], flops, **self.known)
+        if len(self.steps) > _STEPS:
+            flops = (self.flops[-1] - self.flops[1]) // (len(self.flops) - 2)
+            self.known["notes"].append(f"Optimized by hand: the largest of {len(self.steps)} steps, and mean FLOPs.")
+        traced = Traced(max(self.steps[1:] or self.steps, key=lambda step: step.peak), flops, **self.known)
+        traced.at_least = "gradients are sparse, and have no size without values" if self.sparse else ""
+        return traced
 
 
 def _notes(technique: Any) -> Iterator[str]:

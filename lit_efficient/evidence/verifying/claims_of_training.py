@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_layers import BatchNorm, Dropout
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.mechanisms.trials.steps import Trials
+from lit_efficient.mechanisms.trials.steps import Trials, leaves_traces
 
 
 class Runs(Claim):
@@ -78,8 +79,17 @@ class Accumulated(Claim):
 
     def check(self, subject: Subject) -> Verdict:
         """Cut a batch up, let the trainer's own loop accumulate the parts, and compare at the optimizer's step."""
+        left: dict[str, str] = {}
+
+        def traces(callback: Any) -> bool:
+            if why := getattr(callback, "of_batch", ""):
+                left[type(callback).__name__] = why
+            return bool(why) or leaves_traces(callback)
+
         with without_recomputation():  # which would draw anew what the parts are given
-            return subject.within(self._compared)
+            found = subject.within(self._compared, traces=traces)
+        without = tuple(f"{name}, which was left out: {why}" for name, why in left.items())
+        return replace(found, uncovered=(*found.uncovered, *without))
 
     def _compared(self, trainer: Any, module: Any) -> Verdict:
         asked = trainer.accumulate_grad_batches
