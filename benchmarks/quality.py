@@ -16,8 +16,9 @@ and the CPU seconds of training, in which either reaches it first, interpolated 
 a fifth fewer; it and its interval are of the baseline at the rate that ends lowest, and Student's over the logarithms
 of the seeds' ratios. p is the largest of those against the baseline at each rate, because one seed finds the best of
 close rates by chance (LOG.md), and Holm's over all that is in the table.
-What is no evidence is printed as that. The pieces, at most half a minute each, are lines of ``quality.jsonl`` in the
-cache; a piece is its settings, and runs again when they change. Seconds depend on the machine: take an idle one.
+What is no evidence is printed as that. The pieces, at most half a minute each, are lines of ``quality.jsonl`` beside
+this file, which is kept with the code; a piece is its settings, and runs again when they change. Seconds depend on the
+machine: take an idle one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 import lit_efficient as le
 from benchmarks import figures
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, ratio_of
-from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.snr import RULES
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
@@ -545,7 +545,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [arm for arm in ARMS if not given.only or any(word in f"{arm.task} {arm.name}" for word in given.only)]
     tasks = {arm.task for arm in chosen}
     arms = [arm for arm in ARMS if arm in chosen or (arm.name == BASELINE and arm.task in tasks)]
-    file = given.file or cache_root() / "quality.jsonl"
+    file = given.file or Path(__file__).with_suffix(".jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
     if not (given.show or given.record):
         seeds = range(1, given.seeds + 1)
