@@ -70,6 +70,7 @@ class HiddenAlignment(Alignment):
     """
 
     phase = Phase.FREEZE
+    needs = ("teacher",)
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
     }
