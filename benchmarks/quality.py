@@ -14,8 +14,8 @@ Each arm is first run at the same three rates with a seed of its own, and then, 
 seeds; the baseline is run with them at all three. Of each seed's pair of runs the worse end is the level: the steps,
 and the CPU seconds of training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is
 a fifth fewer; it and its interval are of the baseline at the rate that ends lowest, and Student's over the logarithms
-of the seeds' ratios. p is the largest of those against the baseline at each rate, because one seed finds the best of
-close rates by chance (LOG.md), and Holm's over all that is in the table.
+of the seeds' ratios. p is the largest of those against the baseline at each rate at which it may well do as well as
+there, because one seed finds the best of close rates by chance (LOG.md), and Holm's over all that is in the table.
 What is no evidence is printed as that. The pieces, at most half a minute each, are lines of ``quality.jsonl`` beside
 this file, which is kept with the code; a piece is its settings, and runs again when they change. Seconds depend on the
 machine: take an idle one.
@@ -46,7 +46,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 import lit_efficient as le
 from benchmarks import figures
-from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, ratio_of
+from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, mean_of, ratio_of
 from lit_efficient.losses.snr import RULES
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
@@ -378,7 +378,7 @@ def pair_ratio(curve: Curve, baseline: Curve, axis: int) -> tuple[float, float]:
 
 
 def against(pairs: Mapping[float, Sequence[tuple[float, float]]], best: float) -> Estimate:
-    """The ratio to the baseline at its best rate, with the p of the least evidence at any of its rates.
+    """The ratio to the baseline at its best rate, with the p of the least evidence at any of these rates.
 
     Args:
         pairs: By the baseline's rate, what the arm and the baseline need with each seed.
@@ -407,17 +407,31 @@ def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[
             held = {r: mean for r, mean in means.items() if math.isfinite(mean)}  # where it breaks it is no rival
             if not held:
                 continue
+            best = min(held, key=lambda r: held[r])
             for axis, what in enumerate(("steps", "seconds")):
                 pairs = {
                     r: [
                         pair_ratio(ours[s].get(metric, []), theirs[r][s].get(metric, []), axis)
                         for s in sorted(ours.keys() & theirs[r].keys())
                     ]
-                    for r in held
+                    for r in _rivals(theirs, metric, best)
                 }
-                found[arm.task, arm.name, metric, what] = against(pairs, min(held, key=lambda r: held[r]))
+                found[arm.task, arm.name, metric, what] = against(pairs, best)
     adjusted = holm({"\0".join(key): estimate for key, estimate in found.items()})
     return {key: adjusted["\0".join(key)] for key in found}
+
+
+def _rivals(runs: Mapping[float, Mapping[int, Mapping[str, Curve]]], metric: str, best: float) -> list[float]:
+    """The rates at which the seeds do not say that it ends worse than at its best one, that one included."""
+    found = []
+    for rate, of_seeds in runs.items():
+        seeds = sorted(of_seeds.keys() & runs[best].keys())
+        ends, least = ([_end(runs[one][s].get(metric, [])) for s in seeds] for one in (rate, best))
+        if ends and all(map(math.isfinite, ends)):  # where it breaks it is no rival
+            gap = mean_of([a - b for a, b in zip(ends, least, strict=True)])
+            worse = gap.value > 0 and (gap.p is None or gap.p <= LEVEL)  # no p: the same gap with each seed
+            found += [] if worse else [rate]
+    return found
 
 
 def _of_seeds(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[float, dict[int, Mapping[str, Curve]]]:
@@ -464,6 +478,7 @@ _SECTION = f"""## Steps to an equal loss
 A diffusion transformer on digits and on pixels of photographs, and a GPT on Python code, all small: what each technique
 needs beside AdamW with a cosine until the worse of both ends. Ratios over {len(SEEDS)} seeds, with Student's intervals;
 below 1 is less. Both sides' rates are tuned over the same {len(RATES)} values, and p is Holm's over the whole table.
+Arms of the benchmark that are not in the table have not been run; seconds were taken beside other work on the machine.
 
 <!-- figures: quality -->
 <!-- /figures -->

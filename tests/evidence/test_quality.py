@@ -127,3 +127,11 @@ def test_what_is_recorded_stands_in_the_documents(tmp_path: Path, monkeypatch: p
     log = (tmp_path / "LOG.md").read_text("utf-8")
     assert "No evidence: same on python" in log
     assert log.index("No evidence") < log.index("2000-01-01")
+
+
+def test_a_rate_at_which_the_baseline_ends_worse_is_no_rival_and_a_close_one_is() -> None:
+    ends = {1e-3: [3.0, 3.2, 2.9], 3e-3: [1.0, 1.1, 0.9], 9e-3: [1.05, 1.0, 1.1]}
+    runs = {rate: {s: {"val/loss": [(9, 1.0, end)]} for s, end in enumerate(of)} for rate, of in ends.items()}
+    assert quality._rivals(runs, "val/loss", 3e-3) == [3e-3, 9e-3]
+    runs[9e-3][0] = {"val/loss": []}  # it broke
+    assert quality._rivals(runs, "val/loss", 3e-3) == [3e-3]
