@@ -237,9 +237,8 @@ class HiddenAlignment(Alignment):
         """The encoder's class token of the batch's clean images, [B, D]."""
         assert self._teacher is not None
         self._teacher.to(module.device)
-        return self._seen(module, batch, "images" if self.source == "auto" and "images" in batch else self.source)[
-            CLASS
-        ]
+        source = "images" if self.source == "auto" and "images" in batch else self.source
+        return self._seen(module, batch, source)[CLASS]
 
     def _seen(self, module: Any, batch: Any, source: str) -> dict[str, Tensor]:
         """The encoder's features of the batch's clean images, computed once a step."""

@@ -118,9 +118,8 @@ def _set(module: nn.Module, weights: Mapping[str, Any] | None) -> None:
     if weights is not None and (odd := [part.lora_variant for part in parts if part.lora_variant not in _PLAIN]):
         raise ConfigurationError(f"LoRA: variant {odd[0]!r} is no sum of an adapter and a weight, and takes no others")
     for part in parts:
-        part.lora_mix = weights and {name: w for name, w in weights.items() if name in (OWN, *part.lora_others)}
-        if weights is not None and not weights:
-            part.lora_mix = {}
+        own = (OWN, *part.lora_others)
+        part.lora_mix = None if weights is None else {name: w for name, w in weights.items() if name in own}
 
 
 def active_mix(module: nn.Module) -> dict[str, float] | None:
