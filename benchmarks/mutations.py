@@ -455,6 +455,8 @@ class Server:
         sys.path[:] = [str(self.folder), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
         sys.argv = ["pytest"]
         os.environ["PYTHONPATH"] = str(self.folder)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each child compiles all of the package
+        sys.dont_write_bytecode = False
         plugins = []
         if reach is not None:
             import builtins
