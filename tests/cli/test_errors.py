@@ -20,6 +20,10 @@ WRONG = {
     "wrong type": (["--trainer.max_epochs", "many"], ["trainer.max_epochs", "many", "int, null"]),
     "wrong type in a class": (["--model.hidden", "wide"], ["ToyModel.hidden", "wide", "int"]),
     "wrong type in an optimizer": (["--optimizer", "SGD", "--optimizer.lr", "fast"], ["SGD.lr", "fast", "float"]),
+    "wrong type in a schedule": (
+        ["--optimizer=SGD", "--optimizer.lr=1", "--lr_scheduler=WarmupStableDecay", "--lr_scheduler.decay=fast"],
+        ["WarmupStableDecay.decay", "fast", "float"],
+    ),
     "null on the command line": (["--model.hidden", "null"], ["ToyModel.hidden", "null", "int"]),
     "choice": (["--trainer.precision", "bf16-mixd"], ["trainer.precision", "did you mean 'bf16-mixed'"]),
     "an optimizer's value out of range": (["--optimizer=AdamW", "--optimizer.lr=-1"], ["AdamW", "(lr=-1.0)"]),
