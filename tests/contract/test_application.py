@@ -65,7 +65,7 @@ def fit(module: Any, callbacks: list[Any], **arguments: Any) -> Any:
 @pytest.mark.parametrize("techniques", [[Early], [Early, Widen], [Widen, Early, EMA]])
 def test_what_techniques_touched_is_printed_once(techniques: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        fit(Toy(Net), [kind() for kind in techniques], max_steps=1)
+        fit(Toy("init"), [kind() for kind in techniques], max_steps=1)
     printed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Techniques:")]
     assert len(printed) == 1
     assert all(f"\n  {kind.__name__}" in printed[0] for kind in techniques)
