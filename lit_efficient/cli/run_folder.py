@@ -238,12 +238,10 @@ def _log_once(log: Any, known: set[frozenset[str]], last: int, metrics: dict[str
 
 
 def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None) -> None:
-    """Let the loggers of a trainer's config write into a folder, unless they have one of their own.
+    """Let the loggers of a trainer's config, which is changed in place, write into a folder, unless they have their
+    own.
 
-    Args:
-        trainer: The config, changed in place.
-        folder: The folder.
-        names: By what names they know the run that goes on; empty for a new one, ``None`` for no run at all.
+    ``names`` are those by which they know the run that goes on; empty for a new one, ``None`` for no run at all.
     """
     logger = trainer.get("logger")
     if logger is None or logger is True:

@@ -173,12 +173,7 @@ class WidthCurve:
             file.write(text.getvalue().encode())
 
     def draw(self, path: Path, tracked: Collection[float] = ()) -> None:
-        """Write the picture as a PNG.
-
-        Args:
-            path: Where to.
-            tracked: Widths that the run tracked; the others were built from them.
-        """
+        """Write the picture as a PNG; widths that the run did not track were built from them."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

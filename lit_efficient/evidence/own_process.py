@@ -41,14 +41,10 @@ def own_process(
     log: Path | None = None,
     most_seconds: float | None = None,
 ) -> Any:
-    """Return what ``task(*given, tell)`` returns in a process of its own, through JSON.
+    """Return what ``task(*given, tell)``, a function of a module, returns in a process of its own, through JSON.
 
-    Args:
-        task: A function of a module. What it calls ``tell`` with, whole numbers, ``heard`` gets here.
-        given: Its arguments.
-        heard: See ``task``.
-        log: The file for what it prints.
-        most_seconds: After so many it is killed.
+    ``heard`` gets the whole numbers that it calls ``tell`` with, the file ``log`` what it prints; it is killed after
+    ``most_seconds``.
 
     Raises:
         TaskFailed: If there is no result.

@@ -86,10 +86,8 @@ class DocumentRows:
     ) -> _Inputs:
         """What to call the network with. ``input_ids`` may be ``[1, B T]`` then, and so is what comes back.
 
-        Args:
-            network: a `GPT` or a causal model of transformers, on the device of the batch.
-            batch: ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded.
-            agree: whether all processes say yes, where several call at once.
+        The batch has ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded;
+        ``agree`` says whether all processes say yes, where several call at once.
 
         Raises:
             ConfigurationError: if a token sees later ones, or nothing keeps the documents of a row apart.

@@ -194,9 +194,7 @@ def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | No
 def peak_flops_of(device: torch.device, by_type: Counter[torch.dtype]) -> float | None:
     """Operations a second that a device could do of a mixture of types of numbers, without sparsity; ``None``: unknown.
 
-    Args:
-        device: The one that computes.
-        by_type: Operations, by the type of what they take.
+    Operations are counted by the type of what they take.
     """
     if device.type != "cuda" or not by_type:
         return None

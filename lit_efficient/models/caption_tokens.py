@@ -66,14 +66,7 @@ class CaptionTokens:
 def load_tokenizer(
     name: str, subfolder: str, revision: str | None, length: int, side: Literal["right", "left"]
 ) -> CaptionTokens:
-    """The tokenizer of that name.
-
-    Args:
-        name: ``bytes``, a ``tokenizer.json``, a folder, or a hub's name.
-        subfolder: Where in the folder or repository.
-        revision: Of a repository.
-        length: As in `CaptionTokens`.
-        side: As in `CaptionTokens`.
+    """The tokenizer of that name: ``bytes``, a ``tokenizer.json``, a folder, or a hub's name.
 
     Raises:
         ConfigurationError: If there is none, or it is not one of the library ``tokenizers``.

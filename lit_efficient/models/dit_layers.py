@@ -42,10 +42,7 @@ def sinusoids(position: Tensor, features: int, period: float = 10_000.0, ends: b
 def grid_positions(size: int | tuple[int, int], width: int, device: torch.device | None = None) -> Tensor:
     """2-D sine-cosine positions, row by row: [rows * columns, width]; half of the features for rows, half for columns.
 
-    Args:
-        size: Rows and columns, or the one number that both are.
-        width: Features, a multiple of 4.
-        device: Where.
+    The size is rows and columns, or the one number that both are; the width a multiple of 4.
     """
     rows, columns = (size, size) if isinstance(size, int) else size
     by_row = sinusoids(torch.arange(rows, device=device), width // 2)[:, None].expand(-1, columns, -1)
@@ -56,10 +53,7 @@ def grid_positions(size: int | tuple[int, int], width: int, device: torch.device
 def rotary_table(size: tuple[int, int], features: int, device: torch.device | None = None) -> Tensor:
     """Cosines and sines of the turns of a grid's tokens, row by row: [2, rows * columns, features / 2], float32.
 
-    Args:
-        size: Rows and columns.
-        features: Features of a head, a multiple of 4.
-        device: Where.
+    The features of a head are a multiple of 4.
     """
     halves = grid_positions(size, features, device).view(-1, 2, 2, features // 4)  # [N, axis, cos or sin, frequency]
     return halves.permute(2, 0, 1, 3).flatten(2)

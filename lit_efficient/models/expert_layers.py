@@ -97,17 +97,11 @@ class Groups:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, transposed: bool = False) -> Tensor:
-    """Each row times the matrix of its expert: [M, in] -> [M, out].
+    """Each row times the matrix of its expert: [M, in] -> [M, out], rows in the order of ``groups``.
 
     By torch's grouped product where there is one for the numbers and sizes at hand, else slice by slice (which on a GPU
-    waits for the sizes of the slices).
-
-    Args:
-        x: Rows in the order of ``groups``, [M, in].
-        weight: [E, out, in], or [E, in, out].
-        bias: [E, out] or None.
-        groups: Which row is whose.
-        transposed: Whether ``weight`` is [E, in, out].
+    waits for the sizes of the slices). The weight is [E, out, in], or ``transposed`` [E, in, out]; the bias [E, out] or
+    None.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -89,8 +89,7 @@ class SilentLayers:
     def check(self, taken: Collection[Tensor] = ()) -> None:
         """After a step: forget layers that learn, and refuse those whose weights were read and that do not.
 
-        Args:
-            taken: Parameters that had a gradient which is not there any more.
+        ``taken`` had a gradient which is not there any more.
 
         Raises:
             ConfigurationError: Naming the first of them.

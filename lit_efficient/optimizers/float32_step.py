@@ -82,12 +82,8 @@ def step_in_float32(
 ) -> int:
     """Change ``optimizer``'s class, in place, to one that steps bfloat16 parameters in float32; others step as before.
 
-    Args:
-        optimizer: Any optimizer whose step treats each parameter on its own; groups, schedulers and hooks stay.
-        compensated: Keep a bfloat16 compensation of each parameter in the state, instead of rounding it by chance.
-        seed: Of the draws.
-        later: Parameters that are frozen for now and train later.
-        who: Name for errors.
+    Its step must treat each parameter on its own; groups, schedulers and hooks stay. ``compensated`` keeps a bfloat16
+    compensation of each parameter in the state, instead of rounding it by chance; what trains ``later`` counts, too.
 
     Returns:
         How many elements of the parameters that train are bfloat16.

@@ -180,12 +180,9 @@ class LatentGenerator(LightningModule):
             )
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition | Tensor | None = None) -> Tensor:
-        """Predictions, [B, c, h, w] float32.
+        """Predictions [B, c, h, w], float32, of noisy latents [B, c, h, w] at times [B] in [0, 1].
 
-        Args:
-            x: Noisy latents, [B, c, h, w].
-            t: Times, [B] in [0, 1].
-            condition: What the backbone takes; labels [B] alone stand for a condition of them.
+        Labels [B] alone stand for a condition of them.
         """
         assert self.network is not None, "configure_model() builds the network"
         known = condition if isinstance(condition, Condition) else Condition(labels=condition)

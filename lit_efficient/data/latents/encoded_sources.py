@@ -162,16 +162,7 @@ class ListedFiles:
 
 
 def check_fields(source: EncodedSource, asked: Mapping[str, str], where: Path) -> None:
-    """Refuse fields that a source has not.
-
-    Args:
-        source: The source.
-        asked: Field by the argument that names it.
-        where: For the error.
-
-    Raises:
-        ConfigurationError: Naming the fields that there are.
-    """
+    """Refuse fields, by the arguments that name them, that a source has not."""
     for argument, field in asked.items():
         if field not in source.fields:
             raise ConfigurationError(

@@ -110,11 +110,7 @@ class Recipe:
 def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) -> Path:
     """Find or make the cache; return its folder: documents of "train" and "val", the tokenizer, the manifest.
 
-    Args:
-        recipe: what it is made from.
-        kind: name of the folder of caches of this kind.
-        cache_dir: where caches are kept; None is :func:`~lit_efficient.files.cache.cache_root`.
-        thorough: compare the contents of an existing cache with its hashes.
+    ``thorough``: the contents of an existing cache are compared with its hashes.
     """
     made_from = recipe.made_from()
     folder = cache_folder(cache_dir, kind, made_from)

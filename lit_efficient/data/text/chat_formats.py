@@ -82,17 +82,13 @@ def recognise(
 ) -> tuple[Format, str]:
     """The format of a source, from its first rows.
 
-    Args:
-        rows: some rows; the format that most of them fit is taken, the earlier in `KEYS` if two are even.
-        where: name of the source, for the sentence.
-        hint: what may be wrong if there is none.
-        among: the formats that it may be of.
+    That which most of them fit is taken, the earlier in `KEYS` if two are even.
 
     Returns:
         The format, and a sentence that says by which keys, and which other formats would have fitted.
 
     Raises:
-        ConfigurationError: If no row has the keys of any format.
+        ConfigurationError: If no row has the keys of any format, with a ``hint`` at what may be wrong.
     """
     formats = {name: KEYS[name] for name in among}
     votes = dict.fromkeys(formats, 0)
@@ -120,10 +116,6 @@ def keys_shown(keys: Iterable[str | None]) -> list[str]:
 
 def read_row(row: Mapping[str, Any], kind: Format) -> Document:
     """Turn a row into a document.
-
-    Args:
-        row: keys and values, as JSON or Arrow give them.
-        kind: the format of the row's source.
 
     Raises:
         MalformedRow: If the row does not hold what the format promises.

@@ -124,18 +124,7 @@ class PairReader(Reader):
 
 
 def check_malformed(what: str, rows: int, malformed: int, shown: Sequence[Sequence[str]], most: float) -> str | None:
-    """Refuse a source with too many malformed rows; return a sentence about them, or None if there are none.
-
-    Args:
-        what: name of the split.
-        rows: how many rows were read.
-        malformed: how many of them were malformed.
-        shown: places and reasons of the first ones.
-        most: share of malformed rows that is put up with, in [0, 1].
-
-    Raises:
-        ConfigurationError: If their share is above ``most``.
-    """
+    """Refuse a source in which the share of malformed rows is above ``most``; return a sentence about them, or None."""
     if not malformed:
         return None
     listed = [f"  {place}: {reason}" for place, reason in shown[:5]]

@@ -42,12 +42,7 @@ def place(
 ) -> Placed | None:
     """Render a conversation with the template's twin; None if the twin does not show where each message stands.
 
-    Args:
-        template: a chat template.
-        messages: the conversation.
-        tools: descriptions of tools.
-        tokens: the tokenizer's special tokens by name.
-        prompt: whether to begin the assistant's next turn.
+    ``tokens`` are the tokenizer's special ones by name; ``prompt`` begins the assistant's next turn.
 
     Raises:
         jinja2.TemplateError: If the template refuses the conversation.

@@ -106,13 +106,7 @@ def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
 
 
 def results(rows: Mapping[str, Sequence[Row]], metric: str, stops: bool = False) -> list[VariantResult]:
-    """What runs say of each variant.
-
-    Args:
-        rows: The runs of each variant by its name; the first is the baseline.
-        metric: From :func:`metric_of`.
-        stops: Whether rounds ended when intervals of times were narrow.
-    """
+    """What runs say of each variant, the baseline first; ``stops``: rounds ended at narrow intervals of times."""
     first = next(iter(rows))
     found = [_result(name, runs, rows[first], metric) for name, runs in rows.items()]
     for one in found:

@@ -134,12 +134,7 @@ class Comparing:
         return all(ratio.n >= _ROUNDS[0] and ratio.width <= narrow for ratio in ratios)
 
     def result(self, metric: str | None = None, command: str = "") -> Comparison:
-        """What all runs in the folder say of these variants; those that are refused from the start are left out.
-
-        Args:
-            metric: As in :func:`compare`.
-            command: What made the comparison.
-        """
+        """What all runs in the folder say of these variants; those that are refused from the start are left out."""
         rows = {name: self.rows.of(key) or [*filter(None, [self._lost.get(name)])] for name, key in self.keys.items()}
         left_out = {name: found[0].run.failed for name, found in rows.items() if self.alone and _refused(found)}
         rows = {name: found for name, found in rows.items() if name not in left_out or name == BASELINE}

@@ -107,10 +107,6 @@ def candidates(config: Mapping[str, Any], trainer: Any) -> list[Candidate]:
     """The techniques that save memory, come as an overlay and are not there, what costs least first.
 
     What sets the accumulation by itself is left out: a batch that is accumulated is tried as such.
-
-    Args:
-        config: The config, as plain data.
-        trainer: Its trainer.
     """
     cards = read_cards()
     known = {card.name: card for card in cards}
@@ -134,13 +130,8 @@ def cheapest(
     """The cheapest set of techniques with which a fit fits, ``None`` if there is none.
 
     All are added in turn, what costs least first, until it fits; then each that is not needed is taken out, what costs
-    most first. What is refused in company gets its turn before the others, where these do not suffice.
-
-    Args:
-        predictions: What tells plans.
-        among: What may be added.
-        base: What is changed in any case.
-        skipped: Gets the reason why one was left out.
+    most first. What is refused in company gets its turn before the others, where these do not suffice. ``base`` is
+    changed in any case; ``skipped`` gets the reason why one was left out.
     """
     among = sorted(among, key=lambda one: one.cost)
     skipped = {} if skipped is None else skipped

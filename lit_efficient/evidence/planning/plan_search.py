@@ -120,16 +120,10 @@ def largest(
     tries: int = TRIES,
     amiss: "Callable[[int, Plan], str] | None" = None,
 ) -> Found:
-    """The largest multiple of ``step`` that fits, if a larger one never needs less.
+    """The largest multiple of ``step``, at most ``most``, that fits, if a larger one never needs less.
 
-    Args:
-        predictions: What tells plans.
-        change_of: The change that sets a value.
-        start: Where to begin.
-        step: What values are multiples of.
-        most: No value is larger.
-        tries: Predictions to make at most; then the answer is the largest value known to fit.
-        amiss: Says why a plan is none of the value, or nothing.
+    ``change_of`` sets a value, and ``amiss`` says why a plan is none of it, or nothing. After so many ``tries`` the
+    answer is the largest value known to fit.
     """
     ceiling = None if most is None else most // step
     known: dict[int | None, Plan | Refusal] = {}

@@ -86,13 +86,9 @@ def trace(
 ) -> Traced:
     """Run two steps of a fit without values, of manual optimization a dozen.
 
-    Args:
-        fit: The fit, whose parts are real, on the meta device or fakes of ``mode``; its data is prepared.
-        make: Makes the fit anew, where a callback of it cannot take part.
-        batch: What the loader yields: tensors of any kind, in any structure.
-        batches: How many an epoch has; ``None``: nobody knows.
-        mode: The mode that knows the fakes.
-        block: Bytes that sizes are rounded up to.
+    The fit's parts are real, on the meta device or fakes of ``mode``, and its data is prepared; ``make`` makes it anew,
+    where a callback of it cannot take part. The batch holds tensors of any kind, in any structure; an epoch has
+    ``batches``, if that is known. Sizes are rounded up to ``block`` bytes.
     """
     left_out: dict[str, str] = {}
     data = fit.data

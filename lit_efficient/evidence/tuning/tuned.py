@@ -184,12 +184,7 @@ class Tuned:
             file.write(text.getvalue().encode())
 
     def overlay(self, command: str = "", use: str = "") -> str:
-        """The best as YAML to lay over the config, with how it was found as comments.
-
-        Args:
-            command: That found it.
-            use: That trains with it.
-        """
+        """The best as YAML to lay over the config, with how it was found, and what trains with it, as comments."""
         assert self.best is not None
         row, candidate = self.best, self.best.candidate
         times = "" if math.isnan(self.gain) else f", {self.gain:.2f} times that of the fit as it is"

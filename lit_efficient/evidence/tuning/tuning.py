@@ -366,10 +366,8 @@ class Search:
 def process(some: Any, values: Any, every: Any) -> tuple[Any, Any]:
     """Mean and deviation of a Gaussian process: a sum over options, a curve along the accumulation, and their products.
 
-    Args:
-        some: Features (n, 1 + options) of what is known: the logarithm of the accumulation, then 0 or 1 an option.
-        values: What is known of these (n,).
-        every: Features (m, 1 + options) of what is asked.
+    Features are the logarithm of the accumulation, then 0 or 1 an option: (n, 1 + options) of what is known, whose
+    ``values`` are (n,), and (m, 1 + options) of what is asked.
     """
     within = _covariance(some, some) + _NOISE**2 * np.eye(len(some))
     between = _covariance(every, some)

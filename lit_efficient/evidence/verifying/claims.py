@@ -153,13 +153,7 @@ class Subject:
         self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
-        """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces.
-
-        Args:
-            change: What it has that the user's has not.
-            steps: Optimizer steps.
-            traces: Which of the trainer's callbacks are left out.
-        """
+        """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces."""
         with quiet():
             fit = self.source.make(change)
         trainer = fit.trainer
@@ -190,13 +184,9 @@ class Subject:
     def train(
         self, steps: int, change: Change = AS_IT_IS, prepare: Callable[[Fit], object] = id, slim: bool = False
     ) -> Trace:
-        """Train a few optimizer steps, and note what happens.
+        """Train a few optimizer steps, and note what happens; ``prepare`` is called with the fit before it is run.
 
-        Args:
-            steps: How many.
-            change: What the fit has that the user's has not.
-            prepare: Called with the fit before it is run.
-            slim: Keep no weights between the steps, and of gradients their norms.
+        ``slim`` keeps no weights between the steps, and of gradients their norms.
         """
         trace = Trace(self.fit(change, steps=steps), slim)
         trace.tied = ties(trace.fit.module)

@@ -94,7 +94,6 @@ class _LearnedClaim(BenchClaim):
     """A claim on what a step learns of each token."""
 
     def tried(self, bench: Bench) -> Verdict:
-        """Whether it is true of what is learned, where that is known."""
         found = learned(bench)
         return self.idle(found) if isinstance(found, str) else self.judged(bench, found, _tolerance(bench))
 

@@ -51,7 +51,6 @@ class Sharded(Claim):
     name, sentence = "sharded", "several processes train on different rows, with the gradient of all rows together"
 
     def check(self, subject: Subject) -> Verdict:
-        """Run a step in two processes, and compute its gradient in one."""
         if subject.source.make().trainer.world_size < 2 and not subject.full:
             return self.idle("one process trains; --full tries two")
         first, second = reports = _two_processes(subject.source, subject.folder)

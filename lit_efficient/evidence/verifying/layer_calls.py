@@ -135,10 +135,7 @@ class Bench:
     def step(self, batch: Any, training: bool = True, graph: bool = False) -> tuple[list[Call], Tensor | None]:
         """The calls of a training step from the state at the start, and its loss; manual optimization has none.
 
-        Args:
-            batch: The batch.
-            training: Whether dropout and the like act.
-            graph: Whether autograd can go back from the loss to what the calls gave.
+        ``training``: dropout and the like act. ``graph``: autograd can go back from the loss to what the calls gave.
         """
         self._record.restore()
         for part in [self.module, *self.still] if not training else self.still:
@@ -192,7 +189,6 @@ class BenchClaim(Claim):
     """A claim that is tried on steps before the first batch."""
 
     def check(self, subject: Subject) -> Verdict:
-        """Whether it is true of the subject's fit."""
         return subject.within(lambda trainer, module: self.tried(Bench(trainer, module)))
 
     @abstractmethod

@@ -30,9 +30,7 @@ _NARROW |= {"num_key_value_heads": 2, "head_dim": 64}
 def small(source: FitSource, tried: Callable[[FitSource], object]) -> tuple[FitSource, str]:
     """A source of fits whose network is small, and what was done to it as a clause; the same where it is small.
 
-    Args:
-        source: Makes the fit.
-        tried: Raises for a source whose fits cannot do a step.
+    ``tried`` raises for a source whose fits cannot do a step.
     """
     pretrained = list(_pretrained(source))
     drawn = {name: value for block, _ in pretrained for name, value in block.items()}

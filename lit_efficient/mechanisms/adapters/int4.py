@@ -133,11 +133,9 @@ class Int4Linear(Loads, StaysFloat32, nn.Linear):
         return dequantize_groups(self.weight, self.weight_scale, self.weight_zero).detach()
 
     def extra_repr(self) -> str:
-        """Sizes for ``print``."""
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Quantise a float layer's weight."""
         given = state_dict.get(f"{prefix}weight")
         if given is not None and given.is_floating_point():
             oriented = given.T if getattr(self, "quant_transposed", False) else given
