@@ -118,19 +118,12 @@ def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> d
 
 @dataclass(frozen=True)
 class WidthCurve:
-    """What validation says about each width.
+    """What validation says about each width."""
 
-    Args:
-        metrics: For each width everything that its validation logged, by name.
-        raw: The same for the weights without an average.
-        metric: The name that is compared; lower is better.
-        step: Optimizer step at which the averages end.
-    """
-
-    metrics: Mapping[float, Mapping[str, float]]
-    raw: Mapping[str, float]
-    metric: str
-    step: int
+    metrics: Mapping[float, Mapping[str, float]]  # for each width everything that its validation logged, by name
+    raw: Mapping[str, float]  # the same for the weights without an average
+    metric: str  # the name that is compared; lower is better
+    step: int  # optimizer step at which the averages end
 
     def __post_init__(self) -> None:
         if self.metric not in self.raw:

@@ -52,7 +52,7 @@ def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> 
 
 
 def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: bool, most: int) -> Iterator[str]:
-    """Yield the lines that show a batch, at most ``most`` tokens a row; without colours, «» are around what is trained."""
+    """Yield the lines that show a batch, at most ``most`` tokens a row; without colours, «» around what is trained."""
     for row, ids in enumerate(batch["input_ids"].tolist()):
         yield paint(f"=== row {row + 1} of the batch", "boundary", colour)
         line, number = "", 0

@@ -55,23 +55,14 @@ _MULTIPLIES = re.compile(r"mm(_|$|\d)|matmul|linear|attention|attn|conv|rnn|lstm
 
 @dataclass
 class Flops:
-    """Operations of one position, of one pair of positions in a row, and of one pair in a document.
+    """Operations of one position, of one pair of positions in a row, and of one pair in a document."""
 
-    Args:
-        position: Of the model, for each position.
-        row: Attention that is computed over whole rows, for each pair.
-        document: Attention that is computed within documents, for each pair.
-        position_again: Computed a second time, for the backward pass.
-        row_again: The same.
-        document_again: The same.
-    """
-
-    position: float = 0.0
-    row: float = 0.0
-    document: float = 0.0
-    position_again: float = 0.0
-    row_again: float = 0.0
-    document_again: float = 0.0
+    position: float = 0.0  # of the model, for each position
+    row: float = 0.0  # attention that is computed over whole rows, for each pair
+    document: float = 0.0  # attention that is computed within documents, for each pair
+    position_again: float = 0.0  # computed a second time, for the backward pass
+    row_again: float = 0.0  # the same
+    document_again: float = 0.0  # the same
 
     def model(self, amount: Amount) -> float:
         """What the real tokens need."""

@@ -85,15 +85,10 @@ def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
 
 @dataclass
 class Groups:
-    """Rows that are sorted by expert.
+    """Rows that are sorted by expert."""
 
-    Args:
-        experts: The expert of each row, [M], ascending.
-        ends: Where the rows of each expert end, [E] int32.
-    """
-
-    experts: Tensor
-    ends: Tensor
+    experts: Tensor  # the expert of each row, [M], ascending
+    ends: Tensor  # where the rows of each expert end, [E] int32
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, transposed: bool = False) -> Tensor:

@@ -45,22 +45,16 @@ class MalformedRow(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """What one row teaches: a conversation, or a text of which the first part may be given.
+    """What one row teaches: a conversation, or a text of which the first part may be given."""
 
-    Args:
-        messages: the turns, each with ``role`` and ``content`` at least; empty for a text. One of ``weight`` 0, as
-            OpenAI's format has it, is not learned.
-        text: the text, when there are no messages.
-        given: how many characters of ``text`` are a prompt that is not learned.
-        given_turns: how many of ``messages`` are a prompt; the assistant's turns among them are not learned either.
-        tools: descriptions of tools, for templates that know them.
-    """
-
+    # the turns, each with ``role`` and ``content`` at least; empty for a text. One of ``weight`` 0, as OpenAI's format
+    # has it, is not learned
     messages: tuple[dict[str, Any], ...] = ()
-    text: str = ""
-    given: int = 0
+    text: str = ""  # the text, when there are no messages
+    given: int = 0  # how many characters of ``text`` are a prompt that is not learned
+    # how many of ``messages`` are a prompt; the assistant's turns among them are not learned either
     given_turns: int = 0
-    tools: tuple[Any, ...] = ()
+    tools: tuple[Any, ...] = ()  # descriptions of tools, for templates that know them
 
     @property
     def documents(self) -> tuple[Document, ...]:

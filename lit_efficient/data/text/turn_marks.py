@@ -24,17 +24,11 @@ _NAME = "lit_efficient_mark"
 
 @dataclass(frozen=True)
 class Placed:
-    """A rendered conversation.
+    """A rendered conversation."""
 
-    Args:
-        text: what the template writes.
-        spans: message -> characters from, to; a message that writes nothing has none.
-        tail: where the text after the last message begins.
-    """
-
-    text: str
-    spans: Mapping[int, tuple[int, int]]
-    tail: int
+    text: str  # what the template writes
+    spans: Mapping[int, tuple[int, int]]  # message -> characters from, to; a message that writes nothing has none
+    tail: int  # where the text after the last message begins
 
 
 def place(

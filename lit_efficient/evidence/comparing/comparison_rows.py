@@ -24,21 +24,13 @@ _Curve = list[tuple[int, float, float]]  # step, seconds, loss
 
 @dataclass
 class Row:
-    """One run.
+    """One run."""
 
-    Args:
-        key: What tells its variant from all others, of whatever name.
-        round: Of the schedule; runs of one round are compared in time.
-        whole: Whether it trains and validates as long as was asked; else it is there for its time alone.
-        run: What was measured.
-        planned: What `plan` predicts for the peak; ``None`` where it was not asked, or cannot.
-    """
-
-    key: str
-    round: int
-    whole: bool
-    run: Measured
-    planned: int | None = None
+    key: str  # what tells its variant from all others, of whatever name
+    round: int  # of the schedule; runs of one round are compared in time
+    whole: bool  # whether it trains and validates as long as was asked; else it is there for its time alone
+    run: Measured  # what was measured
+    planned: int | None = None  # what `plan` predicts for the peak; ``None`` where it was not asked, or cannot
 
 
 class Rows:

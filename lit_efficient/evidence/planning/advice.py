@@ -33,40 +33,25 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A technique that may save memory.
+    """A technique that may save memory."""
 
-    Args:
-        name: Its class.
-        overlay: The config that adds it.
-        cost: Its rank in the catalogue; the smaller, the less it costs.
-        reason: What it saves.
-        computes: One of :data:`TITLES`.
-        sets: Settings of the trainer that its overlay changes, with their values.
-    """
-
-    name: str
-    overlay: str
-    cost: int
-    reason: str
-    computes: str = "same"
+    name: str  # its class
+    overlay: str  # the config that adds it
+    cost: int  # its rank in the catalogue; the smaller, the less it costs
+    reason: str  # what it saves
+    computes: str = "same"  # one of :data:`TITLES`
+    # settings of the trainer that its overlay changes, with their values
     sets: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that makes a fit fit, with its plan.
+    """Something that makes a fit fit, with its plan."""
 
-    Args:
-        title: What it is.
-        change: How to have it.
-        plan: The plan of it.
-        techniques: Those that it adds, what costs least first.
-    """
-
-    title: str
-    change: Change
-    plan: "Plan"
-    techniques: tuple[Candidate, ...] = ()
+    title: str  # what it is
+    change: Change  # how to have it
+    plan: "Plan"  # the plan of it
+    techniques: tuple[Candidate, ...] = ()  # those that it adds, what costs least first
 
     @property
     def words(self) -> list[str]:

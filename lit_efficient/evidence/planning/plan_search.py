@@ -91,23 +91,14 @@ def _line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """The largest value of a setting that fits.
+    """The largest value of a setting that fits."""
 
-    Args:
-        value: The value, ``None`` if none that was tried fits.
-        change: What sets it.
-        plan: Its plan.
-        above: The smallest value known not to fit, ``None`` if every one that was tried fits.
-        above_peak: Bytes that it needs; ``None`` if it is refused.
-        reason: Why it is refused; empty if it needs too much.
-    """
-
-    value: int | None
-    change: Change = AS_IT_IS
-    plan: "Plan | None" = None
-    above: int | None = None
-    above_peak: int | None = None
-    reason: str = ""
+    value: int | None  # the value, ``None`` if none that was tried fits
+    change: Change = AS_IT_IS  # what sets it
+    plan: "Plan | None" = None  # its plan
+    above: int | None = None  # the smallest value known not to fit, ``None`` if every one that was tried fits
+    above_peak: int | None = None  # bytes that it needs; ``None`` if it is refused
+    reason: str = ""  # why it is refused; empty if it needs too much
 
 
 def largest(

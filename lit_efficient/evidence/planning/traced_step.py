@@ -58,27 +58,16 @@ _BY_HAND = 12  # of manual optimization, where a generator may step once in five
 
 @dataclass
 class Traced:
-    """What a few steps without values have shown.
+    """What a few steps without values have shown."""
 
-    Args:
-        memory: Of the largest one behind the first.
-        flops: Of one behind the first.
-        parameters: Number of elements of the network's parameters.
-        trainable: Those that the optimizers step.
-        techniques: Names in the order in which they act, each with what it touched.
-        notes: What was assumed.
-        at_most: Why a real step may take less; empty: it takes as much.
-        at_least: Why it may take more.
-    """
-
-    memory: StepMemory
-    flops: int
-    parameters: int
-    trainable: int
-    techniques: tuple[tuple[str, str], ...]
-    notes: list[str] = field(default_factory=list)
-    at_most: str = ""
-    at_least: str = ""
+    memory: StepMemory  # of the largest one behind the first
+    flops: int  # of one behind the first
+    parameters: int  # number of elements of the network's parameters
+    trainable: int  # those that the optimizers step
+    techniques: tuple[tuple[str, str], ...]  # names in the order in which they act, each with what it touched
+    notes: list[str] = field(default_factory=list)  # what was assumed
+    at_most: str = ""  # why a real step may take less; empty: it takes as much
+    at_least: str = ""  # why it may take more
 
 
 def trace(

@@ -42,29 +42,17 @@ Measure = Callable[[Change, int], "Measured"]  # with the steps that are to be t
 
 @dataclass
 class Row:
-    """What is known of a candidate.
-
-    Args:
-        candidate: The candidate.
-        state: ``ran``, ``too large``, ``refused``, ``failed`` or an empty string before any of it.
-        reason: Why it did not run, or failed.
-        planned: Bytes at the peak of a step by plan; 0 where there is no plan.
-        flops: Of an optimizer step, by plan.
-        peak: Measured bytes; 0 where they cannot be seen.
-        seconds: Of each timed step.
-        amount: Samples or tokens of a step.
-        unit: Which of them.
-    """
+    """What is known of a candidate."""
 
     candidate: Candidate
-    state: str = ""
-    reason: str = ""
-    planned: int = 0
-    flops: float = 0.0
-    peak: int = 0
-    seconds: list[float] = field(default_factory=list)
-    amount: float = 0.0
-    unit: str = ""
+    state: str = ""  # ``ran``, ``too large``, ``refused``, ``failed`` or an empty string before any of it
+    reason: str = ""  # why it did not run, or failed
+    planned: int = 0  # bytes at the peak of a step by plan; 0 where there is no plan
+    flops: float = 0.0  # of an optimizer step, by plan
+    peak: int = 0  # measured bytes; 0 where they cannot be seen
+    seconds: list[float] = field(default_factory=list)  # of each timed step
+    amount: float = 0.0  # samples or tokens of a step
+    unit: str = ""  # which of them
 
     @property
     def cost(self) -> float:

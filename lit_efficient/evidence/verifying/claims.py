@@ -101,35 +101,26 @@ class Claim(ABC):
 
 @dataclass
 class Trace:
-    """What was seen of a fit, on the CPU.
+    """What was seen of a fit, on the CPU."""
 
-    Args:
-        fit: The fit, which is over.
-        start: Weights and buffers before the first step, by name.
-        losses: Of each batch; 0 of steps that return none.
-        batches: As the training step got them, copied.
-        gradients: By name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``.
-        weights: After each optimizer step, the parameters by name; empty, if ``slim``.
-        end: Weights and buffers after the last step, by name.
-        trainable: Names of the parameters that require a gradient when training starts.
-        later: Names of those that techniques have frozen for now when it starts.
-        thawed: Names of the parameters that require one when some later batch begins.
-        tied: Names that one parameter had before the fit, for each that had several.
-        resting: Names of the layers that are in evaluation mode when the last batch begins.
-    """
-
-    fit: Fit
+    fit: Fit  # the fit, which is over
     slim: bool = False
-    start: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    batches: list[Any] = field(default_factory=list)
+    start: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers before the first step, by name
+    losses: list[float] = field(default_factory=list)  # of each batch; 0 of steps that return none
+    batches: list[Any] = field(default_factory=list)  # as the training step got them, copied
+    # by name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    # after each optimizer step, the parameters by name; empty, if ``slim``
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    end: dict[str, Tensor] = field(default_factory=dict)
+    end: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers after the last step, by name
+    # names of the parameters that require a gradient when training starts
     trainable: set[str] = field(default_factory=set)
-    later: set[str] = field(default_factory=set)
+    later: set[str] = field(default_factory=set)  # names of those that techniques have frozen for now when it starts
+    # names of the parameters that require one when some later batch begins
     thawed: set[str] = field(default_factory=set)
+    # names that one parameter had before the fit, for each that had several
     tied: list[list[str]] = field(default_factory=list)
+    # names of the layers that are in evaluation mode when the last batch begins
     resting: set[str] = field(default_factory=set)
 
 

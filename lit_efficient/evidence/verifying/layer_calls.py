@@ -29,27 +29,16 @@ ROWS = 4  # of a batch that are looked at
 
 @dataclass
 class Call:
-    """One call of a layer.
+    """One call of a layer."""
 
-    Args:
-        name: The layer's, in the module.
-        part: The layer.
-        nth: How many calls of it came before.
-        outer: The number of the outermost call that it is a part of.
-        outermost: Whether it is that itself.
-        args: What it got; without a graph that of outermost ones alone.
-        kwargs: What it got by name.
-        output: What it gave.
-    """
-
-    name: str
-    part: nn.Module
-    nth: int
-    outer: int
-    outermost: bool
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    output: Any = None
+    name: str  # the layer's, in the module
+    part: nn.Module  # the layer
+    nth: int  # how many calls of it came before
+    outer: int  # the number of the outermost call that it is a part of
+    outermost: bool  # whether it is that itself
+    args: tuple[Any, ...] = ()  # what it got; without a graph that of outermost ones alone
+    kwargs: dict[str, Any] = field(default_factory=dict)  # what it got by name
+    output: Any = None  # what it gave
 
     @property
     def key(self) -> tuple[str, int]:

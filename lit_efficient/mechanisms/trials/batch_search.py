@@ -36,19 +36,12 @@ from lit_efficient.mechanisms.trials.steps import Trials
 
 @dataclass
 class Trial:
-    """One size that was tried.
+    """One size that was tried."""
 
-    Args:
-        size: Samples a batch and process.
-        accumulation: Batches an optimizer step would have.
-        peak_bytes: The most memory that was in use, up to the failure where it failed.
-        failed_in: ``training`` or ``validation``, or an empty string if it ran.
-    """
-
-    size: int
-    accumulation: int
-    peak_bytes: int = 0
-    failed_in: str = ""
+    size: int  # samples a batch and process
+    accumulation: int  # batches an optimizer step would have
+    peak_bytes: int = 0  # the most memory that was in use, up to the failure where it failed
+    failed_in: str = ""  # ``training`` or ``validation``, or an empty string if it ran
 
     def line(self) -> str:
         """A line of the table of trials."""
