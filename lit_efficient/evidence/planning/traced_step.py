@@ -10,7 +10,6 @@ values, which is noted.
 import contextlib
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,8 +130,7 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
     ):
         _silence(trainer, observer, folder)
         try:
-            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, stand_ins, observer.counter:
-                warnings.simplefilter("ignore")
+            with quiet(warns=False), like_real_ones(), mode, stand_ins, observer.counter:
                 trainer.fit(fit.module, **data)
         finally:
             forget_cached_fakes()

@@ -16,10 +16,10 @@ import math
 import signal
 import sys
 import tempfile
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -40,9 +40,10 @@ from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.rewind import set_random_states
-from lit_efficient.mechanisms.trials.steps import leaves_traces, schedule
+from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet, schedule
 
 T = TypeVar("T")
+silence = partial(quiet, logging.WARNING, warns=False)  # what there is to say is in verdicts
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Subject:
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
         """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces."""
-        with quiet():
+        with silence():
             fit = self.source.make(change)
         trainer = fit.trainer
         if self.alone and trainer.world_size > 1:
@@ -162,7 +163,7 @@ class Subject:
 
     def run(self, fit: Fit) -> None:
         """Train in silence."""
-        with quiet(), _interruptible():
+        with silence(), _interruptible():
             fit.run()
 
     @property
@@ -438,19 +439,6 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _copied(output: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Log nothing and warn of nothing: what there is to say is in verdicts."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 @contextlib.contextmanager

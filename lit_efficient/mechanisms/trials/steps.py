@@ -10,9 +10,10 @@ part. What would leave a trace outside the process does not: loggers, checkpoint
 
 import logging
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any, TextIO
 
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -165,12 +166,15 @@ def leaves_traces(callback: object) -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Say nothing of what is undone afterwards: that a layer thaws, that a size was found."""
+def quiet(level: int = logging.INFO, warns: bool = True, prints: TextIO | None = None) -> Iterator[None]:
+    """Say nothing of what is undone afterwards (that a layer thaws, that a size was found): log up to a level, warn."""
     before = logging.root.manager.disable
-    logging.disable(max(before, logging.INFO))
+    logging.disable(max(before, level))
     try:
-        yield
+        with nullcontext() if prints is None else redirect_stdout(prints), warnings.catch_warnings():
+            if not warns:
+                warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
