@@ -94,11 +94,7 @@ def add_default_parts(
 
 
 class LeftOut(Callback):
-    """Stands in a config for a part of :data:`DEFAULTS` that is not to be added.
-
-    Args:
-        name: Of the part's class.
-    """
+    """Stands in a config for a part of :data:`DEFAULTS` that is not to be added."""
 
     def __init__(self, name: str) -> None:
         self.name = name

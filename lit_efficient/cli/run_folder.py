@@ -90,11 +90,8 @@ def _parent(checkpoint: Path, root: Path) -> str:
 class RunFolder(Callback):
     """Has a fit write into one folder, that of rank 0 on all ranks, and note there what a later run must know.
 
-    Args:
-        root: Where the folders of the runs lie.
-        checkpoint: What the fit resumes, if anything; not by way of ``latest``.
-        changed: Whether the config is another than the checkpoint's.
-        step: The checkpoint's optimizer step.
+    The fit resumes ``checkpoint``, at its ``step``, if anything (not by way of ``latest``); ``changed``: with another
+    config.
     """
 
     def __init__(self, root: Path, checkpoint: Path | None, changed: bool, step: int = 0) -> None:

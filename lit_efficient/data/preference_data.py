@@ -33,12 +33,7 @@ Side = tuple[np.ndarray, np.ndarray]
 class PairRows:
     """The pairs of a split: item i is chosen and rejected, each as ids and labels ``[n]``.
 
-    Args:
-        folder: the cache.
-        split: name of the split.
-        max_length: most tokens of each side.
-        too_long: as for :func:`~lit_efficient.data.text.truncation.cut_pairs`.
-        counts: what is left and what is cut is added to it.
+    What is left, and what `cut_pairs` cuts, is added to ``counts``.
     """
 
     def __init__(self, folder: Path, split: str, max_length: int, too_long: TooLong, counts: Counts) -> None:

@@ -21,12 +21,8 @@ from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
 
 class TaskFailed(Exception):
-    """A task has no result.
-
-    Args:
-        reason: Why, on one line.
-        refused: Whether it was an error of the package's, that the user can mend.
-        late: Whether it took too long.
+    """A task has no result: why, on one line; whether it was an error of the package's, that the user can mend, or took
+    too long.
     """
 
     def __init__(self, reason: str, refused: bool = False, late: bool = False) -> None:

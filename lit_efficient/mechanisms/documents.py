@@ -69,11 +69,7 @@ WAYS = {"position_ids": by_positions, "a block-diagonal mask": by_mask, "lengths
 
 
 class DocumentRows:
-    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees.
-
-    Args:
-        owner: the task, for errors.
-    """
+    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner

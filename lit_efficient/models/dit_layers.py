@@ -75,10 +75,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Full multi-head self-attention: [B, N, D] -> [B, N, D].
 
-    Args:
-        width: Features of a token.
-        heads: Attention heads.
-        qk_norm: Whether queries and keys are brought to a mean square of 1, head by head, with a learned scale.
+    With ``qk_norm`` queries and keys are brought to a mean square of 1, head by head, with a learned scale.
     """
 
     def __init__(self, width: int, heads: int, qk_norm: bool = False) -> None:
@@ -99,14 +96,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from image tokens [B, N, D] to text tokens [B, L, context_width]: [B, N, D].
-
-    Args:
-        width: Features of an image token.
-        heads: Attention heads.
-        context_width: Features of a text token.
-        qk_norm: As in :class:`Attention`.
-    """
+    """Multi-head attention from image tokens [B, N, D] to text tokens [B, L, context_width]: [B, N, D]."""
 
     def __init__(self, width: int, heads: int, context_width: int, qk_norm: bool = False) -> None:
         super().__init__()
@@ -130,15 +120,7 @@ class CrossAttention(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """One adaLN-zero transformer block, with attention to text between the two halves if there is any.
-
-    Args:
-        width: Features of a token.
-        heads: Attention heads.
-        mlp_ratio: Hidden features of the MLP, in multiples of width.
-        qk_norm: Whether queries and keys are normalised, head by head.
-        context_width: Features of a text token; 0 for a block without text.
-    """
+    """One adaLN-zero transformer block, with attention to text between the two halves if a text token has a width."""
 
     def __init__(self, width: int, heads: int, mlp_ratio: int, qk_norm: bool = False, context_width: int = 0) -> None:
         super().__init__()

@@ -172,13 +172,7 @@ class GroupedLayer(Loads):
 
 
 class ExpertLinear(GroupedLayer, nn.Module):
-    """The linear layers of all experts.
-
-    Args:
-        weight: [E, out, in], or [E, in, out].
-        bias: [E, out] or None.
-        transposed: Whether the weight is [E, in, out].
-    """
+    """The linear layers of all experts: weight [E, out, in], or ``transposed`` [E, in, out], and bias [E, out]."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool = False) -> None:
         super().__init__()

@@ -57,10 +57,6 @@ class RandomFeatures(nn.Module):
     """Fixed random 3x3 filters at full, half and quarter resolution, each followed by a ReLU.
 
     Weights have the scale that keeps the size of features (He), and come from a generator of their own.
-
-    Args:
-        channels: Channels of the images.
-        seed: Seed of the filters.
     """
 
     def __init__(self, channels: int, seed: int = _SEED) -> None:

@@ -19,12 +19,9 @@ _ALIGNED = 64  # bytes
 class HostStates:
     """The states of an optimizer in CPU memory that is taken once, and their way to the device and back.
 
-    Copies run on a stream of their own: while a piece is stepped, the next one comes and the last one goes. What is
-    fetched is freed on that stream, too, so that three pieces at most are on the device however far the CPU is ahead.
-
-    Args:
-        optimizer: Any optimizer whose step treats each parameter on its own.
-        piece_bytes: Bytes of the parameters that are stepped at a time.
+    Its step must treat each parameter on its own; ``piece_bytes`` of parameters are stepped at a time. Copies run on a
+    stream of their own: while a piece is stepped, the next one comes and the last one goes. What is fetched is freed on
+    that stream, too, so that three pieces at most are on the device however far the CPU is ahead.
     """
 
     def __init__(self, optimizer: Optimizer, piece_bytes: int) -> None:

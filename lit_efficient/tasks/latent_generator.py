@@ -79,17 +79,7 @@ class Samples:
 
 
 class LatentGenerator(LightningModule):
-    """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them.
-
-    Args:
-        backbone: The network.
-        prediction: What it predicts.
-        schedule: The process that it is trained on.
-        guidance_scale: Strength of classifier-free guidance; 1 is none.
-        sampling_steps: Steps of the sampler.
-        sampler: The sampler.
-        samples: What is sampled for whom to see.
-    """
+    """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them."""
 
     def __init__(
         self,

@@ -121,12 +121,7 @@ def natural_order(path: Path) -> list[tuple[int, int, str]]:
 
 
 class ListedFiles:
-    """Arrays of one row a file, as ``dataset.json`` lists them: {"labels": [["00000/img00000000.npy", 402], ...]}.
-
-    Args:
-        root: The folder.
-        belongs: Which of them are its rows.
-    """
+    """Arrays of one row a file, as ``dataset.json`` lists them: {"labels": [["00000/img00000000.npy", 402], ...]}."""
 
     def __init__(self, root: Path, belongs: Callable[[Path], bool]) -> None:
         self._root, index = root, root / "dataset.json"

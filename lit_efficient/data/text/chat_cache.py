@@ -170,12 +170,7 @@ def _build(recipe: Recipe, target: Path) -> None:
 
 
 class _Chunks:
-    """Rows in chunks, of which the documents are read ahead, and an account of malformed ones in the order of the rows.
-
-    Args:
-        rows: what :class:`Reader` gives, with the split.
-        reader: which knows what it could not read.
-    """
+    """Rows in chunks, of which the documents are read ahead, and an account of malformed ones in the rows' order."""
 
     def __init__(self, rows: Iterator[tuple[str, str, Example]], reader: Reader) -> None:
         self._rows, self._reader = rows, reader

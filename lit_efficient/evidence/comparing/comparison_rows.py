@@ -36,12 +36,8 @@ class Row:
 class Rows:
     """The runs of a comparison, in a file to which each is added when it ends.
 
-    Args:
-        folder: Where the file lies; made if it is missing.
-        about: What a comparison must have in common with that which the folder has begun.
-
     Raises:
-        ConfigurationError: If the folder holds another comparison.
+        ConfigurationError: If the folder holds another comparison than ``about`` tells.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:

@@ -60,17 +60,11 @@ class Schedule:
 
 
 class Comparing:
-    """The runs of a comparison, of those that are missing in a folder.
+    """The runs of a comparison of a fit as it is and changed, of those that are missing in a folder.
 
-    Args:
-        source: Makes the fit.
-        changes: What is compared with it as it is.
-        schedule: How much is run.
-        folder: For the runs; ``None`` is one that only this comparison has, below ``runs/compare``.
-        elsewhere: Makes other held-out data.
-        said: Gets the progress.
-        alone: Leave out all together and all but one.
-        planner: Makes the fit for its plan; ``None``: ``source``.
+    Without one they have a folder of their own below ``runs/compare``. ``elsewhere`` makes other held-out data,
+    ``said`` gets the progress, ``alone`` leaves out all together and all but one, and ``planner`` makes the fit for its
+    plan.
     """
 
     def __init__(

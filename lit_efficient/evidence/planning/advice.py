@@ -163,15 +163,10 @@ def _with(base: Change, chosen: Sequence[Candidate]) -> Change:
 
 
 class Adviser:
-    """Finds what makes a fit fit.
+    """Finds what makes a fit fit, among candidates.
 
-    Args:
-        predictions: What tells plans.
-        among: What may be added.
-        fit: The fit.
-        batch: The setting that is its batch, if there is one.
-        length: Finds the setting that is its context; raises if there is none.
-        normalises: Whether the network normalises over a batch, so that half a batch is not half of it.
+    ``batch`` is the setting that is its batch, if there is one, ``length`` finds that which is its context, or raises;
+    ``normalises``: the network does so over a batch, so that half a batch is not half of it.
     """
 
     def __init__(

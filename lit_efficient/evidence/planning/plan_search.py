@@ -30,12 +30,9 @@ class Refusal:
 
 
 class Predictions:
-    """Plans of changes, each made once and kept.
+    """Plans of changes, each made once and kept; ``limit`` is what one may need to fit.
 
-    Args:
-        predict: Makes one.
-        limit: Bytes that it may need to fit.
-        say: Gets a line now and then, of what is being done and how long it will take.
+    ``say`` gets a line now and then, of what is being done and how long it will take.
     """
 
     def __init__(

@@ -59,13 +59,10 @@ class Candidate:
 
 
 class Space:
-    """The candidates of a fit.
+    """The candidates of a fit, whose weights are not needed.
 
-    Args:
-        fit: The fit as it is; its weights are not needed.
-        allow: Options that change what is computed and may be tried: names, or ``True`` for all but other trainings.
-        only: Names of options, if not all are to be tried.
-        batch: The setting that holds the batch size, or ``auto``.
+    ``allow`` has options that change what is computed and may be tried: names, or ``True`` for all but other trainings;
+    ``only`` names those that are to be tried, and ``batch`` the setting that holds the batch size, or is ``auto``.
 
     Raises:
         ConfigurationError: If a name is unknown, or a technique of the fit sets the batch size itself.

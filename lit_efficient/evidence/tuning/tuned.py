@@ -100,12 +100,7 @@ def tune(
 
 
 class Tuned:
-    """What a search has found.
-
-    Args:
-        search: The search, which may have been stopped.
-        device: Where it ran.
-    """
+    """What a search has found, which may have been stopped."""
 
     def __init__(self, search: Search, device: torch.device) -> None:
         self.search, self.space, self.device = search, search.space, device

@@ -78,11 +78,9 @@ class Row:
 
 
 class Ledger:
-    """Results by what was asked, a line each in a file: what is there already is not done again.
+    """Results by what was asked, a line each in a file, if any: what is there already is not done again.
 
-    Args:
-        file: The file; ``None`` keeps nothing.
-        key: What tells one search from another in the same file.
+    The key tells one search from another in the same file.
     """
 
     def __init__(self, file: Path | None = None, key: str = "") -> None:
@@ -115,15 +113,9 @@ class _OutOfTime(Exception):
 class Search:
     """A search for the fastest candidate.
 
-    Args:
-        space: What is searched.
-        predict: Plans a change; its refusals are errors of this package.
-        measure: Runs a change.
-        limit: Bytes that a step may take.
-        steps: Timed steps of a first run.
-        seconds: After which nothing new begins.
-        ledger: Results of before.
-        say: Hears now and then how far it is.
+    ``predict`` plans a change, and its refusals are errors of this package; ``measure`` runs one. A step may take
+    ``limit`` bytes, a first run has so many timed ``steps``, after so many ``seconds`` nothing new begins, and ``say``
+    hears how far it is.
     """
 
     def __init__(

@@ -126,14 +126,10 @@ class Trace:
 
 
 class Subject:
-    """The fit that claims are checked on, made anew for each run of a few steps.
+    """The fit that claims are checked on, made anew for each run of a few steps below a folder.
 
-    Args:
-        source: Makes the fit.
-        folder: Where runs may write.
-        full: Take a large model as it is.
-        shortened: What was done to the model to make it small, as a clause; empty for one that is as it is.
-        alone: Whether a fit of several processes is one of this process alone.
+    ``full`` takes a large model as it is; else ``shortened`` is what was done to it, as a clause. ``alone``: a fit of
+    several processes is one of this process alone.
     """
 
     def __init__(

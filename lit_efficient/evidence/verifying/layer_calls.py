@@ -97,10 +97,6 @@ class Bench:
     """A module in a fit before its first batch, whose steps are tried again and again from one state.
 
     Optimizers do nothing. What is zero at the start, and would hide all that lies behind it, gets small numbers.
-
-    Args:
-        trainer: The trainer.
-        module: The module.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:

@@ -67,14 +67,8 @@ class FoundBatch:
 class BatchSearch:
     """One search on a trainer that stands before its first epoch.
 
-    Args:
-        trainer: The trainer.
-        place: What holds the batch size.
-        memory_limit: Bytes that may be used, as a number or a text; ``None`` for all there are.
-        margin: Share of it to keep free.
-        include_validation: Whether to validate, too.
-        scan: Samples to look at for the longest ones.
-        idle: Names of callbacks that must not act.
+    Of the memory that may be used, or all there is, ``margin`` is a share to keep free; ``scan`` samples are looked at
+    for the longest ones, and callbacks whose classes ``idle`` names do not act.
     """
 
     def __init__(

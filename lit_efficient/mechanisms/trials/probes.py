@@ -87,9 +87,7 @@ def check_loader(loader: Any, owner: str) -> None:
 class ProbeBatches:
     """Makes batches of a loader's longest samples, of its batch size and with its collate function.
 
-    Args:
-        loader: A loader that :func:`check_loader` accepts.
-        indices: The longest samples' indices or keys, largest first; they are repeated where the batch is larger.
+    Indices or keys come largest first; they are repeated where the batch is larger.
     """
 
     def __init__(self, loader: DataLoader[Any], indices: Sequence[Any]) -> None:
