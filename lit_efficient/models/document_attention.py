@@ -99,11 +99,7 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, flex: 
 
 
 def visible_blocks(starts: Tensor) -> BlockMask:
-    """FlexAttention's table of the blocks of keys that a block of queries has to do with: those from its first start.
-
-    Args:
-        starts: of `document_starts`, ``[B, T]``.
-    """
+    """FlexAttention's table of the blocks of keys that a block of queries meets: those from its first start."""
     length = starts.shape[1]
     blocks = torch.arange(-(-length // _BLOCK), dtype=torch.int32, device=starts.device)
     first = (starts[:, ::_BLOCK] // _BLOCK).int()[:, None]  # starts never fall within a row
