@@ -30,6 +30,7 @@ from lit_efficient import (
     MuonAdamW,
     NEFTune,
     NonFiniteGuard,
+    Parallel,
     ShardedStrategy,
     SignalCheckpoint,
     StochasticRounding,
@@ -102,7 +103,7 @@ def fit(
 ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
     """A fit on this rank, or of one process: the trainer, the losses [S] of all ranks, and the whole weights."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    shared = sharding.get("tensor_parallel", 1) if isinstance(sharding, dict) else 1  # processes that see one batch
+    shared = sharding.get("parallel", Parallel()).tensor if isinstance(sharding, dict) else 1  # that see one batch
     dataset = data(8 * STEPS).dataset
     # Rows r, r + 2, ... of a batch.
     sampler: Any = DistributedSampler(dataset, world // shared, rank // shared, shuffle=False)
@@ -214,7 +215,7 @@ SHARING = (Tied, Image, Qwen)
 
 def sharing() -> None:
     """Two processes share the layers of a plan: the losses, what each holds, and two halves of one run."""
-    shared = {"tensor_parallel": 2}
+    shared = {"parallel": Parallel(tensor=2)}
     for network in SHARING:
         run, losses, weights = fit(lambda: [NonFiniteGuard()], network, sharding=shared, gradient_clip_val=0.05)
         held = sum(p.to_local().numel() for p in run.lightning_module.parameters())
@@ -242,7 +243,7 @@ def sharing_and_sharding() -> None:
     """Two by two; and four that shard, for others to go on with."""
     half, _, _ = fit(list, Tied, 1, sharding={})
     half.save_checkpoint("four.ckpt", weights_only=False)
-    _, losses, _ = fit(list, Tied, sharding={"tensor_parallel": 2}, gradient_clip_val=0.05)
+    _, losses, _ = fit(list, Tied, sharding={"parallel": Parallel(tensor=2)}, gradient_clip_val=0.05)
     if dist.get_rank() == 0:
         torch.save(losses, "losses.pt")
 
