@@ -81,15 +81,7 @@ def of_whole_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_slices(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None) -> Tensor:
-    """On a CPU, attention of this process's slices to whole rows, of which it keeps neither keys nor a mask.
-
-    Args:
-        query: of the slices, ``[B, heads, T / n, head_dim]``.
-        key: ``[B, kv_heads, T / n, head_dim]``.
-        value: as ``key``.
-        starts: where the document of each token of whole rows begins, ``[B, T]``.
-        scale: of the products of queries and keys; None is ``1 / sqrt(head_dim)``.
-    """
+    """On a CPU, `attend_documents` of slices: neither the keys of whole rows nor a mask are kept."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (heads.to(torch.get_autocast_dtype("cpu")) for heads in (query, key, value))
     return _Slices.apply(query, torch.stack((key, value)), starts, scale)  # type: ignore[no-any-return, no-untyped-call]

@@ -14,6 +14,7 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, partialmethod
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -50,6 +51,7 @@ from lit_efficient.surgery import count, is_sharded, reshard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALF = "bf16-mixed"
+_ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
 
 
 _ALONE = Parallel()
@@ -192,7 +194,7 @@ class ShardedStrategy(ShardingBase):
     def _shard(self, module: nn.Module) -> str:
         """Shard ``module`` in place, and say how."""
         found, units, heads = self._units(module)
-        self._check_formats(module, units)
+        check_formats(module, units)
         same_everywhere(module, self.root_device)
         divided = self._divide(module)
         how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
@@ -296,13 +298,6 @@ class ShardedStrategy(ShardingBase):
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
 
-    def _check_formats(self, module: nn.Module, units: list[nn.Module]) -> None:
-        inside = {id(p) for unit in units for p in unit.parameters()}
-        rest = [p for p in module.parameters() if id(p) not in inside]
-        for unit in units:
-            _check_format([*unit.parameters()], f"{type(unit).__name__}, a unit,")
-        _check_format(rest, "the rest of the module")
-
     # A step ----------------------------------------------------------------------------------------------------------
 
     def _step(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +325,15 @@ class ShardedStrategy(ShardingBase):
                 part.set_requires_gradient_sync(True, recurse=False)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        try:
+            stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if "Sharding propagation failed" not in str(error):
+                raise
+            raise ConflictError(
+                f"ShardedStrategy: a step of {type(optimizer).__name__} has an operation that shards do not have: use "
+                f"an optimizer that steps them (GroupedAdafactor for Adafactor), or strategy='ddp'"
+            ) from error
         reshard(self._module)  # a hook may have gathered weights that are old now
         return stepped
 
@@ -367,7 +370,9 @@ class ShardedStrategy(ShardingBase):
                     return super().load_checkpoint(path, True)
                 except CheckpointException as error:
                     first = next(iter(error.failures.values()))[0]
-                    raise CheckpointError(f"{path} does not fit the module or its optimizer: {first}") from error
+                    raise CheckpointError(
+                        f"{path} does not fit module or optimizer: {str(first).rstrip('.')}. {_ADVICE}"
+                    ) from error
 
 
 @contextmanager
@@ -394,6 +399,10 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
         CheckpointError: If weights or states do not fit.
     """
     checkpoint = load_verified(path, verify=False, mapped=True)
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"{path} is none of Lightning's: load its weights into the module, and name no checkpoint"
+        )
     saved, own = checkpoint.pop("state_dict"), module.state_dict()
     if missing := [name for name in own if name not in saved] if module.strict_loading else []:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of the module: {', '.join(missing[:3])}")
@@ -404,13 +413,19 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
     module.load_state_dict(found, strict=False)
     states = checkpoint.get("optimizer_states", [])
     for optimizer, state in zip(optimizers, states, strict=False):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        ids = [key for group in state["param_groups"] for key in group["params"]]
-        if len(ids) != len(parameters):
-            raise CheckpointError(f"{path}: its optimizer holds {len(ids)} parameters, and this one {len(parameters)}")
-        like = dict(zip(ids, parameters, strict=True))
+        given = [[*group["params"]] for group in optimizer.param_groups]
+        kept = [[*group["params"]] for group in state["param_groups"]]
+        sizes = [[*map(len, groups)] for groups in (kept, given)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"{path}: its optimizer has groups of {sizes[0]} parameters, and this one of {sizes[1]}. {_ADVICE}"
+            )
+        like = dict(zip(chain(*kept), chain(*given), strict=True))
         of = {key: {k: _state_of(like[key], v) for k, v in one.items()} for key, one in state["state"].items()}
+        needed = optimizer.param_groups[0].keys()
         optimizer.load_state_dict({**state, "state": of})
+        if missing := sorted(needed - optimizer.param_groups[0].keys() & optimizer.defaults.keys()):
+            raise CheckpointError(f"{path}: its optimizer has no {missing[0]!r}, which this one needs. {_ADVICE}")
     return checkpoint
 
 
@@ -508,11 +523,7 @@ def _cut(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_slices(module: Any, trainer: Any) -> None:
-    """Refuse a module, or a technique of its trainer, that looks at whole rows.
-
-    Raises:
-        ConflictError: Naming it, and why.
-    """
+    """Refuse a module, or a technique of its trainer, that looks at whole rows, by a `ConflictError` that says why."""
     if not getattr(module, "takes_slices", False):
         raise ConflictError(
             f"ShardedStrategy: {type(module).__name__} does not say that it trains on slices of rows (takes_slices): "
@@ -526,11 +537,15 @@ def check_slices(module: Any, trainer: Any) -> None:
             )
 
 
-def _check_format(parameters: Sequence[Tensor], what: str) -> None:
-    formats = {p.dtype for p in parameters if p.requires_grad}
-    if len(formats) > 1:
-        named = " and ".join(sorted(str(one).removeprefix("torch.") for one in formats))
-        raise ConfigurationError(
-            f"ShardedStrategy: trained parameters of {what} are {named}, and what is gathered together has one format: "
-            "train them in one, or name smaller units with blocks="
-        )
+def check_formats(module: nn.Module, units: list[nn.Module]) -> None:
+    """Refuse trained parameters of several formats in what is gathered together: a unit, or the rest of the module."""
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    parts = [(f"{type(unit).__name__}, a unit,", [*unit.parameters()]) for unit in units]
+    parts.append(("the rest of the module", [p for p in module.parameters() if id(p) not in inside]))
+    for what, parameters in parts:
+        formats = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad})
+        if len(formats) > 1:
+            raise ConfigurationError(
+                f"ShardedStrategy: trained parameters of {what} are {' and '.join(formats)}, and what is gathered "
+                "together has one format: train them in one, or name smaller units with blocks="
+            )

@@ -172,7 +172,7 @@ def numbers_memory_and_refusals() -> None:
 
 def _held(make: Callable[[], list[Any]], cut: bool) -> int:
     """Most bytes of a forward and a backward pass of a long row."""
-    network = GPT(replace(OURS, max_length=2048, dim=64))
+    network = GPT(replace(OURS, max_length=2048, dim=64, depth=4, hidden_dim=None))
     for technique in make():
         technique.transform(network)
     ids = torch.arange(2048)[None] % VOCABULARY

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -24,6 +24,7 @@ from lit_efficient import (
     BlockSwap,
     ChunkedCrossEntropy,
     ConfigurationError,
+    ConflictError,
     GroupedAdafactor,
     KahanSummation,
     LoRA,
@@ -237,6 +238,49 @@ def sharing() -> None:
     ):
         with pytest.raises(LitEfficientError, match=said):
             fit(make, refused, sharding=shared)
+
+
+class Stepped(Toy):
+    """By an optimizer of its own."""
+
+    make: ClassVar[Callable[..., Any]]
+
+    def configure_optimizers(self) -> Any:
+        return self.make([*self.parameters()])
+
+
+def other_optimizers() -> None:
+    """What goes on with another optimizer's states, or steps what shards cannot, says so in a sentence."""
+    adam, sgd = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+    def halves(parameters: list[Any]) -> Any:
+        return torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
+
+    def stepped(make: Any, in_shards: bool, path: str | None = None) -> Any:
+        Stepped.make = staticmethod(make)
+        chosen = strategy(save_distributed_checkpoint=in_shards)
+        run = trainer([], devices=2, strategy=chosen, max_epochs=1 if path is None else 2, limit_val_batches=0)
+        run.fit(Stepped("init", network=Net), data(), ckpt_path=path)
+        return run
+
+    with pytest.raises(ConflictError, match="a step of Adafactor has an operation that shards do not have"):
+        stepped(torch.optim.Adafactor, True)
+    for in_shards, path in ((True, "folder.ckpt"), (False, "file.ckpt")):
+        stepped(adam, in_shards).save_checkpoint(path)
+        for make, said in (
+            (sgd, "does not fit module or optimizer: .*momentum_buffer" if in_shards else "has no 'dampening', which"),
+            (
+                halves,
+                r"param_groups\.1\.lr" if in_shards else r"has groups of \[28\] parameters, and this one of \[2, 26\]",
+            ),
+        ):
+            with pytest.raises(CheckpointError, match=f"{path}.*{said}.*Go on with the optimizer that wrote it"):
+                stepped(make, in_shards, path)
+    if dist.get_rank() == 0:
+        torch.save({"state_dict": {}}, "foreign.ckpt")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"foreign\.ckpt is none of Lightning's: load its weights"):
+        stepped(adam, True, "foreign.ckpt")
 
 
 def sharing_and_sharding() -> None:

@@ -180,6 +180,11 @@ def test_slices_hold_half_and_what_needs_whole_rows_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.turns(4, family="ranks")
+def test_other_optimizers_and_what_they_left_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    run_ranks(sharded.other_optimizers, tmp_path)
+
+
+@pytest.mark.turns(4, family="ranks")
 def test_optimizers_of_whole_matrices_step_shards_alike(tmp_path: Path) -> None:
     run_ranks(sharded.steps_of_shards, tmp_path)
 
