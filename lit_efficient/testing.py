@@ -49,7 +49,6 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and what the block adds to it."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -63,7 +62,6 @@ class Net(nn.Module):
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stem, the blocks in order, the head."""
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
@@ -250,7 +248,6 @@ class Watch(L.Callback):
         self._taken: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what training starts from."""
         self.run.start = weights(pl_module)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, InBackward):
@@ -258,7 +255,6 @@ class Watch(L.Callback):
         self.run.reports = reports_of(pl_module, techniques_of(trainer))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Note the gradients."""
         early = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, InBackward)]
         taken = {p for optimizer in early for p in optimizer.gradients_taken}
         away = {p: g for o in trainer.optimizers if o not in early for p, g in gradients_of(o).items()}
@@ -273,13 +269,11 @@ class Watch(L.Callback):
         self._taken[name] = parameter.grad.detach().clone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the batch."""
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
         seen, now = dict(pl_module.seen), weights(pl_module)
         self.run.steps.append(Step(trainer.global_step, outputs["loss"], seen, now, self.gradients, rates))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save."""
         if not self.saves:
             return
         try:

@@ -189,11 +189,7 @@ class GradientNoiseScale(Technique):
         return max(noise, 0.0) / signal if signal > 0 else math.inf if weight else math.nan
 
     def advice(self, rates: list[float]) -> str:
-        """What batch and which rates would be right, in a sentence.
-
-        Args:
-            rates: Those of now, by group.
-        """
+        """What batch and which rates (those of now, by group) would be right, in a sentence."""
         scale, now = self.noise_scale(), self._samples
         text = f"GradientNoiseScale: {short_number(scale)} samples, with {now} a step"
         if not math.isfinite(scale) or not scale:
@@ -208,7 +204,6 @@ class GradientNoiseScale(Technique):
         return f"{text}: {change}. With {new} a step, instead of the rate {now_shown} take {' or '.join(shown)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, the same on all processes."""
         sums = None if self._sums is None else self._sums.detach().cpu().clone()
         return {"sums": sums, "samples": self._samples}
 

@@ -75,13 +75,11 @@ class ThroughputBar(TQDMProgressBar):
         self._counted, self._rate = 0, None
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Name the epoch; the bar goes on."""
         self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count; refresh now and then."""
         count, self._unit = count_batch(batch)
         self._counted += count * readers(trainer)
         before, (self._position, _) = self._position, run_position(trainer, batch_idx + 1)
@@ -172,12 +170,7 @@ class ThroughputBar(TQDMProgressBar):
 
 
 def run_position(trainer: Trainer, batches: int) -> tuple[int, int | None]:
-    """(optimizer steps, ``max_steps``) if that ends the run; else (batches of all epochs, their total or None).
-
-    Args:
-        trainer: while it fits.
-        batches: batches of the current epoch that are done.
-    """
+    """(optimizer steps, ``max_steps``) if that ends the run; else (batches of all epochs, their total or None)."""
     per_epoch, steps, epochs = trainer.num_training_batches, trainer.max_steps, trainer.max_epochs
     limit = None
     if per_epoch != float("inf") and epochs is not None and epochs >= 0:

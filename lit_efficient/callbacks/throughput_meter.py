@@ -144,7 +144,6 @@ class ThroughputMeter(RunFigures):
         return {"flops": asdict(self.flops), "by_type": by_type, "trained": self._trained, "techniques": self._beside}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was counted."""
         self.flops, self._trained, self._left = Flops(**state_dict["flops"]), state_dict["trained"], 0
         self._by_type = Counter({getattr(torch, name): count for name, count in state_dict["by_type"].items()})
         self._beside = state_dict.get("techniques")

@@ -31,12 +31,16 @@ from lit_efficient.models.dit import DiT
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.signs_of_training import sign_of_training
 from lit_efficient.optimizers.rates import split_groups
-from lit_efficient.surgery import own_draws
+from lit_efficient.surgery import inputs_first, own_draws
 from lit_efficient.technique import Technique
 
 _QUERIES = re.compile(r"(?:.*\.)?(?:q_norm|query|q_proj|q)")  # of our networks and of transformers' Llama and kin
 _FACTOR = "_lit_efficient_rate_factors"  # of a network: name of a parameter -> what its rate is multiplied by
 _PATIENCE = 1e-3
+_MORE_SIZES = {  # of configs of transformers, beside the width: whole numbers of what
+    **dict.fromkeys(("intermediate_size", "n_inner"), "hidden features"),
+    "num_key_value_heads": "key heads",
+}
 
 
 def width_factors(shape: tuple[int, ...], base: tuple[int, ...], looked_up: bool = False) -> tuple[float, float]:
@@ -61,10 +65,10 @@ class WidthTransfer(Technique):
     """Scale initial weights and rates so that what was tuned at a base width and depth is right at this one.
 
     For networks that are trained from their beginning, with Adam, AdamW or Lion: our GPT and DiT, models of
-    transformers made of linear layers (Llama and kin), and any network with attributes ``width`` and ``depth`` and a
-    method ``at_width(width, depth)`` that returns one like it in that size. At the base width and depth it changes
-    nothing. The deviations to start from are those that the network has at its base size, whatever rule it draws by.
-    Let the rate, the steps, the batch and the data be those of the tuned run.
+    transformers made of linear layers (Llama and kin, GPT-2), and any network with attributes ``width`` and ``depth``
+    and a method ``at_width(width, depth)`` that returns one like it in that size. At the base width and depth it
+    changes nothing. The deviations to start from are those that the network has at its base size, whatever rule it
+    draws by. Let the rate, the steps, the batch and the data be those of the tuned run.
 
     Args:
         base_width: Width of the residual stream that was tuned at, at least 1; it must leave whole heads.
@@ -120,7 +124,8 @@ class WidthTransfer(Technique):
             factors, beginnings = self._factors(network, width, depth)
             network.__dict__[_FACTOR] = factors
             for key, factor in beginnings.items():
-                network.get_parameter(key).mul_(factor)
+                parameter, layer = network.get_parameter(key), network.get_submodule(key.rpartition(".")[0])
+                parameter.add_(factor - 1) if _adds_one(layer, parameter) else parameter.mul_(factor)
             names.append(name)
             changed += sum(network.get_parameter(key).numel() for key in factors)
             said.append(
@@ -162,6 +167,7 @@ class WidthTransfer(Technique):
             base = _at_size(network, self.base_width, base_depth, self.heads)
         theirs = dict(base.named_parameters())
         looked_up = {id(p) for part in network.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        turned = {id(part.weight) for part in network.modules() if inputs_first(part)}
         ends = _end_parameters(network)
         if depth != base_depth and not ends:
             raise ConfigurationError(
@@ -173,7 +179,9 @@ class WidthTransfer(Technique):
             key = name if name in theirs else re.sub(r"\.\d+\.", ".0.", name, count=1)
             if key not in theirs:  # what was added to the network does not grow with it
                 continue
-            start, rate = width_factors(tuple(parameter.shape), tuple(theirs[key].shape), id(parameter) in looked_up)
+            order = -1 if id(parameter) in turned else 1
+            shapes = tuple(parameter.shape[::order]), tuple(theirs[key].shape[::order])
+            start, rate = width_factors(*shapes, id(parameter) in looked_up)
             more = base_depth / depth if id(parameter) in ends else 1.0
             more *= queries.get(id(parameter), 1.0)
             if rate * more != 1:
@@ -252,9 +260,13 @@ def _at_size(network: Any, width: int, depth: int, heads: str) -> nn.Module:
     new = type(config)(**{key: value for key, value in fields.items() if key != "layer_types"})
     inner = new.get_text_config()
     inner.hidden_size, inner.num_hidden_layers = width, depth
-    inner.intermediate_size = less(text.intermediate_size, "hidden features")
     inner.num_attention_heads = count(text.num_attention_heads, "heads")
-    inner.num_key_value_heads = count(text.num_key_value_heads, "key heads")
+    for field, what in _MORE_SIZES.items():
+        number = getattr(text, field, None)
+        if number is not None:
+            setattr(inner, field, (count if "heads" in field else less)(number, what))
+    if not {"intermediate_size", "n_inner"} & fields.keys() and text is config:
+        raise ConfigurationError(f"WidthTransfer: a {type(config).__name__} does not say how wide its feed-forward is")
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     inner.head_dim = size if heads == "grow" else less(size, "features of a head")
     return type(network)(new)
@@ -278,6 +290,13 @@ def _end_parameters(network: nn.Module) -> set[int]:
         for layer, norm, _ in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
             found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
     return found
+
+
+def _adds_one(layer: nn.Module, weight: Tensor) -> bool:
+    """Whether a norm multiplies by one plus its weight, as Gemma's, whose weight begins at zero."""
+    if weight.ndim != 1 or weight is not getattr(layer, "weight", None) or weight.any():
+        return False
+    return bool(layer(torch.arange(len(weight), dtype=weight.dtype, device=weight.device)[None]).any())
 
 
 def _check_scale_free(optimizer: Any) -> None:

@@ -147,11 +147,8 @@ def adds_to_input(
 ) -> bool | None:
     """Whether a forward adds what its layers make of an argument to that argument; ``None`` if it hides it.
 
-    Args:
-        module: Any module.
-        adding: Identities of its parts that are known to do so: what they return is their input still.
-        whole: Look into its parts, too; else the addition must stand in its own code.
-        argument: Which one, of those that must be given.
+    Parts whose identities are in ``adding`` are known to do so: what they return is their input still. ``whole`` looks
+    into the other parts, too; else the addition must stand in its own code.
     """
 
     def opaque(part: nn.Module) -> bool:

@@ -82,13 +82,7 @@ class MatrixHead:
 
 
 class ModuleHead:
-    """Any function of [n, H] to [n, V], differentiated by autograd, a chunk at a time.
-
-    Args:
-        call: The function.
-        hidden: The hidden states [N, H], for dtype and device.
-        parameters: What trains.
-    """
+    """Any function of [n, H] to [n, V], differentiated by autograd, a chunk at a time."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], hidden: Tensor, parameters: Sequence[Tensor]) -> None:
         self.call = call

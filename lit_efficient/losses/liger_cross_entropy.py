@@ -29,10 +29,7 @@ def installed() -> bool:
 def why_not(device: torch.device, dtype: torch.dtype, terms: Any) -> str:
     """Why Liger's kernel is not taken for such logits; empty where it gives the numbers of ``terms``, which is tried.
 
-    Args:
-        device: Of the logits: a GPU, or a CPU under ``TRITON_INTERPRET=1``.
-        dtype: Of the logits.
-        terms: A :class:`lit_efficient.losses.chunked_cross_entropy.TokenLoss`.
+    The device is a GPU, or a CPU under ``TRITON_INTERPRET=1``.
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Liger's kernel runs on GPUs, not on {device.type}"

@@ -70,11 +70,7 @@ WAYS = {"position_ids": by_positions, "a block-diagonal mask": by_mask, "lengths
 
 
 class DocumentRows:
-    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees.
-
-    Args:
-        owner: the task, for errors.
-    """
+    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
@@ -87,11 +83,8 @@ class DocumentRows:
     ) -> _Inputs:
         """What to call the network with. ``input_ids`` may be ``[1, B T]`` then, and so is what comes back.
 
-        Args:
-            network: a `GPT` or a causal model of transformers, on the device of the batch.
-            batch: ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded; or
-                slices of rows (`own_slices`).
-            agree: whether all processes say yes, where several call at once.
+        The batch has ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded,
+        or slices of rows (`own_slices`); ``agree`` says whether all processes say yes, where several call at once.
 
         Raises:
             ConfigurationError: if a token sees later ones, nothing keeps the documents of a row apart, or, of slices,

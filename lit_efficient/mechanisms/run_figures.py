@@ -44,7 +44,6 @@ class RunFigures(Callback):
         self._begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Note the rates that the step is made with."""
         self._noted = [] if self._logs(trainer) else None
         if self._logs(trainer) and not any(_is_rate_monitor(callback) for callback in trainer.callbacks):
             self._rates = rates_of(trainer.optimizers)

@@ -108,7 +108,7 @@ def _in_blocks(
 
 
 def visible_blocks(starts: Tensor, places: Tensor | None = None) -> BlockMask:
-    """FlexAttention's table of the blocks of keys that a block of queries has to do with: those from its first start.
+    """FlexAttention's table of the blocks of keys that a block of queries meets: those from its first start.
 
     Args:
         starts: of `document_starts`, ``[B, T]``.

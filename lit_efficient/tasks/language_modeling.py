@@ -223,7 +223,6 @@ class LanguageModeling(LightningModule):
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
-        """As for validation, under ``test/``."""
         self._log_epoch("test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str] | Tensor:

@@ -97,7 +97,6 @@ class PairTask(LanguageModeling):
         """Nothing: the steps have logged."""
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As for validation, under ``test/``."""
         self._log(self.compare(batch), "test")
 
     def on_test_epoch_end(self) -> None:

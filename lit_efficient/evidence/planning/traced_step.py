@@ -10,7 +10,6 @@ values, which is noted.
 import contextlib
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,27 +57,16 @@ _BY_HAND = 12  # of manual optimization, where a generator may step once in five
 
 @dataclass
 class Traced:
-    """What a few steps without values have shown.
+    """What a few steps without values have shown."""
 
-    Args:
-        memory: Of the largest one behind the first.
-        flops: Of one behind the first.
-        parameters: Number of elements of the network's parameters.
-        trainable: Those that the optimizers step.
-        techniques: Names in the order in which they act, each with what it touched.
-        notes: What was assumed.
-        at_most: Why a real step may take less; empty: it takes as much.
-        at_least: Why it may take more.
-    """
-
-    memory: StepMemory
-    flops: int
-    parameters: int
-    trainable: int
-    techniques: tuple[tuple[str, str], ...]
-    notes: list[str] = field(default_factory=list)
-    at_most: str = ""
-    at_least: str = ""
+    memory: StepMemory  # of the largest one behind the first
+    flops: int  # of one behind the first
+    parameters: int  # number of elements of the network's parameters
+    trainable: int  # those that the optimizers step
+    techniques: tuple[tuple[str, str], ...]  # names in the order in which they act, each with what it touched
+    notes: list[str] = field(default_factory=list)  # what was assumed
+    at_most: str = ""  # why a real step may take less; empty: it takes as much
+    at_least: str = ""  # why it may take more
 
 
 def trace(
@@ -86,13 +74,9 @@ def trace(
 ) -> Traced:
     """Run two steps of a fit without values, of manual optimization a dozen.
 
-    Args:
-        fit: The fit, whose parts are real, on the meta device or fakes of ``mode``; its data is prepared.
-        make: Makes the fit anew, where a callback of it cannot take part.
-        batch: What the loader yields: tensors of any kind, in any structure.
-        batches: How many an epoch has; ``None``: nobody knows.
-        mode: The mode that knows the fakes.
-        block: Bytes that sizes are rounded up to.
+    The fit's parts are real, on the meta device or fakes of ``mode``, and its data is prepared; ``make`` makes it anew,
+    where a callback of it cannot take part. The batch holds tensors of any kind, in any structure; an epoch has
+    ``batches``, if that is known. Sizes are rounded up to ``block`` bytes.
     """
     left_out: dict[str, str] = {}
     data = fit.data
@@ -146,8 +130,7 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
     ):
         _silence(trainer, observer, folder)
         try:
-            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, stand_ins, observer.counter:
-                warnings.simplefilter("ignore")
+            with quiet(warns=False), like_real_ones(), mode, stand_ins, observer.counter:
                 trainer.fit(fit.module, **data)
         finally:
             forget_cached_fakes()
