@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lit_efficient.internals.hugging_face import set_attention
+from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.torch_compiler import runs_eagerly
 
 _BLOCK = 128
@@ -60,12 +61,15 @@ def attend_documents(
         dropout: rate at which weights of the attention are dropped.
         scale: of the products of queries and keys; None is ``1 / sqrt(head_dim)``.
     """
-    kind, length = query.device.type, query.shape[2]
+    kind, length = kind_of(query.device), query.shape[2]
     how: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     compiling = torch.compiler.is_compiling()
     if kind == "cpu" and type(starts) is Tensor and not compiling:
         return _one_by_one(query, key, value, starts, **how)
     takes = kind == "cuda" and length > _BLOCK and not dropout and query.dtype == key.dtype == value.dtype
+    if takes and kind != query.device.type:  # a plan's tensors: this keeps what FlexAttention keeps
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **how)
     if takes and (compiling or _flex_works(query.dtype, query.shape[-1])):
         return _in_blocks(query, key, value, starts, flex_attention if compiling else _flex(), scale)
     index = torch.arange(length, device=starts.device)
