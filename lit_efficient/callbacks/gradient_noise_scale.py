@@ -83,6 +83,7 @@ class GradientNoiseScale(Technique):
 
     leaves_traces = True  # it logs, and adds up over processes
     computes: ClassVar[str] = "same"
+    of_rows = "gradients of one batch are shared by processes, and it compares those of several"
     conflicts: ClassVar[dict[str, str]] = {
         "OptimizerInBackward": "it accumulates nothing, and gradients are gone before they can be compared",
         "TokenWeightedAccumulation": "it weighs micro-batches by their tokens, and the estimate takes them as equal",

@@ -19,6 +19,7 @@ from torch import Tensor
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.mechanisms.metering import count_batch, short_number
+from lit_efficient.mechanisms.ranks import readers
 
 _SECONDS_A_LINE = 60.0  # where the end of the run is unknown
 _BAR = 60  # characters of a bar beside its figures
@@ -80,7 +81,7 @@ class ThroughputBar(TQDMProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         count, self._unit = count_batch(batch)
-        self._counted += count * trainer.world_size
+        self._counted += count * readers(trainer)
         before, (self._position, _) = self._position, run_position(trainer, batch_idx + 1)
         self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self.is_enabled and self._due(before, batch_idx + 1):

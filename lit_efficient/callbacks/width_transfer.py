@@ -10,7 +10,8 @@ Source: Yang et al. (2022), https://arxiv.org/abs/2203.03466 (table 3); Dey et a
 The papers multiply outputs of layers: logits by 1 / m, residual branches by 1 / D, attention by 1 / d instead of
 1 / sqrt(d). Under an optimizer whose step does not depend on the gradient's scale (Adam), a layer y = c W x learns as
 y = W x does with c times the deviation and c times the rate. So all of it is in weights and rates here: the network's
-code, its checkpoints and exports stay what they are.
+code, its checkpoints and exports stay what they are. Adam's ``eps``, which CompleteP divides by m D, stays, too: where
+gradients come near to it, give a smaller one.
 """
 
 import re

@@ -26,6 +26,8 @@ class PairTask(LanguageModeling):
     ``start_from`` is a checkpoint of `LanguageModeling` of the same shape, its adapters merged; the rest is as there.
     """
 
+    takes_slices = False  # the answers of a pair are summed whole
+
     def __init__(
         self,
         model: GPTConfig | CausalLMConfig,
