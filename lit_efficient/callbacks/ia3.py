@@ -45,6 +45,7 @@ class IA3(Technique):
     """
 
     phase = Phase.ADAPT
+    refuses_early = True
     alters = ("weights",)
     keeps = "ia3"
     conflicts: ClassVar[dict[str, str]] = {
@@ -128,7 +129,6 @@ class IA3(Technique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the factors were trained beside."""
         check(module, checkpoint)
 
 

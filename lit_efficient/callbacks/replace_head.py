@@ -122,6 +122,7 @@ class ReplaceHead(Technique):
     """
 
     phase = Phase.ARCHITECTURE
+    refuses_early = True
     alters = ("weights",)
     conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a pretrained network with a head for other classes")}
@@ -195,7 +196,6 @@ class ReplaceHead(Technique):
         super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave ``requires_grad`` as it was."""
         release(pl_module)
         super().teardown(trainer, pl_module, stage)
 

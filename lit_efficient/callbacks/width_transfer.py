@@ -27,7 +27,7 @@ from lit_efficient.application import schedulers_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_fake import has_values
-from lit_efficient.internals.torch_fx import has_parts, residual_ends
+from lit_efficient.internals.torch_fx import all_residual_ends
 from lit_efficient.models.dit import DiT
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.signs_of_training import sign_of_training
@@ -289,9 +289,8 @@ def _check_untied(network: nn.Module) -> None:
 def _end_parameters(network: nn.Module) -> set[int]:
     """Identities of the parameters of layers, or norms behind them, that end residual branches."""
     found: set[int] = set()
-    for part in network.modules():
-        for layer, norm, _ in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
-            found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
+    for part, layer, norm, _ in all_residual_ends(network):
+        found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
     return found
 
 

@@ -76,8 +76,7 @@ os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning m
 def set_import_policy(extra: Sequence[str] = ()) -> None:
     """Refuse to import what a config names, except from :data:`ALLOWED_IMPORTS` and ``extra``.
 
-    Args:
-        extra: Packages that the user allows. What an earlier call in this process allowed is taken back.
+    What an earlier call in this process allowed is taken back.
 
     Raises:
         ConfigurationError: If an entry is no dotted name, or cannot be allowed at all.
@@ -255,6 +254,8 @@ class Parser(ChecksValues, LightningArgumentParser):
         """Check null, too, which jsonargparse takes for "not given"."""
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(action):
             raise TypeError(f'Parser key "{key}":\n  Expected a {type_hint(action)}. Got value: null')
+        if is_section(action) and isinstance(value, int | float | list):  # a text is a file
+            raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {value}')
 
 
 def _accepts_null(action: Any) -> bool:
